@@ -1,1 +1,4 @@
-"""Which operation made the first bad number, why, and what cures it: blame and the guardian."""
+"""Explains failures: which operation made the first non-finite number, why, and which edit of the plan cures it.
+
+Users call `blame` for this. The guardian does it by itself when steps keep being skipped.
+"""

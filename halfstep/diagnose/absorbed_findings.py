@@ -1,4 +1,7 @@
-"""Findings about overflows that a forward pass absorbed, with edits that were tried on a copy of the model."""
+"""Findings about overflows that a forward pass absorbed: an infinity became a finite but wrong value.
+
+Each finding has an edit that was tried on a copy of the model, if one helped.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ _Place: TypeAlias = tuple[str | None, str | None]  # a module and a line
 def absorbed_findings(rehearsal: Rehearsal, recorder: OpRecorder) -> list[Finding]:
     """Returns a finding for each place where a recorded forward pass overflowed and the overflow was absorbed.
 
-    Rewinds the rehearsal before it tries an edit.
+    To try an edit, rewinds `rehearsal` and runs its closure again.
     """
     places: dict[_Place, Absorbed[Note]] = {}
     for each in recorder.trail.found:
@@ -35,7 +38,10 @@ def _place(recorder: OpRecorder, absorbed: Absorbed[Note]) -> _Place:
 
 
 def _cure(rehearsal: Rehearsal, recorder: OpRecorder, absorbed: Absorbed[Note]) -> tuple[tuple[Edit, ...], str]:
-    """Returns edits under which the overflow is no longer absorbed; if there are none, also the reason."""
+    """Returns (edits, reason): edits under which the overflow is no longer absorbed, and why there are none.
+
+    `reason` is "" if there are edits; `edits` is () if none was found or none could be tried.
+    """
     try:
         for edits, plan in edited(rehearsal.plan, _candidates(rehearsal, recorder, absorbed)):
             if _cures(rehearsal, plan, _place(recorder, absorbed)):
@@ -53,7 +59,7 @@ def _cures(rehearsal: Rehearsal, plan: Plan, place: _Place) -> bool:
     """Tells whether, under a plan, the closure's loss is finite for the same batch and nothing is absorbed at `place`.
 
     Raises:
-        Exception: whatever the closure, or copying the model, raises.
+        Exception: an error of the closure, or of copying the model.
     """
     rehearsal.rewind()
     recorder = OpRecorder(rehearsal.roots)

@@ -1,7 +1,7 @@
-"""Finds the operation that made the first non-finite value that mattered, the reason, and an edit that cures it.
+"""Finds the operation that made the first non-finite value that reached the loss or a gradient, the reason, and a cure.
 
-Runs the closure under the recorder and walks the failure back to its origin. Then tries lower loss scales, fp32 and
-the edits that might cure the failure on the same closure. Nothing is reported that was not observed.
+Runs the closure under a recorder and traces the failure back to its origin. Then runs the closure again at lower loss
+scales, in fp32, and under edits that might cure the failure. Reports only what these runs showed.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ _CLOSE = 0.5  # of the loss in fp32: how far the loss under a cure may differ fr
 class _Run:
     """One run of the closure: its loss, what was recorded, and the failure that was `found` (None: all is finite).
 
-    `scale` is the loss scale at which the closure failed, or ran without a failure. `lower` is the lower scale to which
-    a dynamic one would have to come down before all is finite (None: none is needed, or none was found). `has_room` is
-    False if values come so close to the limits of their formats that the next batch may overflow.
+    `scale` is the loss scale at which the run failed, or passed. If it failed, `lower` is a lower loss scale at which
+    all is finite; None if no such scale was found. `has_room` is False if values come so close to the limits of their
+    formats that the next batch may overflow.
     """
 
     loss: float
@@ -75,21 +75,22 @@ class _Run:
 
     @property
     def met_data(self) -> bool:
-        """Whether a tensor from outside of the models was not finite."""
+        """Whether the run met bad data: a non-finite tensor that is not part of the models."""
         met = (leaf for note in self.recorder.notes for leaf in note.leaves if not leaf.masked)
         return any(leaf.kind in ("data", "unseen") for leaf in met)
 
 
 def blame(session: Session, closure: Callable[[], Tensor], *, loss_id: int = 0) -> Verdict | None:
-    """Returns which operation made the first non-finite value that mattered; None if all values are finite.
+    """Returns which operation made the first non-finite value in the loss or the gradients; None if all are finite.
 
-    The closure computes a loss and returns it. blame runs it, and the backward pass, several times with the same random
-    numbers. The loss scale is that of `loss_id` in its last step, if that step was skipped. Cures are tried on a copy
-    of the model. Afterwards weights, buffers, attributes of modules, gradients, optimizer, scale and random state are
-    as before. If the closure raises because of its numbers, the verdict explains that too.
+    `closure` computes a loss and returns it. blame runs it, and the backward pass, several times with the same random
+    numbers. The loss scale is the current one of the loss `loss_id`; if its last step was skipped, it is the scale of
+    that step. Cures are tried on a copy of the model. Afterwards weights, buffers, attributes of modules, gradients,
+    optimizer, scale and random state are as before. If the closure raises an error because a number is not finite, the
+    verdict explains that number.
 
-    Under DistributedDataParallel one process may call it alone, between steps: nothing is sent. For a model whose
-    forward communicates (as with SyncBatchNorm), call it on all processes at once, with batches that all
+    Under DistributedDataParallel a single process may call blame between steps, because blame does not communicate. If
+    the forward itself communicates (as with SyncBatchNorm), call it on all processes at once, with batches that all
     fail, or in a single-process run.
 
     Raises:
@@ -106,7 +107,10 @@ def blame(session: Session, closure: Callable[[], Tensor], *, loss_id: int = 0) 
 
 
 def _verdict(rehearsal: Rehearsal, last: StepFacts, tell: Callable[[Finding], None]) -> Verdict | None:
-    """Returns why a closure fails at the loss scale of the last step; passes findings that are no verdict to `tell`."""
+    """Returns why a closure fails at the loss scale of the last step; None if it does not fail or the cause is unknown.
+
+    In these two cases, what was observed instead is passed to `tell` as findings.
+    """
     plan, scale = rehearsal.plan, last.scale
     run = _first_run(rehearsal, scale)
     if run.found is None:
@@ -145,8 +149,8 @@ def _fails_again(rehearsal: Rehearsal, scale: float, found: Diagnosis) -> bool:
 def _first_run(rehearsal: Rehearsal, scale: float, *, least: float = 1.0, recorder: OpRecorder | None = None) -> _Run:
     """Runs the closure under a recorder; if its backward pass overflows, repeats that pass at lower loss scales.
 
-    If no scale down to `least` passes, the failure at `least` is reported: a dynamic scale would come down and cure a
-    failure that occurs only at higher ones.
+    The scale is halved down to `least`. If the backward pass fails there too, the failure at `least` is reported,
+    because failures that occur only at higher scales would be cured by a dynamic scale.
     """
     recorder = recorder or OpRecorder(rehearsal.roots)
     with rehearsal.recording(recorder):
@@ -192,7 +196,7 @@ def _of_sinks(rehearsal: Rehearsal, recorder: OpRecorder, sinks: Sequence[Tensor
 
 
 def _passing_scale(rehearsal: Rehearsal, loss: Tensor, scale: float, least: float) -> float | None:
-    """Halves the scale, down to `least`, until the gradients of the graph are finite; returns that scale, or None."""
+    """Halves the loss scale, down to `least`, until all gradients are finite; returns that scale, or None."""
     while scale > least:
         scale = max(scale / 2, least)
         if _is_finite_at(rehearsal, loss, scale):
@@ -203,7 +207,8 @@ def _passing_scale(rehearsal: Rehearsal, loss: Tensor, scale: float, least: floa
 def _passing_from_the_start(rehearsal: Rehearsal, scale: float) -> float | None:
     """Halves the scale and reruns the closure until all is finite; returns that scale, or None.
 
-    This helps a closure that calls `session.grad`, because the scale then affects the loss too.
+    Rerunning only the backward pass is not enough if the closure calls `session.grad`: then the loss depends on the
+    scale.
     """
     while scale > 1:
         scale = max(scale / 2, 1.0)
@@ -224,9 +229,9 @@ def _is_finite_at(rehearsal: Rehearsal, loss: Tensor, scale: float) -> bool:
 
 
 def _nothing_found(rehearsal: Rehearsal, run: _Run, last: StepFacts, tell: Callable[[Finding], None]) -> Verdict | None:
-    """Reports on a closure whose numbers are all finite.
+    """Handles a closure whose numbers are all finite: passes what was observed to `tell` as findings.
 
-    Returns a verdict if the last step failed on gradients left over from an earlier one, otherwise None.
+    Returns a verdict if the last step failed because of gradients left over from an earlier step, otherwise None.
     """
     if last.bad and last.left_over:
         return say(Diagnosis.stale(last.bad), None, (), scale=last.scale)
@@ -249,10 +254,10 @@ def _nothing_found(rehearsal: Rehearsal, run: _Run, last: StepFacts, tell: Calla
 
 
 def _try_cures(rehearsal: Rehearsal, run: _Run, scale: float) -> Verdict | None:
-    """Tries the closure in fp32 and under edits that may cure it; the verdict has the first edits that did.
+    """Runs the closure in fp32 and under edits that may cure it; the verdict has the first edits that did.
 
-    `run` is the run that failed, `scale` the loss scale of the session. Returns None if the closure keeps state that
-    the failure has spoiled.
+    `run` is the run that failed, and `scale` is the loss scale of the session. Returns None if the closure repeats the
+    failure only because it keeps non-finite tensors from the failed run.
     """
     found, at = run.found, run.scale
     assert found is not None
@@ -284,7 +289,7 @@ def _try_cures(rehearsal: Rehearsal, run: _Run, scale: float) -> Verdict | None:
 
 
 def _beyond(rehearsal: Rehearsal) -> tuple[str, float] | None:
-    """Returns name and magnitude of the largest weight if it exceeds the low format; None if all weights fit."""
+    """Returns the name and magnitude of the largest weight if it exceeds the low format's maximum, otherwise None."""
     named = [(name, rehearsal.full(p).detach()) for root in rehearsal.roots for name, p in root.named_parameters()]
     sizes = [(name, float(p.abs().max())) for name, p in named if p.is_floating_point() and p.numel()]
     largest = max(sizes, key=lambda each: each[1], default=("", 0.0))
@@ -294,7 +299,7 @@ def _beyond(rehearsal: Rehearsal) -> tuple[str, float] | None:
 def _below_one(rehearsal: Rehearsal, found: Diagnosis, scale: float) -> float | None:
     """Returns the largest loss scale below 1, found by halving, at which the closure's numbers are finite, or None.
 
-    Such a scale loses small gradients, so edits are tried first.
+    Such a scale loses small gradients. Therefore callers try edits first.
     """
     if not found.may_be_scale or rehearsal.plan.ops == "none":
         return None
@@ -315,7 +320,8 @@ class _Cure:
 class _Search:
     """Searches for edits under which the closure's numbers are finite, the smallest changes first.
 
-    Edits that only just pass rank behind those that keep clear of the limits of the formats and of the loss scale.
+    Edits that leave room (values stay well below the limits of their formats, and the loss scale well above its floor)
+    are preferred to edits that only just work.
     """
 
     rehearsal: Rehearsal
@@ -326,7 +332,8 @@ class _Search:
     def narrow(self, found: Diagnosis) -> _Cure | None:
         """Returns edits that cure the failure and leave part of the model low, or None.
 
-        If edits cure one place and another place fails then, returns edits for both.
+        If edits cure this failure but the closure then fails in another module, keeps these edits and adds some for
+        that module.
         """
         return self._within(found, self._narrow(found), (), _FAULTS)
 
@@ -360,7 +367,11 @@ class _Search:
         return self._within(moved[1], self._narrow(moved[1]), moved[0], faults - 1)
 
     def _cure(self, edits: tuple[Edit, ...], run: _Run) -> _Cure:
-        """Returns the edits and the loss scale that their run came down to, so that no step is skipped to reach it."""
+        """Returns a `_Cure` with these edits and what their `run` showed.
+
+        If the run had to lower the loss scale, adds an edit that starts training at that scale. Otherwise steps would
+        be skipped until a dynamic scale has come down.
+        """
         scaled = edits if run.lower is None else (*edits, replace(self.rehearsal.plan.scale, init=run.lower))
         return _Cure(scaled, run.loss, run.has_room)
 
@@ -378,10 +389,10 @@ class _Search:
 
 
 def _tried(rehearsal: Rehearsal, plan: Plan, scale: float) -> _Run | str:
-    """Runs the closure on copies of the models under a plan; returns the run, or the reason why that is impossible.
+    """Runs the closure on copies of the models under a plan; returns the run, or the reason why it was not possible.
 
-    The loss scale is the present one, or one that a dynamic scale will come down to. The run is impossible if the
-    models cannot be copied, the closure calls other models, or the plan does not fit.
+    A dynamic loss scale may come down during the run. The run is not possible if the models cannot be copied, if the
+    closure does not call them, or if it raises an error under the plan.
     """
     rehearsal.rewind()
     try:
@@ -401,7 +412,7 @@ def _tried(rehearsal: Rehearsal, plan: Plan, scale: float) -> _Run | str:
 
 
 def _scale_under(scaling: Scaling, scale: float) -> float:
-    """Returns the loss scale at which a plan is tried when that of the session is `scale`.
+    """Returns the loss scale at which to try a plan, given the session's current loss scale `scale`.
 
     A dynamic scale that has come down to its floor is tried above it, because it will grow again.
     """

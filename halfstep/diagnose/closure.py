@@ -46,9 +46,9 @@ def compute_loss(closure: Callable[[], Any], params: Sequence[nn.Parameter]) -> 
 
 @contextmanager
 def leaves_kept(loss: Tensor, params: list[nn.Parameter]) -> Iterator[list[Tensor]]:
-    """Yields the leaves whose gradients a loss's backward pass writes: `params`, and others that the loss depends on.
+    """Yields the leaves whose gradients the backward pass of a loss writes: `params`, and other leaves of its graph.
 
-    Clears the gradients of the others, and restores them at the end.
+    Clears the gradients of the other leaves, and restores them at the end.
     """
     leaves = {id(leaf): leaf for leaf in [*params, *leaves_of([loss])]}
     own = {id(p) for p in params}
@@ -65,7 +65,7 @@ def leaves_kept(loss: Tensor, params: list[nn.Parameter]) -> Iterator[list[Tenso
 class Inputs:
     """Compares the inputs of the first module that each run of a closure calls.
 
-    `same` says that they were equal in all runs, which therefore got the same batch.
+    `same` is True if these inputs were equal in all runs: then all runs got the same batch.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,7 @@
-"""Counts how many steps in a row were skipped, and at which loss scale; reads late, so that nothing waits."""
+"""Counts how many steps in a row were skipped, and at which loss scale.
+
+Values are read a few steps late, when their copies to the host are complete, so that no step waits for the device.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +28,10 @@ _Step = tuple[Sequence[object], Tensor, Scales]  # what has stepped, whether it 
 class _Streak:
     """The skipped steps of one set of optimizers on one loss.
 
-    `length` is how many of the latest steps were skipped in a row. The next `left_out` steps raise no alarm; `pause` is
-    how many will raise none the next time. `near` holds the numbers, counted by `steps`, of the latest skips that
-    followed a step made and came at a scale that had just grown from its floor.
+    `length` is the number of steps skipped in a row up to now, and `steps` the number of all steps. The next `left_out`
+    steps raise no alarm. `pause` is the value that the next call of `Counter.rest` gives to `left_out`. `near` has the
+    step numbers of the latest skips at a loss scale just above its floor, not counting skips directly after another
+    skip.
     """
 
     length: int = 0
@@ -38,14 +42,14 @@ class _Streak:
 
     @property
     def lives_at_floor(self) -> bool:
-        """Whether the scale keeps going back to its floor."""
+        """Whether the scale keeps falling back to its floor: four skips just above the floor within 80 steps."""
         return len(self.near) == _OFTEN and self.steps - self.near[0] < _SPAN
 
 
 class Counter:
     """Counts skipped steps in a row, separately per set of optimizers and per loss, without waiting for the device.
 
-    Steps are examined `WINDOW` at a time, during the first later step that finds their values on the host.
+    Steps are examined `WINDOW` at a time, in a later step, once their values have arrived on the host.
     """
 
     def __init__(self, device: torch.device, floor: float, growth: float = 1.0) -> None:
@@ -56,12 +60,12 @@ class Counter:
         self._runs: dict[Watched, _Streak] = {}  # empty until a step is skipped
 
     def count(self, parts: Sequence[object], skipped: Tensor, scales: Scales) -> Watched | None:
-        """Counts a step of the optimizers `parts`; returns which optimizers and loss, if any, should be looked into.
+        """Counts a step of the optimizers `parts`; returns the optimizers and the loss that raise an alarm, or None.
 
-        They should if, in the steps examined so far, `WINDOW` steps in a row were skipped, or one was skipped with its
-        loss scale at the floor, or one in twenty was skipped each time the scale had grown from the floor. `skipped`
-        and the `scales` of the losses are 0-dim tensors. A step captured by a CUDA graph does not count: the values
-        read would be those of its replays.
+        There are three reasons for an alarm: `WINDOW` steps in a row were skipped; a step was skipped with its loss
+        scale at the floor; or the scale overflows whenever it has grown from the floor (see `lives_at_floor`).
+        `skipped` is a 0-dim tensor, and `scales` has one for each loss. Steps inside a CUDA graph capture are not
+        counted, because a later read would give the values of replays.
         """
         if self._on_cuda and torch.cuda.is_current_stream_capturing():
             self._steps, self._coming = [], None
@@ -79,12 +83,12 @@ class Counter:
         return found
 
     def rest(self, watched: Watched) -> None:
-        """Raises no alarm for the next steps of the optimizers and loss in `watched`, twice as many at each call."""
+        """Raises no alarm for some steps of the optimizers and loss in `watched`; each call doubles their number."""
         run = self._runs[watched]
         run.left_out, run.pause = run.pause, min(2 * run.pause, _LONGEST_PAUSE)
 
     def lives_at_floor(self, watched: Watched) -> bool:
-        """Tells whether the loss scale of the loss in `watched` overflows whenever it has grown from its floor."""
+        """Tells whether gradients of the loss in `watched` overflow whenever the loss scale grows from its floor."""
         return watched in self._runs and self._runs[watched].lives_at_floor
 
     def _look(self, steps: Sequence[_Step]) -> Watched | None:

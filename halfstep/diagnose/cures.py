@@ -26,7 +26,10 @@ _BY_OP = ("deny",)  # running ops of these categories full everywhere costs litt
 
 
 def candidates(plan: Plan, found: Diagnosis, roots: Sequence[nn.Module]) -> list[tuple[Edit, ...]]:
-    """Returns edits that may cure a failure of the low format, to be tried in this order; empty if no edit can."""
+    """Returns edits that may cure a failure, in the order in which to try them; empty if no edit can.
+
+    Edits can cure only failures that a wider format may prevent.
+    """
     if plan.ops == "none" or found.kind not in _OF_FORMATS or found.phase == AFTER_BACKWARD:
         return []
     edits: list[tuple[Edit, ...]] = []
@@ -39,8 +42,8 @@ def candidates(plan: Plan, found: Diagnosis, roots: Sequence[nn.Module]) -> list
 def rules_around(module: str | None, roots: Sequence[nn.Module]) -> list[tuple[Edit, ...]]:
     """Returns rules that keep a module full, then rules for each module around it, except the model itself.
 
-    There are two candidates for each module: one that returns low values, then one whose output stays fp32. Modules
-    that share a parameter get the same rule.
+    There are two candidates for each module: in the first the output gets the format of the input again, in the second
+    it stays fp32. Modules that share a parameter get the same rule.
     """
     edits: list[tuple[Edit, ...]] = []
     for name in filter(None, _upwards(module)):
@@ -59,9 +62,9 @@ def edited(plan: Plan, candidates: Iterable[tuple[Edit, ...]]) -> Iterator[tuple
 
 
 def narrow_candidates(plan: Plan, found: Diagnosis, roots: Sequence[nn.Module]) -> list[tuple[Edit, ...]]:
-    """Returns the candidates that leave part of the model low.
+    """Returns edits that may cure a failure and leave part of the model low.
 
-    For an operation that no module called, the only candidate, if any, denies the operation.
+    For an operation that no module called, the only such edit, if any, denies the operation.
     """
     if found.module is None:
         in_forward = found.kind in _OF_FORMATS and found.phase != AFTER_BACKWARD
@@ -95,10 +98,11 @@ def _own_code(plan: Plan, found: Diagnosis, roots: Sequence[nn.Module]) -> list[
 
 
 def untried_cure(plan: Plan, found: Diagnosis, roots: Sequence[nn.Module]) -> tuple[Edit, ...]:
-    """Returns the smallest edit that is known to cure a failure without a trial, or ().
+    """Returns the smallest edit that should cure a failure, found without a further run; () if there is none.
 
-    That is known if the operation's fp32 result is finite. If that result exceeds the low format, the edit must also
-    let it leave its module in fp32. An edit that the plan already has is no cure.
+    There can be one if the operation's result is finite in fp32, or if a weight, an eps or a mask that was rounded to
+    low caused the failure. If the fp32 result is too large for the low format, the edit must also keep the output of
+    the module in fp32. Edits that the plan already has are left out.
     """
     rounded = found.eps is not None or found.mask is not None  # before the operation, which cannot help it
     if found.exact is None and not found.stored_overflow and not rounded:
@@ -119,10 +123,10 @@ def _differs(plan: Plan, other: Plan) -> bool:
 
 
 def scaling_cure(scaling: Scaling, lower: float, *, estimated: bool = False) -> tuple[Edit, ...]:
-    """Returns the scaling to use instead of one whose loss scale was too high.
+    """Returns an edit that replaces a scaling whose loss scale was too high.
 
-    `lower` is a loss scale that passes, or that is only `estimated` to pass. For an estimate the new scaling is
-    dynamic, so that it can come down further: later operations may need a lower scale.
+    `lower` is a loss scale at which all gradients are finite, or, with `estimated`, one that may be low enough. In that
+    case the new scaling is dynamic, so that the scale can fall further if other operations need it.
     """
     if not estimated and not scaling.adapts:
         return (Scaling("static", init=lower / _ROOM),)

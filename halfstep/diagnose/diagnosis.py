@@ -22,7 +22,12 @@ _DEPTH = 6  # how many operations back the addition of an eps is searched
 
 @dataclass(frozen=True, eq=False)
 class Diagnosis:
-    """What is known about a failure."""
+    """What is known about a failure: its place, what was recorded there, and what other runs of the closure showed.
+
+    `kind` is None if the operation ran where the recorder could not see it. `module` is "" for the model itself, None
+    if no module called the operation. `full` and `full_loss` are the failure and the loss of a run in fp32,
+    `cured_loss` is the loss under the cure. The comments in the source describe the other fields.
+    """
 
     kind: Kind | None  # None: the failing operation ran where the recorder could not see it
     module: str | None  # "" is the model itself; None: no module called the operation
@@ -53,9 +58,9 @@ class Diagnosis:
 
     @property
     def explodes(self) -> bool:
-        """Whether a recurrence grows without limit.
+        """Whether an operation that runs repeatedly on its own results, as in a recurrent model, grows without limit.
 
-        In fp32 the loss is then huge, or an operation that depends on the recurrence overflows.
+        In fp32 the loss is then huge, or an operation that depends on these results overflows.
         """
         if not self.is_forward_overflow or self.runs < _RUNS or self.low is None or self.full_loss is None:
             return False
@@ -67,7 +72,11 @@ class Diagnosis:
 
     @property
     def loss_has_grown(self) -> bool:
-        """Whether the closure's loss is out of proportion to that of the first step, also in fp32."""
+        """Whether the forward pass overflowed, and the loss is far above the session's first loss even in fp32.
+
+        Far above means that the closure overflows in fp32 too, or that its fp32 loss is more than 1,000 times the first
+        loss.
+        """
         if not self.is_forward_overflow or self.full_loss is None or self.first_loss is None:
             return False
         if self.full is not None:
@@ -76,7 +85,10 @@ class Diagnosis:
 
     @property
     def has_diverged(self) -> bool:
-        """Whether a weight exceeds the low format, or the loss has outgrown even that format's maximum squared."""
+        """Whether training has diverged: a weight exceeds the low format's maximum, or the fp32 loss is extreme.
+
+        Extreme means more than 1,000 times the first loss times the square of that maximum.
+        """
         if self.grown is not None or not self.loss_has_grown:
             return self.grown is not None
         assert self.full_loss is not None
@@ -91,7 +103,7 @@ class Diagnosis:
 
     @property
     def may_be_scale(self) -> bool:
-        """Whether a lower loss scale alone may cure this: a result in the backward pass was too large or invalid."""
+        """Whether a lower loss scale alone may cure this: a result in the backward pass is too large or invalid."""
         return self.phase == "backward" and self.kind in (Kind.OVERFLOW, Kind.INVALID)
 
     def is_at(self, other: Diagnosis) -> bool:
@@ -105,7 +117,10 @@ class Diagnosis:
 
     @property
     def in_full(self) -> Diagnosis | None:
-        """How the closure failed in fp32, if it did in another place (a second fault); otherwise None."""
+        """How the closure failed in fp32, if it failed in another place there; otherwise None.
+
+        There are then two faults, one in each format.
+        """
         if self.full is None or self.kind in (Kind.INPUT_DATA, Kind.STALE_GRADIENTS, Kind.WEIGHTS):
             return None
         if _is_own(self.note) and _is_own(self.full.note):  # which of its operations differs by format
@@ -177,7 +192,7 @@ def _of_leaf(recorder: OpRecorder, note: Note | None, leaf: Leaf, full: Callable
 
 
 def _kind(recorder: OpRecorder, origin: Origin, note: Note) -> tuple[Kind, float | None]:
-    """Returns the kind of failure, and the constant of the mask that caused it, if one did."""
+    """Returns the kind of failure, and the value of the mask that caused it (None: no mask caused it)."""
     if origin.masked:
         return Kind.MASKED_ROW, next((m.exact.value for m in _masks(note) if m.exact is not None), None)
     if note.exact is not None and note.exact.constant:
@@ -209,14 +224,14 @@ def _infinity(recorder: OpRecorder, note: Note) -> str:
 
 
 def _is_own(note: Note | None) -> bool:
-    """Tells whether user code that computes gradients brought in an input of the operation."""
+    """Tells whether user code that computes gradients, such as a custom backward, made an input of the operation."""
     return note is not None and (note.unseen or any(leaf.kind == OWN for leaf in note.leaves))
 
 
 def _is_around(one: str, other: str) -> bool:
-    """Tells whether two names are of the same module, or of two modules one of which contains the other.
+    """Tells whether two names belong to the same module, or to two modules of which one contains the other.
 
-    A cast in a hook can make a failure appear in the one instead of the other.
+    Such names count as one place: a cast in a hook can move a failure from a module to one around it, or the reverse.
     """
     shorter, longer = sorted((one, other), key=len)
     return shorter in ("", longer) or longer.startswith(shorter if shorter.endswith(":") else f"{shorter}.")
@@ -243,7 +258,10 @@ def _format(note: Note) -> Format | None:
 
 
 def _vanished(note: Note, low: Format) -> float | None:
-    """Returns a tiny number, added or used as a bound before the operation, that rounds to 0 in `low`; None if none."""
+    """Returns a tiny number, such as an eps, that was added or used as a bound before the operation and is 0 in `low`.
+
+    Returns None if there is no such number.
+    """
     if low not in LOW_FORMATS:
         return None
     waiting = [(source, 0) for source in note.sources if source is not None]

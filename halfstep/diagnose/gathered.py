@@ -21,24 +21,25 @@ PER_ELEMENT = 16  # bytes: fp32 weights and gradients of the copy, and of the co
 
 
 def on_gathered_copy(session: Session, build: Callable[[], Any], ask: Callable[..., T], *, rank: int = 0) -> T:
-    """Returns the result of `ask` on an unsharded copy of a sharded model, in all processes; all must call this.
+    """Returns the result of `ask` on an unsharded copy of a sharded model, on all processes; all must call this.
 
     The process `rank` calls `build()`, which must return the model as it is before sharding (a list if the session has
-    several models). It loads the current weights and buffers into that model, opens a session `whole` on it under the
-    same plan, and calls `ask(whole, model)`:
+    several models). That process loads the current weights and buffers into the model, opens a session `whole` on it
+    with the same plan, and calls `ask(whole, model)`:
 
         verdict = halfstep.on_gathered_copy(
             session, GPT, lambda whole, model: halfstep.blame(whole, lambda: loss_fn(model(inputs), targets))
         )
 
-    `halfstep.check` and `halfstep.inspect` work the same way. `inputs` are those of the process `rank`;
-    `session.status().spoiled_by` says whose loss was not finite. `whole` knows the last step of `session`. Weights are
-    rounded to the low format, as FSDP2 gathers them. The sharded model and its training do not change.
+    `halfstep.check` and `halfstep.inspect` work the same way. Pass as `rank` the process whose `inputs` to use;
+    `session.status().spoiled_by` tells which processes had a loss that was not finite. The session `whole` reports the
+    last step of `session`. Weights are rounded to the low format, as FSDP2 gathers them. The sharded model and its
+    training do not change.
 
     Raises:
-        SessionError: the session is closed, or another process has raised an error, which it names.
-        SetupError: the model is not sharded, it does not fit into the memory of that process, or `build` returns
-            another model.
+        SessionError: the session is closed, or another process has raised an error, which the message names.
+        SetupError: the model is not sharded, does not fit into the memory of that process, or differs from the model
+            that `build` returns.
     """
     if not isinstance(session, Session) or session.closed:
         what = "a closed session" if isinstance(session, Session) else type(session).__name__
@@ -92,7 +93,7 @@ def _built(build: Callable[[], Any], roots: Sequence[nn.Module], device: torch.d
 
 @torch.no_grad()
 def _fill(model: nn.Module, root: nn.Module, state: dict[str, Tensor], plan: Plan) -> None:
-    """Copies the state of a sharded model into `model`, rounded as the sharded one uses it.
+    """Copies the state of a sharded model into `model`, with weights rounded as the sharded model rounds them.
 
     Raises:
         SetupError: the two are not the same model.

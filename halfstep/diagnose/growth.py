@@ -20,8 +20,8 @@ _CONSTANT = (
 def degree(note: Note) -> float:
     """Returns k such that a result is proportional to loss_scale**k.
 
-    k is 1 for a gradient and 0 for a result that does not depend on the scale. A sum has the largest k of its terms. An
-    operation that is not listed has the largest k of its arguments.
+    k is 1 for a gradient and 0 for a result that does not depend on the scale. The k of a product is the sum of the k
+    of its factors. Operations without a known rule, and sums, have the largest k of their arguments.
     """
     known: dict[int, float] = {}
     waiting = [note]
@@ -37,7 +37,10 @@ def degree(note: Note) -> float:
 
 
 def _behind(note: Note) -> list[Note]:
-    """Returns the operations that wrote the arguments of `note`; [] outside of a backward pass and where it begins."""
+    """Returns the operations that wrote the arguments of `note`.
+
+    Returns [] if `note` is not in a backward pass or is the operation with which the pass begins.
+    """
     if note.root or note.phase != "backward":
         return []
     return [each for each in note.sources if each is not None and each.index < note.index]

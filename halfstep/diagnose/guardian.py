@@ -1,6 +1,7 @@
-"""The guardian: detects from counters that steps are skipped for no good reason, and records the next step.
+"""The guardian: notices that steps keep being skipped, records one of the next steps, and explains its failure.
 
-Skips are read one step late, once in eight steps of an optimizer, so that nothing waits for the device.
+It looks for skipped steps only at every eighth step of an optimizer, and one step late, so that no step waits for the
+device.
 """
 
 from __future__ import annotations
@@ -57,15 +58,14 @@ _LOG = logging.getLogger("halfstep")
 
 
 class Watching(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class has no annotations
-    """A recorder whose own errors end the recording, but never the step that it watches.
+    """A recorder that watches training steps; an error in the recorder ends the recording, but not the step.
 
-    `spent` adds up a cost for each model call since the last backward pass. `ended` is True once the recorder failed or
-    there were `too_many` operations. `carried` holds, for each backward pass, the index of the note at which the pass
-    may begin, and its loss scale.
+    `spent` is the cost, in arbitrary units, of all model calls since the last backward pass. `ended` is True once the
+    recorder failed or there were `too_many` operations. `carried` has an entry for each backward pass: the index of the
+    first note that can belong to the pass, and the loss scale.
 
-    While it waits for a forward, it also records what is computed with gradients on, because combined weights and masks
-    may be computed there. `waiting` becomes False if there are too many such operations, as in a loop that prepares a
-    data set.
+    Before the first forward, only operations with gradients enabled are recorded, because weights and masks may be
+    combined there. `waiting` becomes False if there are too many of them, as in a loop that prepares a data set.
     """
 
     def __init__(self, roots: Sequence[nn.Module]) -> None:
@@ -131,12 +131,14 @@ class Watching(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class ha
 
 
 class Armed:
-    """A recorder that waits for the next training forward and is removed at the end of that step.
+    """A recorder that starts recording at the next training forward and is removed at the end of that step.
 
-    It is on the stack of modes from the start: if it were pushed inside a call of a compiled model, it would miss the
-    loss. `lost` is True if the caller's own modes or threads removed it early. `passed` is True if a forward without
-    gradients came first, which was not recorded. It gives up if the recording ends, or if the cost of forwards without
-    a backward pass exceeds `patience`: the step is long, or none is coming because the caller was interrupted.
+    It is pushed on the stack of modes at once, because a mode pushed inside a call of a compiled model would miss the
+    loss. `lost` is True if the user's own modes or threads removed it too early. `passed` is True if a forward without
+    gradients ran first, which is not recorded.
+
+    It calls `give_up` if the recording fails, or if forwards without a backward pass cost more than `patience`. The
+    step is then very long, or the user has interrupted training.
     """
 
     def __init__(self, runtime: Runtime, patience: int, give_up: Callable[[], None]) -> None:
@@ -169,15 +171,15 @@ class Armed:
 
 
 class Guardian:
-    """Watches the steps of a session; passes a verdict to `tell`, then raises or logs it.
+    """Watches the steps of a session; if steps keep being skipped, passes a verdict to `tell`, then raises or logs it.
 
     Each set of optimizers that step together is watched separately, and so is each loss that had gradients in a step.
-    An alarm is `WINDOW` skipped steps in a row, or one skipped step while a scale is at its floor or keeps returning to
-    it. The next steps are then recorded, one at a time, until one is skipped; at most `WINDOW` steps, or as many as lie
-    between two such skips. If a falling scale cures the failure, that is normal and no verdict is given.
+    There is an alarm after `WINDOW` skipped steps in a row. One skipped step is enough if the loss scale is at its
+    floor or keeps falling back to it. After an alarm the guardian records the following steps, one at a time, until one
+    is skipped, or for a limited number of steps. If a falling loss scale will cure the failure, there is no verdict.
 
-    If several processes train together, one that raised alone would leave the others waiting. So its error stays
-    `pending` until the others know of it, and all processes raise at the end of the same step.
+    If several processes train together, a process that raised alone would leave the others waiting. Therefore an error
+    is kept in `pending` until all processes know of it. They all raise at the end of the same step.
     """
 
     def __init__(
@@ -216,7 +218,8 @@ class Guardian:
         """Counts a step for the alarm, or examines it if it was recorded.
 
         The optimizers `parts` have stepped, on gradients of the losses in `scales`, which maps the id of each loss to
-        its scale. The processes in `stopping` have told all others that they have an error to raise.
+        its scale. `stopping` lists the processes that have announced an error; if there are any, this process raises
+        too.
 
         Raises:
             NumericsError: the recorded step was skipped for a reason that a lower loss scale does not cure, here or in
@@ -235,9 +238,10 @@ class Guardian:
     def _after_recorded(
         self, armed: Armed, record: StepRecord, parts: Sequence[Part], scales: Mapping[int, Tensor]
     ) -> None:
-        """Examines the recorded step if it is the one that the recorder waits for.
+        """Examines the recorded step if its optimizers and loss are those that raised the alarm.
 
-        Steps of other optimizers may affect that one, so they stay recorded for a while.
+        A step of other optimizers is not examined, but stays recorded for a while, because it may affect the awaited
+        step.
         """
         waited_for, loss_id = self._about
         if tuple(map(id, parts)) == waited_for and (loss_id is None or loss_id in scales):
@@ -328,9 +332,10 @@ class Guardian:
     def _judge(self, found: Diagnosis, scale: float, *, shared: float | None) -> tuple[Verdict, str] | None:
         """Returns the verdict on the recorded step and a phrase on what a lower loss scale would do.
 
-        Returns None if the loss scale will come down and that cures this failure. If the processes communicated in the
-        step, `shared` is its lowest loss scale: None is also returned until that scale is at its floor, because it may
-        still cure the failure of another process, and all processes have to stop at the same step.
+        Returns None if the loss scale is going to fall and a lower scale cures this failure. If processes communicated
+        during the step, `shared` is its lowest loss scale. In that case None is also returned until that scale is at
+        its floor: all processes must stop at the same step, and a lower scale may still cure the failure of another
+        process.
         """
         plan = self._runtime.plan
         found = replace(found, untried="halfstep.blame(session, closure) tries it")
@@ -359,7 +364,7 @@ class Guardian:
         return verdict, f": the loss scale is too high, and {limit}"
 
     def _of_rhythm(self, found: Diagnosis, scale: float) -> tuple[Verdict, str]:
-        """Returns the verdict on a loss scale that passes at its floor and soon grows back to one that overflows."""
+        """Returns a verdict, and a phrase, on a loss scale that overflows whenever it grows from its floor."""
         scaling = self._runtime.plan.scale
         found = replace(found, lower_scale=self._floor)
         cure = (replace(scaling, init=self._floor, growth_interval=max(scaling.growth_interval, _INTERVAL)),)
@@ -403,10 +408,11 @@ def _take_off(recorder: Watching, thread: int, compile_again: Callable[[], None]
 
 @dataclass(frozen=True)
 class _Lower:
-    """What is known about lower loss scales without trying one.
+    """Whether a lower loss scale may help, estimated without running the closure.
 
-    `scale` is the largest halved scale at which the operation's result fits the format. It is None if the true result
-    is unknown: then `may_help` only says that the result grows with the scale, and halfstep.blame tries lower scales.
+    `scale` is the largest scale, found by halving, at which the operation's result fits the format. `scale` is None if
+    no lower scale helps or the true result is unknown. If it is unknown, `may_help` only says that the result grows
+    with the scale; halfstep.blame tries lower scales.
     """
 
     may_help: bool

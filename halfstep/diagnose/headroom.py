@@ -1,4 +1,4 @@
-"""Tells whether a trial stays clear of the limits of its formats: what only just fits overflows on the next batch."""
+"""Tells whether values stay well below the limits of their formats, so that the next batch will not overflow."""
 
 from __future__ import annotations
 
@@ -42,5 +42,5 @@ class CastRecorder(OpRecorder):  # type: ignore[no-untyped-call]  # torch's clas
 
 
 def keeps_scale(scaling: Scaling, scale: float) -> bool:
-    """Tells whether a loss scale that passes is well above the floor of a dynamic scaling; True for a static one."""
+    """Tells whether a loss scale that works is well above the floor of a dynamic scaling; True for a static one."""
     return not scaling.adapts or scale >= min(OF_FLOOR * scaling.min, scaling.max)

@@ -15,10 +15,11 @@ NORMALISERS = ("softmax", "log_softmax", "scaled_dot_product_attention", "cross_
 
 @dataclass(frozen=True, eq=False)
 class Origin:
-    """The source of the first non-finite value that mattered.
+    """The source of the first non-finite value that reached the loss or a gradient.
 
-    `note` is the operation that made the value, or, if it came in a `leaf` (a tensor from outside), the first operation
-    that computed with it. `masked` says that all non-finite inputs of the operation had been excluded by a mask.
+    `note` is the operation that made the value. If the value came from outside in the tensor `leaf`, `note` is the
+    first operation that computed with it. `masked` is True if a mask had excluded all non-finite inputs of the
+    operation.
     """
 
     note: Note | None
@@ -83,7 +84,7 @@ def _earliest(recorder: OpRecorder, reached: list[Note]) -> Origin:
 
 
 def _first_to_compute(recorder: OpRecorder, note: Note, reached: list[Note]) -> Note:
-    """Returns the first operation that computes with a value from outside, after copies and casts of it."""
+    """Returns the first operation that computes with a value from outside; copies and casts of it do not count."""
     while recorder.operator(note) in ("to", "clone", "copy", "detach") or note.aten == "_unsafe_view":
         following = [each for each in reached if note in each.parents]
         if not following:

@@ -23,10 +23,11 @@ from halfstep.torch_internals import hooks_of, parameters_of
 
 
 class Rehearsal:
-    """Runs a closure on a session's models; made by `rehearsing`, which at its end undoes what the runs changed.
+    """Runs a closure on a session's models; made by `rehearsing`, which undoes at the end what the runs changed.
 
     `params` are the trainable parameters; `inputs` tells whether all runs got the same inputs. Inside `at_scale(scale)`
-    a closure's `session.grad` uses that loss scale; inside `recording(recorder)` a recorder sees the operations.
+    the closure's calls of `session.grad` use that loss scale. Inside `recording(recorder)` a recorder sees the
+    operations.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class Rehearsal:
         self._rewind, self.inputs = rewind, inputs
 
     def rewind(self) -> None:
-        """Restores the state at the start, for another run."""
+        """Restores the initial state before another run."""
         self._rewind()
         self.inputs.begin_run()
 
@@ -65,11 +66,11 @@ class Rehearsal:
 
     @contextmanager
     def under(self, plan: Plan) -> Iterator[Rehearsal]:
-        """Yields a rehearsal under another plan; the closure's calls of the models go to copies of them.
+        """Yields a rehearsal under another plan; when the closure calls the models, copies of them run instead.
 
         Raises:
             HalfstepError: the plan does not fit the models.
-            Exception: whatever copying a model raises.
+            Exception: an error of copying a model.
         """
         with self._session.trial(plan) as trial, _standing_in(self.roots, trial.runtime.roots):
             yield Rehearsal(trial, self._closure, self._rewind, self.inputs)
@@ -79,7 +80,7 @@ def check_given(function: str, session: object, closure: object) -> None:
     """Checks the session and the closure that were passed to the public function named `function`.
 
     Raises:
-        SessionError: `session` is no open session, or `closure` is no function.
+        SessionError: `session` is not an open session, or `closure` is not a function.
         SetupError: the model of the session is sharded.
     """
     if not isinstance(session, Session) or session.closed:
@@ -103,7 +104,7 @@ def rehearsing(session: Session, closure: Callable[[], Any]) -> Iterator[Rehears
     """Yields a rehearsal of a closure; restores weights, buffers, gradients and random state when it ends.
 
     Raises:
-        SessionError: the session is closed, or the closure itself calls this.
+        SessionError: the session is closed, or a rehearsal is already running (the closure itself starts one).
     """
     roots = session.runtime.roots
     with (
@@ -152,7 +153,10 @@ def _standing_in(models: Sequence[nn.Module], twins: Sequence[nn.Module]) -> Ite
 
 
 class _Calls:
-    """Calls copies of modules; copies changed attributes to them before the outermost call, and back after it."""
+    """Runs copies of modules in place of the modules, and keeps the attributes of both the same.
+
+    Changed attributes are copied to the copies before the outermost call, and back to the modules after it.
+    """
 
     def __init__(self, pairs: Sequence[tuple[nn.Module, nn.Module]]) -> None:
         self._pairs = [(own, twin, attributes(own), attributes(twin)) for own, twin in pairs]

@@ -28,12 +28,12 @@ _KEPT = 2**24  # elements up to which writes into a tensor that is an attribute 
 
 @contextmanager
 def untouched(roots: Sequence[nn.Module], params: Sequence[nn.Parameter]) -> Iterator[Callable[[], None]]:
-    """Restores all state when it ends; yields a function that restores it in between, for another run.
+    """Yields a function that restores the initial state before another run; restores everything when the context ends.
 
     The gradients of `params` are set aside: `p.grad` is None at the start of each run. Hooks that act on accumulated
-    gradients, such as those of an optimizer that steps in the backward pass, are off. Calls of DistributedDataParallel
-    go to the wrapped module: no buffer is broadcast and no gradient reduced, since the other processes would pair that
-    communication with their next step.
+    gradients, such as those of an optimizer that steps in the backward pass, are off. Calls of a
+    DistributedDataParallel wrapper go directly to the wrapped module. So no buffer is broadcast and no gradient
+    reduced: other processes would mistake that communication for part of their next step.
     """
     state = _State(roots, params)
     with ExitStack() as stack:
@@ -69,7 +69,7 @@ class _State:
         self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
 
     def rewind(self) -> None:
-        """Restores buffers, weights, attributes and random state to the start, and clears the gradients."""
+        """Restores the initial buffers, weights, attributes and random state, and clears the gradients."""
         self._rewind_attributes()
         for module, name, buffer in self._buffers:
             if buffers_of(module).get(name) is not buffer:
@@ -102,12 +102,12 @@ class _State:
 
 
 def attributes(module: nn.Module) -> dict[str, Any]:
-    """Returns a module's plain attributes, in which it may keep state: not parameters, buffers or submodules."""
+    """Returns a module's attributes other than parameters, buffers and submodules; they may hold state of the model."""
     return {name: value for name, value in vars(module).items() if name not in _NOT_STATE}
 
 
 def _reached(values: Iterable[Any]) -> list[Any]:
-    """Returns values and all that is nested in the lists, deques, dicts, sets and tuples among them, each once."""
+    """Returns the values, and everything nested in the lists, deques, dicts, sets and tuples among them, each once."""
     found: dict[int, Any] = {}
     waiting = list(values)
     while waiting:
@@ -136,9 +136,9 @@ def _put_back(container: Any, contents: Any) -> None:
 
 
 def give_attributes(module: nn.Module, own: Mapping[str, Any]) -> None:
-    """Sets exactly these attributes on a module and removes others.
+    """Sets the plain attributes of a module to `own`, and removes all others.
 
-    Writes to `__dict__`: a `__setattr__` of the model would see an assignment that the model's code never made.
+    Writes to `__dict__`, so that a `__setattr__` of the model does not see these assignments.
     """
     for name in attributes(module).keys() - own.keys():
         del module.__dict__[name]

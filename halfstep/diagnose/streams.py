@@ -1,4 +1,7 @@
-"""Finds fp32 inputs and buffers that make all later values fp32, so that each product casts them; nothing breaks."""
+"""Finds fp32 inputs and buffers that turn all later values into fp32, which modules then cast again and again.
+
+Nothing fails because of this; the findings are notes.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +36,8 @@ class Outside:
 class Stream:
     """A chain of fp32 values that began when an operation combined low and fp32 values.
 
-    `note` is that operation, `source` is where its fp32 values came from, and `casts` has the modules that have cast
-    the chain's values since.
+    `note` is that operation, and `source` is where its fp32 operand came from. `casts` names the modules that have cast
+    values of the chain to low since then.
     """
 
     note: Note
@@ -42,7 +45,7 @@ class Stream:
     casts: dict[str, None] = field(default_factory=dict)
 
     def evidence(self) -> str:
-        """Returns what was observed, as a sentence."""
+        """Returns a sentence on what was observed: where the stream starts, and how many modules cast its values."""
         note, source = self.note, self.source
         what = f"{source} is added" if note.aten in ADDED else f"{source} meets low values in {note.aten}"
         return (
@@ -57,7 +60,7 @@ class Stream:
 
 
 class Streams:
-    """Follows fp32 values through a traced forward, from the operations in which they turned low values into fp32."""
+    """Finds streams in a traced forward: an operation turns low values into fp32, and later values stay fp32."""
 
     def __init__(self, locator: Locator) -> None:
         self._locator = locator

@@ -72,7 +72,7 @@ def of_another(processes: Sequence[int]) -> Verdict:
 
 
 def say(found: Diagnosis, plan: Plan | None, cure: Sequence[Edit], *, scale: float) -> Verdict:
-    """Returns the verdict on a failure under a plan, with the edits `cure` that cure it."""
+    """Returns the verdict on a failure at a loss scale under a plan; `cure` has the edits that cure it."""
     assert found.kind is not None  # nothing is said of what was not seen
     return Verdict(
         module=in_model(found.module)[1],
@@ -303,9 +303,9 @@ def _in_every_format(found: Diagnosis, full: Diagnosis) -> str:
 
 
 def _about_gradient(name: str, *, called: bool) -> str:
-    """Returns the advice on an operation whose gradient is not finite.
+    """Returns the advice for the case that the gradient of the operation `name` is not finite in any format.
 
-    `called` says that a custom backward or a hook called the operation itself.
+    `called` is True if a custom backward or a hook called the operation on a gradient.
     """
     if called:
         return (
@@ -320,7 +320,10 @@ def _about_gradient(name: str, *, called: bool) -> str:
 
 
 def _brought_in(note: Note, name: str) -> str:
-    """Returns the advice on a number that the code passed in and that no operation computed; "" if there is none."""
+    """Returns the advice on a number or tensor that user code passed to the operation `name` and that is not finite.
+
+    Returns "" if there is no such value.
+    """
     if note.unseen:
         return f"the backward of {name} computes this outside of torch, or sets it: see what it does at these inputs"
     own = [s for s in note.scalars if math.isnan(s) or (math.isinf(s) and note.of_gradient)]

@@ -1,6 +1,6 @@
-"""Observes gradients and products between the outputs of modules, and rounds results in the backward pass.
+"""Watches products in a forward and gradients in a backward pass, and rounds a backward pass as a low format would.
 
-Rounds the products of a model and every result inside its recurrent layers.
+Rounding applies to the products of a model, and to every result inside its recurrent layers.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _ATTENTION = "aten::_scaled_dot_product"
 class Nodes:
     """The autograd nodes that a forward made, as ranges of their sequence numbers.
 
-    Holds the nodes of the whole model, of its recurrent layers, and of modules that compute full. `forward_ended` adds
-    the nodes that checkpoints make from then on to those of the model.
+    `model` holds the nodes of the whole model, `recurrent` those of its recurrent layers, and `full` those of modules
+    that compute full.
     """
 
     model: list[range] = field(default_factory=list)
@@ -48,7 +48,7 @@ class Nodes:
     full: list[range] = field(default_factory=list)
 
     def forward_ended(self) -> None:
-        """Counts all nodes made from now on, as by checkpoints in a backward pass, as nodes of the model."""
+        """Counts all nodes made after the forward, as by checkpoints in the backward pass, as nodes of the model."""
         self.model.append(range(next_sequence_number(), sys.maxsize))
 
 

@@ -1,4 +1,7 @@
-"""Predicts which fp16 overflows would be absorbed, from the forward pass of one step in fp16."""
+"""Predicts which fp16 overflows later operations would absorb, that is turn into finite but wrong values.
+
+Runs the forward pass of one step in fp16 to find them.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,12 @@ from halfstep.records import Finding, Observation
 
 
 def absorbed_in_fp16(closure: Callable[[], Any], model: nn.Module, plan: Plan) -> tuple[Observation | Finding, ...]:
-    """Returns the overflows absorbed in the forward pass of one step under `plan` in fp16, or why the pass fails.
+    """Returns the overflows absorbed in the forward pass of one step under `plan` in fp16.
+
+    If that pass raises an error, returns a finding about the error instead.
 
     Raises:
-        SessionError: the closure returns no scalar loss, or has no further batch.
+        SessionError: the closure returns no scalar loss, or has run out of batches.
     """
     still = torch.optim.SGD([p for p in model.parameters() if p.requires_grad] or model.parameters(), lr=0.0)
     with initialize(model, still, customize(plan, low=FP16).edit(Scaling("none"))) as session:

@@ -30,12 +30,13 @@ Group = tuple[str, str]  # a module's name and a tensor kind
 
 @dataclass(frozen=True)
 class Scouted:
-    """What one step before the measurement finds out.
+    """What one step under the plan shows before the fp32 steps are measured.
 
-    `low` says whether a tensor is stored low; tensors that it does not name count as low. `full_modules` names the
-    modules that compute full. `largest_gradient` is the largest magnitude in a low gradient, also between operations
-    inside modules. `inside` is its ratio to the largest one in the gradients of weights and of modules' outputs.
-    `ceiling` is the largest loss scale that the loss's format holds.
+    `low` says for each tensor whether it is low; tensors that it does not name count as low. `full_modules` names the
+    modules that compute full. `largest_gradient` is the largest magnitude of any low gradient. `inside` is the ratio of
+    `largest_gradient` to the largest gradient that hooks on modules and weights see: it is above 1 if a gradient
+    between two operations inside a module is larger. `ceiling` is the largest loss scale that the format of the loss
+    can hold.
     """
 
     low: Mapping[TensorName, bool] = field(default_factory=dict)
@@ -67,11 +68,11 @@ def predict(
     """Runs training steps in fp32 and returns what rounding all their results to each format would do.
 
     If there is an optimizer, the weights change; nothing is restored. Gradients are multiplied by `loss_scale` before
-    rounding, by default by a constant that suits the largest gradient in `scouted`.
+    rounding. If it is None, each format has its own loss scale, which suits the largest gradient in `scouted`.
 
     Raises:
-        SessionError: the closure returns no loss or one that is not finite in fp32, no gradient reaches a tensor stored
-            low, or the backward pass cannot run twice.
+        SessionError: the closure returns no loss, or a loss that is not finite in fp32; no gradient reaches a tensor
+            stored low; or the backward pass cannot run twice.
     """
     suited = {fmt: _recommended(fmt, _limit(fmt, scouted.largest_gradient), scouted.ceiling) for fmt in formats}
     tally = RoundingTotals(suited if loss_scale is None else dict.fromkeys(formats, loss_scale), scouted)
@@ -85,10 +86,10 @@ def predict(
 
 
 def _step(closure: Callable[[], Any], model: nn.Module, tally: RoundingTotals, number: int) -> None:
-    """Runs a step in fp32, then its backward pass once more in each format; leaves the fp32 gradients in `grad`.
+    """Runs one step in fp32, then repeats its backward pass in each format; `p.grad` keeps the fp32 gradients.
 
-    Each of the additional passes starts with the format's loss scale. It rounds the gradient at each module's output,
-    and the products in between.
+    Each repeated pass uses the loss scale of its format. It rounds the gradient at each module's output, and the
+    products between these outputs.
     """
     params = list(model.parameters())
     with ExitStack() as undo:
@@ -146,7 +147,10 @@ class RoundingTotals:
 
     @contextmanager
     def backward_in(self, fmt: Format, nodes: Nodes) -> Iterator[float]:
-        """Makes `see` take gradients inside the `with` as those of a backward pass in `fmt`; yields its loss scale."""
+        """Rounds a backward pass that runs inside the context to `fmt`; yields the loss scale of `fmt`.
+
+        `nodes` tells which results to round. Gradients that `see` gets meanwhile count as those of `fmt`.
+        """
         self._backward_in = RoundedBackward(nodes, fmt)
         try:
             with self._backward_in:
@@ -155,10 +159,10 @@ class RoundingTotals:
             self._backward_in = None
 
     def see(self, place: TensorName, tensor: Tensor) -> Tensor | None:
-        """Counts the effects of rounding one tensor to each format.
+        """Counts the effects of rounding one tensor to each format and returns None.
 
-        Inside `backward_in`, counts the effects for its format only and returns the gradient rounded to that format. If
-        a module has low and full tensors of one kind, only the low ones count.
+        Inside `backward_in(fmt)`, counts the effects for `fmt` only and returns the gradient rounded to it. If a module
+        has low and full tensors of one kind, only the low ones count.
         """
         group: Group = place[:2]
         low = self._scouted.low.get(place, True)  # a tensor that the scout has not seen counts as low
@@ -262,9 +266,10 @@ class _Sum:
         self._signal, self._noise = (torch.zeros((), dtype=torch.float64, device=device) for _ in range(2))
 
     def count(self, values: Tensor, fmt: Format | None, *, arrived: bool = False) -> Tensor:
-        """Counts the zeros and overflows after rounding fp32 values to `fmt` (None: no rounding); returns the result.
+        """Rounds fp32 values to `fmt` (None: not at all), counts the zeros and overflows in the result, and returns it.
 
-        `arrived` says that non-finite values are overflows from earlier in the same pass, which count too.
+        With `arrived`, values that were non-finite already count as overflows too: they overflowed earlier in the same
+        pass.
         """
         result = values if fmt is None else rounded(values, fmt)
         self._zeros += values.numel() - result.count_nonzero()
@@ -275,9 +280,9 @@ class _Sum:
         return result
 
     def weigh(self, values: Tensor, fmt: Format | None) -> None:
-        """Adds up the energy (sum of squares) of values and of their rounding errors.
+        """Adds up the energy (sum of squares) of the values, and the energy of their rounding errors.
 
-        A value beyond the format counts as rounded to the largest value of the format.
+        A value beyond the format's range counts as rounded to the largest value of the format.
         """
         if not math.isfinite(_largest(values)):
             values = torch.where(values.isfinite(), values, 0.0)  # infinities of masks do not count as loss
@@ -307,9 +312,9 @@ def decibels(signal: float, noise: float) -> float:
 
 
 def smallest_scale(gradients: Sequence[TensorStats], fmt: Format, largest: float) -> float | None:
-    """Returns the smallest power of two up to `largest` at which each gradient's SNR is 20 dB or more; None if none is.
+    """Returns the smallest power of two up to `largest` that gives each gradient an SNR of 20 dB or more, or None.
 
-    The SNR is computed from exponents in fp32 only, under the assumption that errors are uniform within a rounding
+    The SNR is estimated from the exponents of the fp32 gradients, assuming that errors are uniform within a rounding
     step.
     """
     needed = SMALLEST_SCALE
@@ -361,7 +366,7 @@ def _power_below(value: float) -> float:
 def _recommended(fmt: Format, limit: float, ceiling: float) -> float:
     """Returns the loss scale to use: a power of two that leaves headroom below `limit`, at most `ceiling`.
 
-    It is 1 if the format has fp32's exponents and 1 leaves headroom.
+    Returns 1 (no scaling) if the format has as many exponent bits as fp32 and a scale of 1 leaves headroom.
     """
     if fmt.exponent_bits == FP32.exponent_bits and limit >= HEADROOM:
         return 1.0

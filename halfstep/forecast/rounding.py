@@ -1,4 +1,4 @@
-"""Rounding to a format at the speed of memory."""
+"""Rounds fp32 tensors to a format by casting, which is fast: the time is that of reading and writing memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from halfstep.formats import TF32, Format, round_nearest, saturate
 
 
 def rounded(values: Tensor, fmt: Format) -> Tensor:
-    """Returns the same as `round_nearest` for an fp32 tensor, but by torch's own cast, many times as fast.
+    """Returns an fp32 tensor rounded to a format.
+
+    The result is that of `round_nearest`, but torch's own cast computes it many times faster.
 
     >>> import torch
     >>> from halfstep.formats import E4M3

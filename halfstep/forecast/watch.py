@@ -1,4 +1,7 @@
-"""Observes the four kinds of tensors of a training step, module by module, through hooks that leave no trace."""
+"""Observes weights, activations and the gradients of both in a training step, module by module, through hooks.
+
+The hooks are removed at the end.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ See = Callable[[TensorName, Tensor], Tensor | None]
 
 
 def step(model: nn.Module, closure: Callable[[], Any], see: See, *, backward: Callable[[Tensor], None]) -> Tensor:
-    """Runs the closure and the backward pass of its loss, passes every tensor to `see`, and returns the loss, detached.
+    """Runs the closure, then `backward(loss)`; passes every tensor of the step to `see` and returns the detached loss.
 
     Raises:
         SessionError: the closure returns no scalar loss that needs a gradient, or has called backward itself.
@@ -45,11 +48,11 @@ def step(model: nn.Module, closure: Callable[[], Any], see: See, *, backward: Ca
 
 @contextmanager
 def watching(model: nn.Module, see: See) -> Iterator[None]:
-    """Passes the weights to `see` at once, then each module's output and, in the backward pass, the output's gradient.
+    """Passes to `see` the weights at once, then each module's output and, in the backward pass, the output's gradient.
 
-    If a container returns a tensor of a module inside it, the tensor counts for the inner module. What a checkpoint
-    computes again in the backward pass is not passed twice. Meanwhile compiled code runs eagerly, because hooks inside
-    compiled code would not run.
+    If a container returns a tensor of a module inside it, the tensor counts for the inner module. Outputs that a
+    checkpoint recomputes in the backward pass are not passed again. Compiled code runs eagerly meanwhile, because
+    torch.compile would leave out the hooks.
     """
     for place, parameter in parameters(model):
         see(place, parameter.detach())

@@ -59,20 +59,23 @@ def whatif(
     """Predicts from fp32 training steps what each format would lose, which loss scales are safe, and what to keep full.
 
     `closure` takes a batch, computes and returns the loss, and does not call backward. It is called once under `plan`
-    in bf16, to learn what that plan stores low, and then `steps` times in fp32. If `formats` include fp16, it is called
-    once more at the end, under `plan` in fp16, to find overflows that a later operation makes finite again: `stay_full`
-    has a finding for each, with the code "overflow absorbed". With an `optimizer` the weights are updated between
-    steps. Gradients are multiplied by `loss_scale` before rounding, by default by a scale that suits each format.
+    in bf16, to learn what that plan stores low, and then `steps` times in fp32. With an `optimizer` the weights are
+    updated between these steps. Gradients are multiplied by `loss_scale` before rounding; by default each format has a
+    suitable scale.
+
+    If `formats` include fp16, the closure is called once more at the end, under `plan` in fp16, to find overflows that
+    a later operation makes finite again. `stay_full` has a finding for each of them, with the code "overflow absorbed".
+
     Afterwards weights, gradients, buffers, optimizer state and random states are as before, and so are the gradients of
     other tensors that the loss depends on.
 
     Raises:
-        SessionError: the closure returns no scalar loss, or one that is not finite in fp32 or has no gradient; or the
-            closure fails under `plan`; or the backward pass cannot run twice over one forward.
-        SetupError: the model is in a session, or is wrapped in DistributedDataParallel and `plan` stores weights low,
-            or has no floating-point parameters; or `steps` is not a positive integer.
-        FormatError: no format, an unknown one, or fp32.
-        PlanError: an unknown plan, one that stores nothing low, or an invalid loss scale.
+        SessionError: the closure fails under `plan`, or returns no scalar loss; the loss is not finite in fp32 or has
+            no gradient; or the backward pass cannot run twice over one forward.
+        SetupError: the model is in a session, has no floating-point parameters, or is wrapped in
+            DistributedDataParallel and `plan` stores weights low; or `steps` is not a positive integer.
+        FormatError: `formats` is empty, or has an unknown format or fp32.
+        PlanError: `plan` is unknown or stores nothing low, or `loss_scale` is invalid.
     """
     if loss_scale is not None:
         loss_scale = Scaling("static", init=loss_scale).init
@@ -157,7 +160,7 @@ def _check_optimizer(optimizer: object, model: nn.Module) -> None:
 
 @contextmanager
 def _kept(optimizer: Optimizer | None) -> Iterator[None]:
-    """Restores the state and settings of an optimizer when it ends."""
+    """Restores the state and settings of an optimizer when the context ends."""
     if optimizer is None:
         yield
         return
@@ -184,8 +187,8 @@ def _kept(optimizer: Optimizer | None) -> Iterator[None]:
 def scout(closure: Callable[[], Any], model: nn.Module, plan: Plan) -> Scouted:
     """Runs one step under `plan` and returns which tensors are low: those whose values all fit the low format exactly.
 
-    The values tell more than the dtype: a gradient that is computed low and passed on as fp32 was rounded. The same
-    holds for the gradient of a loss that a module computes low and returns as fp32.
+    The dtype is not enough to tell: a gradient that was computed low, and so rounded, may arrive as fp32. The gradient
+    of a loss counts as low if a module computes the loss low, even if it returns the loss as fp32.
     """
     places: dict[TensorName, Tensor] = {}
     losses: set[TensorName] = set()
@@ -241,10 +244,10 @@ def scout(closure: Callable[[], Any], model: nn.Module, plan: Plan) -> Scouted:
 def _follow(
     low: dict[TensorName, bool], low_losses: Sequence[TensorName], stored_low: Collection[TensorName] | None
 ) -> None:
-    """Completes `low`, which says for each tensor whether it is stored low.
+    """Completes `low`, which says for each tensor whether it is low, for weights and gradients.
 
-    Adds the gradients of the losses `low_losses`, and gives each weight and its gradient the same value. `stored_low`
-    has the weights that the plan stores low; None if the plan stores no weights low.
+    The gradients of the losses `low_losses` are low. A weight and its gradient are low if `stored_low` has the weight.
+    If `stored_low` is None, the plan stores no weights low; a weight then counts as low if its gradient is low.
     """
     low.update((place._replace(kind="activation_grad"), True) for place in low_losses)
     for place in [place for place in low if place.kind == "weight"]:
@@ -282,7 +285,10 @@ def _stay_full(fmt: Format, prediction: Prediction, model: nn.Module, plan: Plan
 def _about_absorbed(
     absorbed: Iterable[Observation | Finding], known: Sequence[Finding], model: nn.Module, plan: Plan
 ) -> Iterator[Finding]:
-    """Yields a finding for each overflow that would be absorbed, with a cure unless the `known` findings have it."""
+    """Yields a finding for each overflow that would be absorbed.
+
+    Each has rules as its cure, unless a finding in `known` already has a rule for the same module.
+    """
     ruled = {edit.pattern for finding in known for edit in finding.cure if isinstance(edit, Rule)}
     for each in absorbed:
         if isinstance(each, Finding):
@@ -299,8 +305,8 @@ def _about_absorbed(
 def _cure(module: str, policy: Policy, model: nn.Module, plan: Plan) -> tuple[tuple[Rule, ...], str]:
     """Returns the rules that keep a module full, and the advice in words.
 
-    If the module's parent uses the module's weights itself, the rules keep the parent full instead. Modules that share
-    a parameter get the same rule. There are no rules if they would keep the whole model full.
+    If the module's parent uses the module's weights directly, the rules keep the parent full instead. Modules that
+    share a parameter get the same rule. If the rules would keep the whole model full, returns () and other advice.
     """
     name = module
     while name:

@@ -1,1 +1,1 @@
-"""What the numbers did: statistics, probes, and the recorder behind blame."""
+"""Observes the numbers of a training step: statistics, probes, and the recorder that blame uses."""

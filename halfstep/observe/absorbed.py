@@ -1,4 +1,4 @@
-"""Finds overflows that an operation absorbs: inf becomes 0 or a bound, all stays finite, and the result is wrong."""
+"""Finds absorbed overflows: an operation turns an infinity into 0 or a bound, so the result is finite but wrong."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Absorbed(Generic[T]):
-    """An overflow in the operation `origin` that the operation `by` turned into finite values that differ from fp32.
+    """An overflow in the operation `origin` that the operation `by` turned into finite but wrong values.
 
     `values` are the fp32 values of the elements that became infinite in the result of `origin`, whose dtype is `dtype`.
-    `got` is an element of the result of `by`, and `want` its value in fp32. `off` is the relative error of the row
-    (along the last dimension) which that element is in.
+    `got` is an element of the result of `by`, and `want` is its value in fp32. `off` is the relative error of the row
+    that contains this element, along the last dimension.
     """
 
     origin: T
@@ -44,7 +44,7 @@ class Absorbed(Generic[T]):
 
     @property
     def exact(self) -> float:
-        """The largest value that became infinite, with its sign."""
+        """The fp32 value of largest magnitude, with its sign, among the values that became infinite."""
         return float(self.values[self.values.abs().argmax()])
 
     def said(self, operator: str, where: str | None, by: str, by_where: str | None) -> AbsorbedOverflow:
@@ -57,8 +57,8 @@ class Absorbed(Generic[T]):
 class _Origin(Generic[T]):
     """An operation that overflowed.
 
-    `of` is the caller's object for it. `values` are the fp32 values of the elements that became infinite in its result,
-    whose dtype is `dtype`.
+    `of` is the object by which the user of the trail identifies the operation, such as a `Note`. `values` are the fp32
+    values of the elements that became infinite in its result, whose dtype is `dtype`.
     """
 
     of: T
@@ -79,23 +79,24 @@ class _Shadow(Generic[T]):
     origin: _Origin[T]
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Returns the fp32 values of a tensor in this memory."""
+        """Returns the fp32 values of a tensor whose elements are in this storage."""
         return self.values.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def reaches(self, tensor: Tensor) -> bool:
-        """Tells whether an element of the tensor is finite only in fp32."""
+        """Tells whether the tensor has a non-finite element that is finite in fp32."""
         return bool((~tensor.isfinite() & self.of(tensor).isfinite()).any())
 
 
 class OverflowTrail(Generic[T]):
     """Follows values that overflowed in a forward pass until an operation absorbs the overflow (makes it finite).
 
-    If elements of a low tensor overflowed that are finite in fp32, its fp32 values are kept: its trail. Infinities that
-    fp32 has too (masks, log of 0) get no trail. An operation is computed again in fp32 if its low result is not finite
-    or an argument has a trail. `found` lists the absorbed overflows, one for each operation that overflowed first. A
-    trail ends at operations that draw random numbers, have no fp32 kernel or return integers. Tensors of
-    torch.func and sparse, nested and distributed tensors have no trail. Each low result is examined, which waits for
-    the device.
+    When elements of a low tensor overflow that are finite in fp32, the fp32 values of the tensor are kept; these are
+    its trail. Infinities that fp32 has too (masks, log of 0) get no trail. An operation is computed again in fp32 if
+    its low result is not finite or an argument has a trail. `found` lists the absorbed overflows, one for each
+    operation in which an overflow began.
+
+    A trail ends at operations that draw random numbers, have no fp32 kernel or return integers. Sparse, nested and
+    distributed tensors and those of torch.func have no trail. Each low result is examined, which waits for the device.
     """
 
     def __init__(self) -> None:
@@ -105,7 +106,7 @@ class OverflowTrail(Generic[T]):
     def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Callable[[], T]) -> Any:
         """Runs an operation for a dispatch mode and returns its result.
 
-        `here()` returns the caller's object for the operation.
+        `here()` returns the object by which the caller identifies the operation.
         """
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         backward = in_backward()
@@ -128,7 +129,7 @@ class OverflowTrail(Generic[T]):
         return result
 
     def compute(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Runs the operation unchanged."""
+        """Runs the operation; subclasses override this to see the result."""
         return as_called(func, args, kwargs)
 
     def _again(
@@ -188,7 +189,7 @@ class OverflowTrail(Generic[T]):
         shadow.of(out).copy_(values)
 
     def _overwrite(self, out: Tensor) -> None:
-        """Ends the trail of the elements of `out`, if any: the fp32 values kept for them become those of `out`."""
+        """Ends the trail of the elements of `out`, if any: from now on their fp32 values are those of `out`."""
         shadow = self._shadow(out)
         if shadow is not None:
             shadow.of(out).copy_(out)
@@ -211,11 +212,11 @@ def _floats(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: A
 
 
 def _worst_row(out: Tensor, exact: Tensor, touched: Tensor) -> tuple[float, float, float] | None:
-    """Returns the worst element in the worst row of `out`, its value in fp32, and the row's relative error.
+    """Returns (value, fp32 value, relative error of the row) for the worst element of `out`.
 
-    The worst row has the largest relative error, its worst element the largest difference to fp32. Returns None if no
-    row's error exceeds `TOLERANCE`. Rows are along the last dimension, and `exact` is the result in fp32. Only the
-    elements marked in `touched`, which an overflow changed, count. Rounding is no error.
+    This is the element with the largest difference to the fp32 result `exact`, in the row with the largest relative
+    error; rows are along the last dimension. Only elements that an overflow changed, marked in `touched`, count.
+    Rounding is not an error. Returns None if no row's error exceeds `TOLERANCE`.
     """
     if not bool(touched.any()):
         return None

@@ -1,4 +1,4 @@
-"""Makes a probe from the user's settings: patterns of modules, kinds of tensors, how often, how many elements."""
+"""Makes a probe from the user's settings: which modules, which kinds of tensors, how often, and how many elements."""
 
 from __future__ import annotations
 
@@ -33,11 +33,12 @@ def make_probe(
 ) -> Probe:
     """Returns a probe on the modules that the patterns match and all modules inside them; see `Session.observe`.
 
-    `absorbed` is the function that puts a mode above the one that emulates a format, to look for absorbed overflows;
-    None if they are not requested.
+    `absorbed` is None unless absorbed overflows are requested. Otherwise it is a function that puts a mode above the
+    one that emulates a format, so that the mode sees operations as the model called them.
 
     Raises:
-        ObserveError: an invalid setting, a pattern that matches no module, or no module has such a tensor.
+        ObserveError: a setting is invalid, a pattern matches no module, or no module has a tensor of the requested
+            kinds.
     """
     whole = isinstance(every, int) and not isinstance(every, bool)
     if not whole or every < 1:
@@ -90,7 +91,7 @@ def _patterns(modules: str | Iterable[str]) -> list[Rule]:
 
 
 def _chosen(roots: Sequence[nn.Module], patterns: Sequence[Rule]) -> dict[str, nn.Module]:
-    """Returns the modules that the patterns match and all inside them by name, each once, in model order.
+    """Returns, by name, the modules that the patterns match and all modules inside them, in model order.
 
     If there are several models, names begin with the number of the model: "1.encoder.attn".
     """

@@ -1,4 +1,4 @@
-"""Custom backwards (`torch.autograd.Function`), which can bring in numbers that no recorded operation computed."""
+"""Finds custom backwards (`torch.autograd.Function`), which can bring in numbers that no recorded op computed."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class Customs:
             seen.update(map(_key, following))
 
     def before_running(self) -> tuple[str, int] | None:
-        """Returns name and sequence number of the custom node that the running node got its gradient from, or None."""
+        """Returns (name, sequence number) of the custom node that the running node got its gradient from, or None."""
         return self._before.get(_key(running_node()))
 
 
 def is_brought_in(tensor: Tensor) -> bool:
-    """Tells whether a tensor comes from outside the running node of a backward pass, which did not save it.
+    """Tells whether the running node of a backward pass reads a tensor that it did not save in the forward pass.
 
-    False if no node is running, as in a callback at the end of the pass (FSDP2 reduces gradients there).
+    Returns False if no node is running, as in a callback at the end of the pass (FSDP2 reduces gradients there).
     """
     node = running_node()
     if node is None:

@@ -38,12 +38,13 @@ class _ForwardHook:
 class StepHooks:
     """Hooks on modules from `put_on` to `remove`, which pass the outputs of forward passes with gradients to `saw`.
 
-    `saw(name, found)` gets the module's name and, for each floating-point or complex tensor in its output, its place
-    there (such as "hidden.0") and the tensor. `saw_grad(name, place, gradient)` gets the gradient of each of these
-    tensors, if it arrives while the hooks are on. A pass without gradients (evaluation) is ignored. What a checkpoint
-    computes again in the backward pass is reported once: the first time that gradients are on. A tensor that a module
-    returns unchanged from a module inside it is reported for the inner one only. Nothing is reported while `active` is
-    False.
+    `saw(name, found)` gets the module's name and a list of (place, tensor) for the floating-point and complex tensors
+    in its output; a place is a string such as "hidden.0". `saw_grad(name, place, gradient)` gets the gradient of each
+    of these tensors.
+
+    A forward without gradients (evaluation) is not reported. An output that a checkpoint computes twice is reported
+    once: the first time that gradients are on. A tensor that a module returns unchanged from a module inside it is
+    reported for the inner one only. Nothing is reported while `active` is False.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class StepHooks:
         self.saw_any = False
 
     def put_on(self, modules: Mapping[str, nn.Module]) -> None:
-        """Puts hooks on the modules, except scripted ones; if this is interrupted, `take_off` undoes it."""
+        """Puts hooks on the modules, except scripted ones; if interrupted, `self.take_off()` removes the hooks."""
         for name, module in modules.items():
             if isinstance(module, torch.jit.ScriptModule):
                 self.closed_to_hooks.append(name)
@@ -75,7 +76,7 @@ class StepHooks:
         self._again.clear()
 
     def remove(self) -> None:
-        """Removes all hooks; those on tensors of a graph that is still alive do nothing from now on."""
+        """Removes the hooks on modules; a hook on a tensor of a live autograd graph remains, but does nothing."""
         self.active = False
         self.take_off()
 

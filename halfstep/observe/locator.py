@@ -46,9 +46,10 @@ class Place:
     `module` is the dotted name of the running module, None outside of every module. `line` is "file.py:12 in forward",
     None if no line of user code is on the stack (only C++, in a backward pass). `call` identifies one call of a C++
     function from Python: all operations of that call have the same `call`, and two calls in one line have different
-    ones. `function` is the torch function written in Python that called the operation, "" if none did. `again` says
-    that a checkpoint runs this part of a forward a second time. `foreign` says that the operation ran in a backward
-    pass, in a nested function that no method of the models' modules defines, such as a hook.
+    ones. `function` is the torch function written in Python that called the operation, "" if none did.
+
+    `again` is True if a checkpoint runs this part of a forward a second time. `foreign` is True if the operation ran in
+    a backward pass, in a hook or other nested function that is not part of a method of the models' modules.
     """
 
     module: str | None
@@ -108,9 +109,9 @@ class Locator:
         return next((module() for known, module in self._modules.values() if known == name), None)
 
     def tensor(self, tensor: Tensor) -> tuple[str, str, Tensor] | None:
-        """Returns kind, name and tensor of what the models hold in a tensor's memory; None for other memory.
+        """Returns (kind, name, tensor) of the models' tensor that shares memory with `tensor`, or None.
 
-        The kind is "parameter", "gradient" or "buffer". For a gradient, the tensor is its parameter.
+        The kind is "parameter", "gradient" or "buffer". For a gradient, name and tensor are those of its parameter.
         """
         held = memory_of(tensor)
         known = [] if held is None else self._tensors.get(_identity(held), [])
@@ -251,10 +252,10 @@ def _span(held: Tensor) -> tuple[int, int]:
 
 
 def _kind(path: str) -> str:
-    """Returns the kind of code in a file that defines no module of the models.
+    """Returns the kind of code in a file, judged by its path.
 
     The kinds are "checkpoint", "functional" (torch functions written in Python), "below" (dispatch, and halfstep
-    itself), "torch" for the rest of torch, and "user".
+    itself), "torch" for the rest of torch, and "user" for all other files.
     """
     if path == CHECKPOINT_FILE:
         return "checkpoint"

@@ -1,4 +1,4 @@
-"""Finds the public torch name of an operation, whose parts have other names in the dispatcher."""
+"""Finds the public torch name of an operation; the dispatcher knows its parts by other names."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ _RECURRENT: tuple[tuple[type[nn.Module], str], ...] = (
 
 
 def public_name(aten: str, *, call: Collection[str] = (), function: str = "", module: nn.Module | None = None) -> str:
-    """Returns the name of the torch function that users know an operation by.
+    """Returns the name of the torch function that users call to run an operation.
 
     `aten` is the operation's name in the dispatcher, `call` has the names of all operations of the same C++ call,
-    `function` is the Python function of torch around the operation, and `module` the module that called it.
+    `function` is the Python function of torch around the operation, and `module` is the module that called it.
 
     >>> public_name("addmm", call=["t", "addmm"])
     'linear'

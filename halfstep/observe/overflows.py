@@ -1,4 +1,4 @@
-"""Looks for absorbed overflows in the training forwards of one step."""
+"""Looks for absorbed overflows in the training forwards of one step: infinities that later became finite but wrong."""
 
 from __future__ import annotations
 
@@ -39,7 +39,10 @@ class _Here:
 
 
 class _Trail(OverflowTrail[_Here]):
-    """An `OverflowTrail` that notes whether the operation itself has been started, and keeps its result."""
+    """An `OverflowTrail` that keeps the operation's result, and `started`: whether the operation has begun to run.
+
+    They tell whether an error came from the operation or from the trail.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,8 +60,9 @@ class AbsorbedWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
     """Reports overflows that are absorbed in training forwards; the mode may be entered again inside itself.
 
     Gradients can be off in parts of a training forward: in a `no_grad` block, a custom function, a reentrant
-    checkpoint. What is absorbed there counts only once an operation with gradients reads its result, which never
-    happens in an evaluation. While all models are in eval mode, operations without gradients are ignored.
+    checkpoint. An overflow absorbed there is reported once an operation with gradients reads the result. In an
+    evaluation there is no such operation, so nothing is reported. While all models are in eval mode, operations without
+    gradients are ignored.
 
     Each low result is examined, which waits for the device. An error in the watch ends the watch, never the step.
     """
@@ -103,10 +107,11 @@ class AbsorbedWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
         return torch.is_grad_enabled() or any(root.training for root in self._live_roots())
 
     def _weigh(self, known: int, given: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-        """Holds back overflows found without gradients until an operation with gradients depends on them.
+        """Decides which overflows to report: those that an operation with gradients depends on.
 
-        In the trail's `found`, those beyond the first `known` are new. `given` and `outputs` are the tensors that the
-        operation read and returned or wrote.
+        Overflows in the trail's `found` after the first `known` are new. If gradients were off, they are held back
+        until an operation with gradients reads a result that depends on them. `given` are the tensors that the current
+        operation read, and `outputs` those that it returned or wrote.
         """
         found, trains = self._trail.found, torch.is_grad_enabled()
         waiting = [each for each in found[known:] if not (trains and each.origin.trains)]
@@ -168,12 +173,13 @@ Watched = tuple[AbsorbedWatch, Callable[[], None]]
 
 
 def watch_absorbed(roots: Sequence[nn.Module], under: Under, undo: list[Callable[[], None]]) -> Watched:
-    """Returns a watch that sees all operations from now on, and a function that detaches it from emulation.
+    """Returns a watch that sees all operations from now on, and a function that undoes `under`.
 
-    Adds to `undo` the functions that end the watch. `under` puts the watch above the mode that emulates a format. The
-    returned function keeps the session alive, which neither `undo` nor the stack of modes may do. The watch is on the
-    stack of modes from the start: if it were pushed inside a forward, a `with` block around that forward would pop it.
-    Until the watch ends, compiled code runs uncompiled.
+    `under` puts the watch above the mode that emulates a format. The returned function refers to the session. The
+    functions that end the watch are added to `undo`; they do not refer to the session and so do not keep it alive.
+
+    The watch is pushed on the stack of modes at once: if it were pushed inside a forward, a `with` block around that
+    forward would pop it. Until the watch ends, compiled code runs uncompiled.
     """
     watch = AbsorbedWatch(roots)
     undo.append(run_uncompiled())

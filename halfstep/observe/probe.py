@@ -1,4 +1,4 @@
-"""A probe: statistics of a model's numbers at some of its steps, rarely read on the host."""
+"""A probe: collects statistics of a model's tensors in some steps, and rarely reads them on the host."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LOG = logging.getLogger("halfstep")
 
 
 class Watch(Protocol):
-    """Observes the updates of one step: what it adds to the parameters."""
+    """Measures the updates of one step, that is what the step adds to the parameters."""
 
     def before(self, params: Sequence[Parameter], grads: Sequence[Tensor], factor: Tensor | None) -> Iterator[Updates]:
         """Yields the updates known before the step is made, from the step's gradients times `factor`."""
@@ -41,9 +41,10 @@ class Watch(Protocol):
 class Probe(AbstractContextManager["Probe"]):
     """Observes some steps of a session; made by `session.observe`, ended by `detach()` or by leaving its `with` block.
 
-    It observes the first step after it was made, then each step whose number is divisible by `every`. If only some of
-    several optimizers make that step, it also observes the next ones until each has stepped, `LONGEST` steps in all.
-    Between observed steps nothing is attached. The statistics stay on the device; `flush()` reads them all at once.
+    It observes the first step after it was made, then each step whose number is divisible by `every`. If a session has
+    several optimizers and only some of them make that step, the probe also observes the following steps until each
+    optimizer has stepped, but at most `LONGEST` steps in a row. Between observed steps nothing is attached to the
+    model. The statistics stay on the device; `flush()` reads them all at once.
     """
 
     def __init__(
@@ -192,7 +193,7 @@ class Probes:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Stops observing inside the `with`, whose passes belong to no step."""
+        """Stops observing inside the `with`, for forward and backward passes outside of training steps."""
         windows = self._windows()
         for window in windows:
             window.pause(on=False)

@@ -1,4 +1,4 @@
-"""Computes one operation again in fp32 and fp64 from the values it read: what its result would have been."""
+"""Computes one operation again in fp32 and fp64, from the values that it read when it ran."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ _SPREAD = 0.01
 class Exact:
     """The result of an operation in fp32: its largest finite magnitude, and whether all of it is finite.
 
-    `defined` says that the result is finite in fp64, `pole` that no wider format makes it finite, as with 1/0.
-    `constant` says that all elements that do not fit the low format have the value of a mask, such as -1e9: one
-    negative number, to which small numbers may have been added. `value` is that number.
+    `defined` is True if the result is finite in fp64. `pole` is True if no wider format makes it finite, as with 1/0.
+    `constant` is True if all elements that do not fit the low format come from one mask value, such as -1e9; small
+    numbers may have been added to it. `value` is that mask value.
     """
 
     largest: float
@@ -90,10 +90,10 @@ def recompute(
 def recompute_unmasked(
     func: Any, given: tuple[Sequence[Any], dict[str, Any]], tensors: list[Tensor], read: list[Tensor]
 ) -> Exact | None:
-    """Returns an operation's result in fp32 with 1 in place of the infinities of masks among the values it `read`.
+    """Computes an operation again in fp32, with 1 in place of the infinities among the values it `read`.
 
-    Returns None if the result in its own format is then finite, so that the infinities alone caused the failure, or if
-    this is impossible.
+    Such infinities come from masks. Returns None if the operation cannot be computed again. Also returns None if it is
+    finite in its own format with these replacements: then the infinities alone caused the failure.
     """
     dense = all(t.layout is torch.strided and not t.is_nested for t in read)
     if not dense or torch.Tag.nondeterministic_seeded in func.tags:
@@ -140,7 +140,7 @@ def widened(
 
 
 def _has_poles(func: Any, read: list[Tensor]) -> bool:
-    """Tells whether an operation not finite in fp64 has a pole, as 1/x at 0, and is not just too large for fp64."""
+    """Tells whether a result that is not finite in fp64 comes from a pole, like 1/x at 0, not from large values."""
     name = schema_of(func).name.rpartition("::")[2].rstrip("_")
     if name in _POWERS:
         return any(t.layout is torch.strided and bool((t == 0).any()) for t in read)
@@ -148,10 +148,10 @@ def _has_poles(func: Any, read: list[Tensor]) -> bool:
 
 
 def _is_written(value: float, given: tuple[Sequence[Any], dict[str, Any]], tensors: list[Tensor], out: Tensor) -> bool:
-    """Tells whether a constant was written in the forward pass, not computed from learned values.
+    """Tells whether a constant in the forward pass was written by the user, not computed from learned values.
 
     A written constant comes from a number, from a tensor that requires no gradient, or from a tensor that holds it in
-    some places only, as a choice does.
+    some places only, such as the result of torch.where.
     """
     if backward_task() != NO_BACKWARD and not torch.is_grad_enabled():  # a gradient, not a checkpoint's forward
         return False
@@ -192,8 +192,8 @@ def _constant(exact: Tensor, out: Tensor) -> float | None:
 
 
 def _is_choice(lost: int, of: int, value: float) -> bool:
-    """Tells whether the value that `lost` of `of` elements have looks written by the user, not computed.
+    """Tells whether `value`, which `lost` out of `of` elements have, looks written by the user and not computed.
 
-    It does if several elements have it, if there is only one element, or if it has one significant digit.
+    It does if more than one element has it, if there is only one element, or if it has one significant digit.
     """
     return lost > 1 or of == 1 or value == float(f"{value:.1g}")

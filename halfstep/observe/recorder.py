@@ -1,6 +1,7 @@
 """The recorder: a dispatch mode that records each operation of a forward and backward pass, and its origin.
 
-It examines each result, which waits for the device; it is on for one step at a time, and only when something broke.
+It examines each result, which waits for the device. Therefore it runs for one step at a time, and only to explain a
+failure or to check a model.
 """
 
 from __future__ import annotations
@@ -52,19 +53,19 @@ class Note:
 
     `sources` are the notes of the operations that wrote its tensor arguments (None: the argument came from outside).
     `bad` counts the non-finite elements of its result (None: all finite). Its non-finite arguments came from the
-    operations in `parents` and from the outside tensors in `leaves`. `masked` says that its result is, or passes on,
+    operations in `parents` and from the outside tensors in `leaves`. `masked` is True if its result is, or passes on,
     the infinity of a mask.
 
-    `call` holds its formats and ranges. It is set if the result is not finite although all non-finite arguments, if
-    any, were infinities of masks, and the result does not just pass these on. `exact` is then the result in fp32; it is
-    None if that is unknown or those infinities explain the failure. `vanished` is a tiny number that the operation
-    added or used as a bound although its result is 0 in places. `divided_by` counts the zeros and all elements of the
-    divisor in a division by zero.
+    If the operation itself made its result non-finite, from arguments that were finite or infinite only in masks,
+    `call` holds its formats and ranges. `exact` is then the result in fp32 (None: unknown, or the masks explain the
+    failure). `vanished` is a tiny number that the operation added or used as a bound although its result is 0 in
+    places. For a division by zero, `divided_by` is the number of zeros in the divisor and the number of all its
+    elements.
 
-    `root` says that it made the gradient with which a backward pass begins, or belongs to the first node of that pass.
-    `of_gradient` says that its result was computed from that gradient, in the pass or after it. `received` says that it
-    received values from other processes. `unseen` says that the note stands for a whole custom backward, whose
-    operations were not recorded.
+    `root` is True if the operation made the gradient with which a backward pass begins, or belongs to the first node of
+    that pass. `of_gradient` is True if its result depends on that gradient. `received` is True if it received values
+    from other processes. `unseen` is True if the note represents a whole custom backward, whose operations were not
+    recorded.
     """
 
     index: int
@@ -112,7 +113,7 @@ class Leaf:
 
     @property
     def number(self) -> float | None:
-        """The leaf's value if it is a single number, such as `torch.tensor(inf)`, not of a model; otherwise None."""
+        """The leaf's value if it is one number, such as `torch.tensor(inf)`, and not from a model; otherwise None."""
         if self.kind not in ("data", OWN) or self.bad.count != 1:
             return None
         return math.nan if self.bad.nan else math.inf if self.bad.above else -math.inf
@@ -134,7 +135,7 @@ class _Writes:
 class _Read:
     """A tensor argument of an operation.
 
-    `values` is the argument as it was before the operation, and `memory` a tensor in the memory that held it then.
+    `values` is the argument as it was before the operation. `memory` is a tensor whose storage held the elements then.
     """
 
     tensor: Tensor
@@ -249,7 +250,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         return self.trail.run(func, args, kwargs, lambda: self.notes[-1])
 
     def _look(self, note: Note, func: Any, given: Any, read: list[_Read], outputs: list[Tensor]) -> None:
-        """Records what the operation wrote and, if that is not finite, where it came from."""
+        """Records what the operation wrote and, if that is not finite, where the non-finite values came from."""
         found = [(out, nonfinite(out)) for out in outputs]
         if note.received:  # a collective may write its result later: bad inputs count too
             given_bad = next((bad for bad in (nonfinite(each.values) for each in read) if bad is not None), None)
@@ -381,9 +382,9 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         self._local.seen = now
 
     def _find_forward(self, note: Note, *, foreign: bool) -> None:
-        """Finds the forward operation that a backward operation belongs to, and takes the module's name from it.
+        """Finds the forward operation of a backward operation, and copies the module's name from it.
 
-        The module is not taken if the operation ran in a `foreign` hook, one that the models' modules do not define.
+        The name is not copied if the operation ran in a `foreign` hook, one that the models' modules do not define.
         """
         node: Any = running_node()
         if node is None:
@@ -459,9 +460,9 @@ def _as(leaf: Leaf, named: tuple[str, str, Tensor]) -> Leaf:
 
 
 def _placed(bad: NonFinite, kind: str, known: Tensor) -> NonFinite:
-    """Returns the counts `bad` with the index of the first non-finite element in the tensor `known`.
+    """Returns the counts `bad` with the index of the first non-finite element in the whole tensor `known`.
 
-    The index is empty for a transposed view that is no parameter or buffer.
+    The index is empty for a transposed view, unless `known` is a parameter or buffer.
     """
     if kind in ("parameter", "buffer"):
         return nonfinite(known) or replace(bad, first=())

@@ -1,4 +1,4 @@
-"""The rows of statistics of one step, on the devices of the tensors, and their transfer to the host."""
+"""Collects the statistics of one step in rows on the tensors' devices, and copies the rows to the host."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class StepRows:
 
 @dataclass(frozen=True)
 class Pending:
-    """The statistics of one step while they are copied to the host; its absorbed overflows are there already."""
+    """The statistics of one step while they are being copied to the host, and its absorbed overflows."""
 
     step: int
     parts: list[tuple[list[_Row], Tensor]]
@@ -126,7 +126,7 @@ class Pending:
         return all(event.query() for event in self.events)  # type: ignore[no-untyped-call]
 
     def read(self) -> list[Observation]:
-        """Returns the observations; waits for the device if they have not arrived."""
+        """Returns the observations; if the copy to the host is not complete, waits for it."""
         for event in self.events:
             event.synchronize()
         scales = [1.0] if self.scales is None else self.scales.tolist()
@@ -152,7 +152,7 @@ def format_name(dtype: torch.dtype) -> str:
 
 
 def _on_its_way(values: Tensor) -> Tensor:
-    """Returns CUDA values as a copy that may still be on its way to the host; returns other values as they are."""
+    """Starts copying CUDA values to the host and returns the unfinished copy; returns other values unchanged."""
     return values.to("cpu", non_blocking=True) if values.is_cuda else values
 
 

@@ -51,9 +51,9 @@ def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[T
 
 
 def is_unread(func: Any, given: tuple[Sequence[Any], Mapping[str, Any]], tensor: Tensor) -> bool:
-    """Tells whether an operation does not use the values of a tensor argument: it overwrites or only updates them.
+    """Tells whether an operation ignores the values of a tensor argument, because it overwrites or only updates it.
 
-    Examples are a tensor passed as `out=`, and the running statistics of a batch norm that trains.
+    Examples are a tensor passed as `out=`, and the running statistics of a batch norm in training mode.
     """
     args, kwargs = given
     if schema_of(func).name in _OVERWRITING:

@@ -1,4 +1,4 @@
-"""Statistics as records: of one tensor measured at once, or of rows that were filled on the device."""
+"""Makes records of statistics, from a tensor or from rows that were filled on the device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from halfstep.records import BINS, COUNTS, DOUBLES, TensorStats
 def measure(tensor: Tensor, *, sample: int | None = None) -> TensorStats:
     """Returns the statistics of one tensor, read on the host.
 
-    `sample` bounds the elements that are read, as in `halfstep.kernels.stats.add_stats`.
+    `sample` limits how many elements are read, as in `halfstep.kernels.stats.add_stats`.
 
     >>> stats = measure(torch.tensor([1.0, -3.0, 0.0, float("inf")]))
     >>> stats.zeros, stats.negatives, stats.infinities, stats.exponents[127], stats.exponents[128], stats.amax

@@ -23,10 +23,10 @@ Owners = dict[int, tuple[Parameter, str, str]]  # by id: a parameter, the first 
 
 
 class Window:
-    """Measures tensors of some `kinds` in `modules`, given by name; attached to the modules until `close`.
+    """Measures tensors of some `kinds` in `modules`, a dict of modules by name, from its creation until `close`.
 
-    Adds to `undo` the functions that detach it. These refer to neither the modules nor the window, so that a finalizer
-    may hold them. `absorbed` starts a watch for absorbed overflows; None if they are not requested.
+    The functions that detach it are added to `undo`. They do not refer to the modules or the window, so that a
+    finalizer may hold them. `absorbed` starts a watch for absorbed overflows (None: they are not requested).
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Window:
 
     @cached_property
     def owners(self) -> Owners:
-        """The floating-point and complex parameters, as they are at first access."""
+        """The floating-point and complex parameters of the modules by id, collected at the first access."""
         return owned(self._modules)
 
     def pause(self, *, on: bool) -> None:
@@ -91,7 +91,7 @@ class Window:
             self._scale = self._rows.add_scale(scale)
 
     def read(self, params: Sequence[Parameter], grads: Sequence[Tensor], scale: Tensor) -> None:
-        """Measures the gradients of parameters, which are multiplied by `scale`, and at the first call the weights."""
+        """Measures gradients of a step, which are multiplied by `scale`; the first call also measures the weights."""
         if self._capturing():
             return
         owners = self.owners

@@ -1,1 +1,1 @@
-"""What a model trains in: policies, rules, op changes and plans, all frozen; nothing here touches a model."""
+"""How a model trains, as frozen values: policies, rules, op changes and plans; nothing here changes a model."""

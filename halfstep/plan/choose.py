@@ -19,10 +19,11 @@ def choose_plan(
 ) -> tuple[Plan, str | None]:
     """Returns the plan for a level, a Plan or the path of a plan file, and a notice about the chosen format (or None).
 
-    `low=None` takes a format that the device of `facts` computes fast; the notice says which.
+    If `low` is None and no Plan or plan file sets the format, it is one that the device of `facts` computes fast. The
+    notice then says which.
 
     Raises:
-        PlanError: an unknown level, something that is no plan, or a plan file that cannot be read.
+        PlanError: an unknown level, a value that is not a plan, or a plan file that cannot be read.
         FormatError: an unknown format.
     """
     wanted = None if low is None else as_format(low)
@@ -61,9 +62,10 @@ def choose_low(facts: DeviceFacts) -> tuple[Format, str]:
 
 
 def needs_emulation(fmt: Format, facts: DeviceFacts) -> bool:
-    """Returns whether a format's products must be computed in fp32 and rounded: fp16 on a CPU not known to be fast.
+    """Returns whether products in a format must be computed in fp32 and rounded: fp16 on a CPU not known to be fast.
 
-    On such a CPU, fp16 products of torch take 50 to 130 times as long as fp32 ones; convolutions do even on a CPU with
-    fp16 units. bf16, which uses fp32 units if the CPU has none for bf16, is emulated only on request.
+    On such a CPU, torch's fp16 products take 50 to 130 times as long as fp32 products; fp16 convolutions are that slow
+    even on a CPU with fp16 units. bf16 is never emulated by default, because it runs on fp32 units if the CPU has none
+    for bf16.
     """
     return facts.kind == "cpu" and fmt == FP16 and units(fmt, facts) is None

@@ -1,4 +1,7 @@
-"""Checks that a plan is compatible with a model and its optimizers; changes neither, names what is incompatible."""
+"""Checks that a plan is compatible with a model and its optimizers; the error names what is incompatible.
+
+Nothing is changed.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ def as_list(value: Any, kind: type, what: str) -> list[Any]:
     """Returns one object, or a list or tuple of them, as a list.
 
     Raises:
-        SetupError: an item is not a `kind`, there is no item, or one object is there twice.
+        SetupError: an item is not a `kind`, an item appears twice, or there is no item.
     """
     items = list(value) if isinstance(value, (list, tuple)) else [value]
     for item in items:
@@ -57,10 +60,10 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def enterable(module: nn.Module) -> bool:
-    """Returns whether halfstep can enter a plan around the calls of a module inside a model.
+    """Returns whether halfstep can apply a plan at the calls of a module inside a model.
 
-    It cannot for scripted modules, modules whose forward is not a function, and wrappers that split or gather the model
-    over devices and processes. Inside such a wrapper, it can for the user's own modules.
+    This is not possible for scripted modules, for modules whose forward is not a function, and for wrappers that split
+    or gather the model over devices and processes. It is possible for the user's own modules inside such a wrapper.
     """
     if isinstance(module, (torch.jit.ScriptModule, nn.parallel.DistributedDataParallel, nn.DataParallel)):
         return False
@@ -75,7 +78,7 @@ def named(names: Iterable[str]) -> str:
 
 
 def first_device(models: Sequence[nn.Module]) -> torch.device:
-    """Returns the device of the first parameter; the CPU if there is none, which `device_of` then refuses."""
+    """Returns the device of the first parameter; the CPU if there is no parameter (`device_of` refuses this)."""
     return next((p.device for model in models for p in model.parameters()), torch.device("cpu"))
 
 
@@ -103,12 +106,12 @@ def device_of(models: Sequence[nn.Module], plan: Plan) -> torch.device:
 def check_models(models: Sequence[nn.Module], plan: Plan, made_low: Iterable[nn.Parameter] = ()) -> None:
     """Refuses models that cannot run under the plan.
 
-    `made_low` are parameters that an earlier session, which ends before this plan applies, stores low; they are
-    accepted.
+    `made_low` are parameters that an earlier session stores low. They are accepted, because that session ends before
+    this plan applies.
 
     Raises:
-        SetupError: a scripted module, trainable parameters that are already low, a model that is wrapped in
-            DistributedDataParallel before its weights were made low, or one without floating parameters.
+        SetupError: a module is scripted, trainable parameters are already low, a parameter has no shape yet, a model is
+            wrapped in DistributedDataParallel before its weights were made low, or it has no floating parameters.
     """
     excused = {id(p) for p in made_low}
     for model in models:
@@ -139,10 +142,10 @@ def check_models(models: Sequence[nn.Module], plan: Plan, made_low: Iterable[nn.
 
 
 def loaded_low(models: Sequence[nn.Module], plan: Plan, made_low: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """Returns the trainable parameters that were loaded in bf16 or fp16, as from a hub, if the plan casts.
+    """Returns the trainable parameters that were loaded in bf16 or fp16, as from a hub.
 
-    `made_low`, the parameters that a session has made low, are left out. So are parameters that wrap other tensors,
-    such as shards: `check_parameters` refuses low ones.
+    Returns [] under a plan that casts nothing. `made_low`, the parameters that a session has made low, are left out. So
+    are parameters that wrap other tensors, such as shards: `check_parameters` refuses them if they are low.
     """
     known = {id(p) for p in made_low}
     every = {id(p): p for model in models for p in model.parameters() if p.requires_grad and id(p) not in known}
@@ -255,10 +258,12 @@ def _is_full(p: Tensor) -> bool:
 
 
 def check_closures(optimizers: Sequence[Optimizer], plan: Plan) -> None:
-    """Refuses `optimizers`, all of which need a closure, if weights are low or the loss is scaled.
+    """Refuses optimizers that need a closure, if the plan stores weights low or scales the loss.
+
+    All of `optimizers` must be such optimizers.
 
     Raises:
-        SetupError: there is such an optimizer; the message names it and the reason.
+        SetupError: the plan does so and `optimizers` is not empty; the message names an optimizer and the reason.
     """
     for optimizer in optimizers:
         if plan.param == "full" and not plan.scale.active:
@@ -323,14 +328,14 @@ def check_state(state: dict[str, Any], plan: dict[str, Any]) -> None:
 def _differs(key: str, there: dict[str, Any], here: dict[str, Any]) -> bool:
     """Returns whether two plans, as dicts, train differently because of the field `key`.
 
-    The masters "copy" and "split" do not differ so: their values are the same.
+    The masters "copy" and "split" do not count as different, because both hold the same values.
     """
     values = there.get(key), here.get(key)
     return values[0] != values[1] and not (key == "master" and values in (("copy", "split"), ("split", "copy")))
 
 
 def _is_plain(value: Any) -> bool:
-    """Returns whether a value consists of dicts, lists, tuples, str, numbers, bool and None only, as a plan's dict."""
+    """Returns whether a value consists only of dicts, lists, tuples, str, numbers, bool and None, like plan dicts."""
     if isinstance(value, dict):
         return all(map(_is_plain, value.values()))
     if isinstance(value, list | tuple):

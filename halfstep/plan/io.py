@@ -28,10 +28,10 @@ _SHORT: Mapping[str, Policy] = {"full": FULL, "low": LOW}
 
 
 def _table(of: type, changed: Mapping[str, Any] | None = None, **options: Any) -> type[Struct]:
-    """Returns the Struct type of the table that stands for a value of class `of` in a plan file.
+    """Returns the Struct type that describes an object of class `of` (such as a Rule) as a table in a plan file.
 
-    It has the fields of `of`. `changed` has the types of fields that the file writes differently, or that only the file
-    has. Fields with a default may be left out; unknown fields are an error.
+    The table has the fields of `of`. `changed` gives the types of fields that the file writes differently, or that only
+    the file has. Fields with a default may be left out; unknown fields are an error.
     """
     optional = {each.name for each in fields(of) if each.default is not MISSING or each.default_factory is not MISSING}
     hints, changed = get_type_hints(of), dict(changed or {})
@@ -41,7 +41,7 @@ def _table(of: type, changed: Mapping[str, Any] | None = None, **options: Any) -
 
 
 def _partial(table: type[Struct]) -> type[Struct]:
-    """Returns the Struct type `table` with all fields optional, because a base plan may have them."""
+    """Returns the Struct type `table` with all fields optional: a plan file with a `base` may leave out any field."""
     given = [(each.name, Union[each.type, UnsetType], UNSET) for each in msgspec.structs.fields(table)]  # noqa: UP007
     return msgspec.defstruct(table.__name__, given, forbid_unknown_fields=True, kw_only=True)
 
@@ -113,10 +113,10 @@ def edit_to_dict(edit: Edit) -> dict[str, Any]:
 
 
 def edit_from_dict(entries: Mapping[str, Any]) -> Edit:
-    """Returns the edit that a dict of `edit_to_dict` stands for; does not change the dict.
+    """Returns the edit that a dict made by `edit_to_dict` describes; does not change the dict.
 
     Raises:
-        PlanError: the dict does not stand for an edit.
+        PlanError: the dict does not describe an edit.
     """
     try:
         entry = msgspec.convert(entries, Union[tuple(_EDITS.values())])  # noqa: UP007
@@ -132,9 +132,10 @@ def _given(table: Any) -> dict[str, Any]:
 
 
 def from_dict(entries: Mapping[str, Any], *, low: Format | torch.dtype | str | None = None) -> Plan:
-    """Returns the plan that a dict stands for: as made by `to_dict`, or with a level as `base` for missing fields.
+    """Returns the plan that a dict describes; does not change the dict.
 
-    `low` is the format if the dict names none. The dict is not changed.
+    The dict has all fields, as made by `to_dict`, or a level as `base`, from which missing fields are taken. `low` is
+    the format if the dict names none.
 
     Raises:
         PlanError: an unknown schema or key, a wrong type, a missing field, or a contradiction; the message names the
@@ -164,7 +165,10 @@ def _numbered(number: int, table: Struct) -> Rule:
 
 
 def _check_schema(entries: object) -> None:
-    """Raises a PlanError for another schema version than ours; checked first, as another may have other keys."""
+    """Raises a PlanError if the schema version is not the one that this halfstep reads.
+
+    This is checked first, because another version may have other keys.
+    """
     if not isinstance(entries, Mapping):
         raise PlanError(f"at the top level: expected a table of fields, got {type(entries).__name__}: {entries!r:.40}")
     schema = entries.get("schema")
@@ -205,7 +209,10 @@ def _base(given: dict[str, Any]) -> Plan | None:
 
 
 def _scaling(given: Mapping[str, Any], base: Scaling | None) -> Scaling:
-    """Returns the loss scale with the given fields; others are the base's, or, for another kind, defaults."""
+    """Returns the loss scale with the given fields.
+
+    Missing fields are those of `base`, or defaults if there is no base or the base is of another kind.
+    """
     if base is not None and given.get("kind", base.kind) == base.kind:
         return replace(base, **given)
     if "kind" not in given:
@@ -286,8 +293,8 @@ def load_plan(path: str | os.PathLike[str], *, low: Format | torch.dtype | str |
     """Returns the plan in a .toml or .json file; `low` is the format if the file names none.
 
     Raises:
-        PlanError: the file is missing, cut short, of another schema or has a wrong field; the message names the file
-            and the path.
+        PlanError: the file is missing or cut short, has another schema version, or has a wrong field; the message names
+            the file and the path in it.
     """
     file = Path(path)
     codec = _codec(file)
@@ -307,7 +314,7 @@ def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
     """Writes the plan to a .toml or .json file; an existing file is replaced as a whole or not at all.
 
     Raises:
-        PlanError: another suffix, or a folder that cannot be written to.
+        PlanError: the path has another suffix, or the folder cannot be written to.
     """
     file = Path(path)
     data = _codec(file).encode(to_dict(plan))

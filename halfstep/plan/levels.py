@@ -107,9 +107,9 @@ def customize(  # noqa: PLR0913  # the keywords of `initialize` that change a pl
 ) -> Plan:
     """Returns the plan with the keywords of `initialize` applied; None and () leave it as it is.
 
-    Another `low` also changes fields such as master and scale to the level's values for that format, if the plan has
-    the level's values in them. `loss_scale` is "dynamic", "none", a number (also as text) or a Scaling. `rules` and
-    `ops` are added as edits, of which the later one wins. `input` is "keep" or "low".
+    Another `low` also changes fields such as master and scale: those that still have the value of the plan's level get
+    the level's value for the new format. `loss_scale` is "dynamic", "none", a number (also as text) or a Scaling.
+    `rules` and `ops` are added as edits; if two contradict each other, the later one wins. `input` is "keep" or "low".
 
     Raises:
         PlanError: an invalid value, or one that contradicts the plan.
@@ -135,7 +135,7 @@ def customize(  # noqa: PLR0913  # the keywords of `initialize` that change a pl
 
 
 def _for_format(plan: Plan, low: Format) -> dict[str, Any]:
-    """Returns the new values of the fields that change with `low`: those in which the plan still equals its level."""
+    """Returns new values for the fields that change with `low`: those in which the plan still equals its level."""
     row = LEVELS.get(plan.name)
     if row is None or low not in LOW_FORMATS:
         return {"low": low}
@@ -145,10 +145,10 @@ def _for_format(plan: Plan, low: Format) -> dict[str, Any]:
 
 
 def as_scaling(value: str | float | Scaling) -> Scaling:
-    """Returns the Scaling that "dynamic", "none", a number, a number as text, or a Scaling stands for.
+    """Returns a Scaling for "dynamic", "none", a number, a number as text, or a Scaling.
 
     Raises:
-        PlanError: the value does not stand for a Scaling.
+        PlanError: the value is none of these.
 
     >>> as_scaling("128").init
     128.0

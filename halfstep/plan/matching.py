@@ -15,7 +15,7 @@ from halfstep.validate import near_miss
 
 @dataclass(frozen=True, eq=False)
 class Site:
-    """A module of model number `model`, with the dotted names that it has there (`paths`): several if it is shared."""
+    """A module of the model number `model`, and its dotted names there (`paths`): several if the module is shared."""
 
     model: int
     module: nn.Module
@@ -28,7 +28,7 @@ class Site:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All names that a pattern may match: the paths, with and without what torch.compile adds."""
+        """All names that a pattern may match: the paths, with and without the names that torch.compile adds."""
         return (*self.paths, *(path for path in map(uncompiled, self.paths) if path not in self.paths))
 
     @property

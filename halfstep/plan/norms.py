@@ -16,11 +16,12 @@ _NAMED_NORM = re.compile(r".*Norm(\d+d?)?")  # T5LayerNorm, LlamaRMSNorm, Frozen
 
 
 def norm_kind(module: nn.Module) -> NormKind | None:
-    """Returns whose code normalises in the module, or None if the module is not a norm.
+    """Returns "torch" or "own", for whose code normalises in the module, or None if the module is not a norm.
 
-    "torch": torch's own kernels, which take low inputs with fp32 weights. "own": the model's own code, in which low and
-    fp32 values would mix; this is a class named as a norm, or derived from torch's with another forward. A class that
-    holds other layers with weights (PreNorm with its attention) is not a norm itself, but its parts may be.
+    "torch" means torch's own kernels, which take low inputs with fp32 weights. "own" means the model's own code, in
+    which low and fp32 values would mix: a class with a name like a norm's, or a subclass of torch's with another
+    forward. A class that contains other layers with weights (PreNorm with its attention) is not a norm itself, but its
+    parts may be.
 
     >>> norm_kind(nn.GroupNorm(1, 4))
     'torch'

@@ -257,7 +257,10 @@ def stock_action(overload: str, device_type: str) -> Action | None:
 
 
 def device_note(row: ListedOp, device_type: str) -> str:
-    """Returns what casts a row's ops on a device at O1: "torch" (autocast), "halfstep", or both by overload.
+    """Returns what casts the overloads of a table row on a device at O1.
+
+    This is "torch" if torch's autocast casts all overloads, "halfstep" if it casts none, and "torch, halfstep" if it
+    casts some.
 
     >>> device_note(next(row for row in ROWS if row.op == "linear"), "cpu")
     'torch'
@@ -269,9 +272,10 @@ def device_note(row: ListedOp, device_type: str) -> str:
 def effective(plan: Plan) -> Mapping[str, Action]:
     """Returns the plan's action for each aten overload and "module:function" that does not run as written.
 
-    If weights are fp32, each row of the op table acts by its category. If weights are low, deny rows run in the stored
-    formats, except losses and ops without a low kernel, which run full. Norms then accept parameters in another format
-    than their input, and gathers from weights sum their gradients in fp32. The plan's own op changes act in both cases.
+    If the plan's weights are fp32, each row of the op table acts by its category. If its weights are low, deny rows run
+    in the formats in which their inputs are stored, except losses and ops without a low kernel, which run full. With
+    low weights, norms also accept parameters in another format than their input, and ops that gather rows of a weight,
+    such as embedding, sum their gradients in fp32. The plan's own op changes act in both cases.
 
     Raises:
         PlanError: an op change names nothing that can be cast.

@@ -21,11 +21,11 @@ PlanOutput = Literal["full", "low", "keep"]
 class Plan:
     """How a model trains: which format, what is stored in it, which ops run in it, and how the update is kept precise.
 
-    `low` is the low-precision format, bf16 or fp16 (a torch.dtype or a name is accepted too); `param` is the width of
-    stored weights; `ops` says whether the op table is used; `norms` is the width of normalisation parameters if weights
-    are low; `master` says how the fp32 values of low weights are kept; `output` is the width of what the model returns
-    ("keep": unchanged), and `input` says whether the model's inputs keep their format (products cast their operands) or
-    are cast to low first; `scale` is the loss scale.
+    `low` is the low-precision format, bf16 or fp16 (a torch.dtype or a name is accepted too). `param` is the width of
+    stored weights, and `norms` the width of normalisation parameters if weights are low. `ops` says whether the op
+    table is used. `master` says how the fp32 values of low weights are kept. `scale` is the loss scale. `input` says
+    whether the model's inputs keep their format (products then cast their operands) or are cast to low first. `output`
+    is the width of what the model returns ("keep": unchanged).
 
     Raises:
         PlanError: an invalid field, or fields that contradict each other; the message says why.
@@ -73,7 +73,7 @@ class Plan:
         loss scale.
 
         Raises:
-            PlanError: something that is not an edit, or an edit that contradicts the plan.
+            PlanError: a value that is not an edit, or an edit that contradicts the plan.
         """
         plan = self
         for edit in edits:

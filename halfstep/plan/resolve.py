@@ -1,4 +1,4 @@
-"""What a plan means for the modules of a model; reads the model, changes nothing."""
+"""Decides which formats a plan gives each module of a model; reads the model, changes nothing."""
 
 from __future__ import annotations
 
@@ -32,11 +32,15 @@ class ModuleFormats:
     """The formats that a plan gives one module.
 
     `param` is the format of the module's own fp32 parameters (None if it has none). `compute` is the format that its
-    ops run in if the op table leaves a choice (None if nothing is cast). If `boundary` is true, inputs and outputs of
-    its forward are cast: floating inputs to `input` (None: unchanged) and outputs to `output` ("input": the format of
-    the first floating input; None: unchanged). `buffers` is the format of its floating buffers (None: unchanged).
-    `reason` says what decided, `aliases` are further names of a shared module, `model` counts the models from 0. `door`
-    is true if a call from outside of the model's forward (`model.encoder(x)`) enters the plan too.
+    ops run in if the op table leaves a choice (None if nothing is cast). `buffers` is the format of its floating
+    buffers (None: unchanged).
+
+    If `boundary` is True, each call of the module casts floating inputs to `input` (None: unchanged) and outputs to
+    `output` ("input": the format of the first floating input; None: unchanged). If `door` is True, the plan also
+    applies when user code calls the module directly, as in `model.encoder(x)`, and not through the model's forward.
+
+    `reason` says what decided, `aliases` are further names of a shared module, and `model` is the number of the model,
+    from 0.
     """
 
     name: str
@@ -99,7 +103,7 @@ def _row(formats: ModuleFormats, *, several: bool) -> tuple[str, ...]:
 class _Decision:
     """The policy of a module and the reason for it.
 
-    With `stored_full`, the module's own parameters are stored in fp32, although the policy may have them low.
+    If `stored_full` is True, the module's own parameters are stored in fp32, even if `policy.param` is "low".
     """
 
     policy: Policy
@@ -114,7 +118,7 @@ class _Decision:
         return "full" if self.stored_full else self.policy.param
 
     def enters_from(self, caller: _Decision) -> bool:
-        """Returns whether a module with this decision casts its inputs and outputs when one with `caller` calls it."""
+        """Returns whether a module with this decision casts inputs and outputs if its caller's decision is `caller`."""
         # What level O1 hands on depends on the op, so that a rule with its very policy still decides the output.
         by_policy = self.policy != caller.policy or (self.ruled and not caller.ruled and self.policy.param == "full")
         return by_policy or (self.input != "policy" and self.input != caller.input)
@@ -123,8 +127,8 @@ class _Decision:
 def resolve(plan: Plan, model: nn.Module | Sequence[nn.Module], *, made_low: Iterable[nn.Parameter] = ()) -> Assignment:
     """Returns the formats that the plan gives each module of a model, or of several models trained together.
 
-    `made_low` are parameters that an earlier session, which ends before this plan applies, stores low. They count as
-    fp32, which they will be then.
+    `made_low` are parameters that an earlier session stores low. They count as fp32, because that session ends before
+    this plan applies, and they are fp32 again then.
 
     The rule that matches the module or its nearest ancestor decides; without such a rule, the plan decides.
     `plan.output` decides what the model itself returns. If weights are low and `plan.norms` is "full", torch's norm
@@ -148,7 +152,7 @@ def resolve(plan: Plan, model: nn.Module | Sequence[nn.Module], *, made_low: Ite
 
 
 def check_forwards(models: Sequence[nn.Module], assignment: Assignment) -> None:
-    """Refuses modules whose forward the plan would have to enter and cannot.
+    """Refuses modules whose forward must cast inputs and outputs under the plan but cannot be made to.
 
     Raises:
         SetupError: a forward is set on the instance, is a generator, or is scripted; the message names the module.
@@ -215,10 +219,10 @@ def _of_plan(plan: Plan) -> _Decision:
 
 
 def _decide(plan: Plan, site: Site, rule: Rule | None, above: _Decision, owner: nn.Module | None) -> _Decision:
-    """Returns the decision for a module: that of the `rule` that matches it, or (None) that of its parent, `above`.
+    """Returns the decision for a module: made from the `rule` that matches it, or else taken from its parent (`above`).
 
-    Without a rule, norms and modules that must compute in fp32 may differ from their parent. `owner` is the parent
-    module.
+    Without a rule, the decision for norms and for modules that must compute in fp32 may differ from their parent's.
+    `owner` is the parent module.
     """
     statistics = has_running_stats(site.module)
     if rule is not None:
@@ -248,9 +252,9 @@ def _decide(plan: Plan, site: Site, rule: Rule | None, above: _Decision, owner: 
 def _full_anyway(plan: Plan, module: nn.Module, owner: nn.Module | None) -> str | None:
     """Returns why a module computes in fp32 although no rule says so; None if it does not.
 
-    Parametrizations compute a weight from one that is stored low. They use inverses, exponentials and powers, which
-    have no low kernel or make no sense in low precision. Their results have the format of their inputs, and their own
-    parameters stay fp32.
+    Such modules are quantized ones, and parametrizations, which compute a weight from one that is stored low. They use
+    inverses, exponentials and powers, which have no low kernel or make no sense in low precision. The results of
+    parametrizations have the format of their inputs, and their own parameters stay fp32.
     """
     if plan.param == "low" and isinstance(owner, ParametrizationList):
         return "parametrizations full"
@@ -301,9 +305,9 @@ def _formats(
 
 
 def _is_door(plan: Plan, module: nn.Module, decision: _Decision, fp32: Container[int]) -> bool:
-    """Returns whether a call of a module from outside of the model's forward enters the plan too.
+    """Returns whether the plan also applies when user code calls a module directly, not through the model's forward.
 
-    It does if the module computes low and holds parameters, its own or below it, that are stored low or cast by
+    It does if the module computes low and its own parameters, or those of modules inside it, are stored low or cast by
     products. Parameters of norms that stay full do not count.
     """
     own_forward = "forward" in module.__dict__ and compiled_module(module) is None
@@ -342,7 +346,10 @@ def _model_output(plan: Plan) -> Format | None:
 
 
 def _own_fp32(module: nn.Module, fp32: Container[int]) -> list[tuple[str, nn.Parameter]]:
-    """Returns (name, parameter) for a module's own fp32 parameters; low ones with an id in `fp32` count as fp32."""
+    """Returns (name, parameter) for each of a module's own fp32 parameters.
+
+    A low parameter counts as fp32 if its id is in `fp32`.
+    """
     own = [(name, p) for name, p in parameters_of(module).items() if p is not None]
     return [(name, p) for name, p in own if p.dtype is torch.float32 or id(p) in fp32]
 

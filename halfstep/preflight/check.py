@@ -48,7 +48,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Setup:
-    """What the checks read: a session's plan, modules, optimizers and device, and the loop's own gradient scaler."""
+    """What the checks read: a session's plan, modules, optimizers and device, and the loop's own gradient scaler.
+
+    `traced` is True if a step was traced. `full` returns the fp32 value of a stored parameter. `rounded` has the ids of
+    the weights that the traced step cast to the low format.
+    """
 
     plan: Plan
     parts: tuple[Part, ...]
@@ -188,13 +192,13 @@ def _is_rounded(setup: Setup, part: Part, parameter: nn.Parameter) -> bool:
 
 
 def _kept_full(parts: Iterable[Part]) -> tuple[str, tuple[Rule, ...]]:
-    """Returns the advice to keep modules full, and the rules that do; the model itself gets none."""
+    """Returns the advice to keep modules full, and the rules that do so; there is no rule for the model itself."""
     rules = tuple(Rule(name, FULL_OUT) for name in dict.fromkeys(part.name for part in parts) if name)
     return "compute there in fp32, with a rule that keeps the module full, or rescale the weights", rules
 
 
 def _scalers(setup: Setup) -> Iterator[Finding]:
-    """Finds a gradient scaler used in addition to the session, which scales the loss itself."""
+    """Finds a gradient scaler that the training loop uses although the session already scales the loss."""
     if setup.scaler is None or not setup.scaler.is_enabled():
         return
     halves = [
@@ -258,7 +262,7 @@ def _low_buffer(plan: Plan, part: Part, place: str, name: str, buffer: Tensor) -
 
 
 def _keep_buffers(plan: Plan, part: Part) -> tuple[Rule, ...]:
-    """Returns the plan's rules that store the buffers of a module low, edited so that they keep these buffers full."""
+    """Returns the plan's rules that store the buffers of a module low, changed so that buffers keep their format."""
     rules = []
     for rule in plan.rules:
         site = Site(0, part.module, (part.name,))
@@ -324,7 +328,7 @@ def _vanishing_state(plan: Plan, group: dict[str, Any]) -> bool:
 
 
 def _losses(setup: Setup) -> Iterator[Finding]:
-    """Finds binary_cross_entropy inside the model, which is refused on low inputs."""
+    """Finds binary_cross_entropy inside the model: a session refuses it on low inputs."""
     if setup.traced or setup.plan.ops == "none":
         return
     for part in setup.parts:

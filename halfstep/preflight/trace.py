@@ -1,4 +1,4 @@
-"""Traces one step of a session: finds what fails in its formats, constants that do not fit, absorbed overflows."""
+"""Traces one step of a session; finds operations that fail, constants that do not fit, and absorbed overflows."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Failure:
 
 
 def trace_step(session: Session, closure: Callable[[], Any]) -> tuple[list[Finding], set[int]]:
-    """Returns the findings of one forward and backward pass, and the ids of the weights that the pass rounds.
+    """Returns the findings of one forward and backward pass, and the ids of the weights that the pass casts to low.
 
     Model, gradients and scale stay as they are.
 
@@ -95,7 +95,7 @@ def _run(rehearsal: Rehearsal, tracer: StepTracer, scale: float) -> tuple[Failur
 
 
 class StepTracer(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class has no annotations
-    """Records a step as blame does, and examines each operation's constants, casts and failures.
+    """Records the operations of a step, as blame does, and examines their constants, casts and failures.
 
     `rounded` has the ids of the weights that the step cast to the plan's low format.
     """
@@ -165,10 +165,7 @@ class StepTracer(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class 
             self._constants["cast", note.module, note.line, lost] = (note, fmt, True)
 
     def _is_rounded_weight(self, tensor: Tensor, fmt: Format) -> bool:
-        """Tells whether a tensor cast to `fmt` is a weight; if so, adds it to `rounded`.
-
-        Weights are examined as a whole later.
-        """
+        """Tells whether a tensor cast to `fmt` is a weight; if so, adds its id to `rounded`, for later checks."""
         known = self.locator.tensor(tensor)
         if known is None or known[0] != "parameter" or self._plan.ops == "none" or fmt is not self._plan.low:
             return False
@@ -184,7 +181,7 @@ class StepTracer(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class 
         return float(tensor) if self._is_made(note, tensor) else tensor
 
     def _is_made(self, note: Note, tensor: Tensor) -> bool:
-        """Tells whether no operation of the step has computed the tensor."""
+        """Tells whether a tensor was passed into the step or made from constants, not computed by the step."""
         writer = self.last_writer(tensor)
         return writer is None or writer is note or writer.aten in MADE
 
@@ -212,7 +209,7 @@ class StepTracer(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class 
         return Failure(error, place.module, place.line, "backward" if backward else "forward")
 
     def findings(self) -> list[Finding]:
-        """Returns a finding for each constant, and each cast, that does not fit the format, and each fp32 stream."""
+        """Returns a finding for each constant or cast that does not fit the format, and each fp32 `Stream`."""
         constants = [
             _constant(name, value or note.scalars[0], note, self, fmt, self._plan, vanishes=vanishes)
             for (name, _, _, value), (note, fmt, vanishes) in self._constants.items()
@@ -276,7 +273,7 @@ def _formats(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _explained(rehearsal: Rehearsal, failure: Failure) -> Finding:
-    """Returns the finding of a failure; if the step fails again, with edits under which it runs."""
+    """Returns a finding about a failure, with edits under which the step runs, or the reason why there are none."""
     try:
         if _runs(rehearsal, rehearsal.plan):
             return _failed(failure, (), f"a second call of the closure did not fail, {UNTRIED}")
@@ -295,7 +292,7 @@ def _explained(rehearsal: Rehearsal, failure: Failure) -> Finding:
 def _failed(failure: Failure, edits: tuple[Edit, ...], reason: str) -> Finding:
     """Returns a failure as a finding, with the `edits` under which the step runs.
 
-    If there are no edits, `reason` says why none was tried; it is "" if none that was tried helps.
+    If `edits` is empty, `reason` says why no edit was tried; it is "" if edits were tried and none helped.
     """
     place = place_of(failure.module, failure.line)
     said = _HINT.sub("", str(failure.error)).strip()
@@ -348,8 +345,8 @@ def _runs(rehearsal: Rehearsal, plan: Plan) -> bool:
     """Tells whether the step runs under a plan, on a copy of the model.
 
     Raises:
-        StopIteration: the closure has no further batch.
-        Exception: whatever copying the model raises.
+        StopIteration: the closure has run out of batches.
+        Exception: an error of copying the model.
     """
     rehearsal.rewind()
     with ExitStack() as undo:
