@@ -72,18 +72,20 @@ TYPE_PREFIX = "type:"
 
 @dataclass(frozen=True)
 class Rule:
-    """A pattern, and the policy of the modules that it matches and of everything below them.
+    """The policy of all modules that match a pattern, and of all modules inside them.
 
-    `pattern` is a glob over dotted module names ("head", "blocks.*.attn"; `*` matches dots too; "" is the root), or
-    "type:LayerNorm", a glob over the short name of the module's class or of any of its bases. `buffers` says what
-    happens to the floating-point buffers there: kept as they are, or stored low or full. `input` says what happens to
-    the floating-point inputs of the matched modules: cast as the policy requires (to fp32 if it computes full; to low
-    if its weights are low and the calling module has another policy), kept as they are, or cast to low.
+    `pattern` is a glob over dotted module names, such as "head" or "blocks.*.attn" (`*` matches dots too, "" is the
+    root). Or it is "type:" and a glob over class names, such as "type:LayerNorm", which is compared with the short
+    names of a module's class and of its base classes.
+
+    `buffers` says how the floating-point buffers of these modules are stored: "keep" (unchanged), "low" or "full".
+    `input` says how the floating-point inputs of the matched modules are cast: "keep" (not at all), "low", or "policy".
+    With "policy" they are cast to fp32 if the module computes full; they are cast to low if its weights are low and the
+    calling module has another policy.
 
     Raises:
         PlanError: a pattern that is not text or can match nothing, a policy that is not a Policy, an unknown `buffers`
-            or `input`, or an `input` other than "policy" under a policy that computes full, whose ops would get mixed
-            formats.
+            or `input`, or an `input` other than "policy" for modules that compute full, whose ops would mix formats.
 
     >>> Rule("blocks.*.attn", Policy("full", "full", "input")).matches(("blocks.3.attn",), ())
     True
@@ -215,9 +217,10 @@ _USED_BY = {"none": ("kind",), "static": ("kind", "init")}  # the fields of the 
 class Scaling:
     """The kind of loss scale and, for a dynamic one, its schedule (Micikevicius et al. 2018, section 3.2).
 
-    A dynamic scale starts at `init`, is multiplied by `growth` after `growth_interval` steps in a row without overflow
-    and by `backoff` after `hysteresis` overflows since it last grew, and stays within [`min`, `max`]. A static scale is
-    always `init`. Scales and their inverses are fp32 normal numbers, so they are in [2**-126, 2**126].
+    A static scale is always `init`. A dynamic scale starts at `init` and stays within [`min`, `max`]. It is multiplied
+    by `growth` after `growth_interval` steps in a row without overflow. It is multiplied by `backoff` once `hysteresis`
+    overflows have occurred since it last grew. Scales and their inverses are normal fp32 numbers, so scales are in
+    [2**-126, 2**126].
 
     Raises:
         PlanError: a value that is out of range, or that this kind of scale does not use.

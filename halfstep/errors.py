@@ -23,7 +23,7 @@ class HalfstepError(Exception):
 
 
 class FormatError(HalfstepError, ValueError):
-    """A number format that is unknown or cannot be used here."""
+    """A number format that is unknown, or that a function does not accept."""
 
 
 class PlanError(HalfstepError, ValueError):
@@ -79,6 +79,6 @@ class ObserveError(HalfstepError, ValueError):
 
 
 class ScriptError(HalfstepError, FileNotFoundError):
-    """A script or module that `halfstep run` cannot find; `exit_code` is the exit status that Python has then."""
+    """A script or module that `halfstep run` cannot find; `exit_code` is the exit status that `python` would return."""
 
     exit_code = 1

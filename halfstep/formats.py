@@ -88,11 +88,12 @@ def as_format(value: Format | torch.dtype | str) -> Format:
 
 
 def count_overflows(before: Tensor, after: Tensor, fmt: Format) -> Tensor:
-    """Returns how many finite values overflowed when `before` was rounded to `after` in `fmt`, as a 0-dim int64 tensor.
+    """Returns how many finite values of `before` overflowed in rounding to `fmt`, as a 0-dim int64 tensor.
 
-    A value has overflowed if it is more than half a step beyond the format's `max`, or became inf or NaN. `before` and
-    `after` are float32 tensors of the same shape. The rounding may be of any kind: to nearest, after `saturate`, or a
-    torch cast taken back to float32. Does not sync.
+    `after` has the rounded values; both tensors are float32 and have the same shape. A value overflowed if it is more
+    than half a rounding step beyond the format's `max`, or became infinite or NaN. Any rounding is allowed:
+    `round_nearest`, with or without `saturate` before it, or a cast by torch to the format and back to float32. Does
+    not sync.
 
     >>> values = torch.tensor([1.0, 70000.0, 1e-9, float("inf")])
     >>> count_overflows(values, round_nearest(values, FP16), FP16)
@@ -105,9 +106,9 @@ def count_overflows(before: Tensor, after: Tensor, fmt: Format) -> Tensor:
 
 
 def saturate(t: Tensor, fmt: Format) -> Tensor:
-    """Returns `t` clamped to the largest finite values of `fmt`, infinities included.
+    """Returns `t` clamped to the finite range of `fmt`: infinities become its largest finite values.
 
-    NaN stays NaN. Rounding the result to `fmt` never overflows; a cast to an 8-bit format clamps in this way.
+    NaN stays NaN. Rounding the result to `fmt` never overflows. Saturating casts to 8-bit formats clamp in this way.
 
     >>> saturate(torch.tensor([1e6, float("-inf"), 0.1]), E5M2)
     tensor([ 5.7344e+04, -5.7344e+04,  1.0000e-01])
@@ -118,10 +119,10 @@ def saturate(t: Tensor, fmt: Format) -> Tensor:
 def round_nearest(t: Tensor, fmt: Format) -> Tensor:
     """Returns the float32 tensor `t` rounded to the nearest values of `fmt`, ties to even, as float32.
 
-    Rounds like IEEE 754 and torch's casts: subnormals are rounded like other values, zero keeps its sign, NaN stays
-    NaN, and values from half a step beyond `max` on become infinite. E4M3 has no infinity: such values, and infinities,
-    become `max` (the saturating cast of the OCP 8-bit floating point specification 1.0). For E5M2 without infinities,
-    round `saturate(t, E5M2)`. No gradient flows through.
+    Rounds like IEEE 754 and torch's casts: subnormals are rounded like other values, zero keeps its sign, and NaN stays
+    NaN. Values that are half a rounding step or more beyond `max` become infinite. E4M3 has no infinity, so such values
+    and infinities become `max`, as in the saturating cast of the OCP 8-bit floating point specification 1.0. To get no
+    infinities in E5M2, round `saturate(t, E5M2)`. No gradient flows through.
 
     Raises:
         FormatError: `t` is not float32.

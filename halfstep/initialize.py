@@ -1,4 +1,4 @@
-"""`halfstep.initialize`, the line that a user adds: checks its arguments, decides on the plan, opens the session."""
+"""`halfstep.initialize`, which starts training: it checks arguments, decides on the plan and opens a session."""
 
 from __future__ import annotations
 
@@ -52,18 +52,25 @@ def initialize(  # noqa: PLR0913  # the one public entry; each keyword is a docu
 ) -> Session:
     """Starts mixed precision training of a model: its forward runs under the plan, the session does backward and step.
 
-    `plan` is a level ("O0" to "O3"), a Plan, or the path of a plan file; the keywords change it. `low` is the
-    low-precision format; None takes the one that the device computes fast and logs the choice once. `optimizer=None` is
-    for inference. Inputs of the model keep their format, and products cast their operands; `input="low"` casts all
-    floating inputs to low first. `emulate` computes products of the low format in a wider one, rounded exactly (None:
-    only for fp16 on a CPU where native fp16 was not measured to be fast). Each sink is called with each StepRecord; a
-    `Recorder`, such as a RunLog, gets all other records too. If the model is still in a session, that session is closed
-    first, with a warning. If steps keep being skipped for a reason that no lower loss scale cures, `step` raises a
-    NumericsError that says what broke; `on_failure="warn"` logs it once and goes on. With `stepping="optimizer"` a loop
-    keeps its own `optimizer.step()`: each backward pass leaves unscaled fp32 gradients in `p.grad`, to be read and
-    clipped as usual, and the optimizer's `step` is skipped if one is not finite. Trainable parameters in bf16 or fp16,
-    such as those of a model from a hub, are the initial values of fp32 weights at O1 and of fp32 masters at O2; at O3
-    they train without fp32 values. A warning says what became of them. For a sharded model this is a collective call.
+    `plan` is a level ("O0" to "O3"), a Plan, or the path of a plan file. These keywords change the plan: `low` is the
+    low-precision format; if neither `low` nor the plan sets it, the format that the device computes fast is taken and
+    logged once. `loss_scale` ("dynamic", "none", a number or a Scaling), `norms` (the width of normalisation
+    parameters) and `master` ("copy", "split" or "none") replace those of the plan; `rules` are added to its rules.
+    `ops` moves ops to other lists of the op table. `input="low"` casts all floating-point inputs of the model to low;
+    by default inputs keep their format and products cast their operands.
+
+    `optimizer=None` is for inference. `emulate=True` computes products of the low format in a wider one and rounds them
+    exactly; None does so only for fp16 on a CPU where native fp16 was not measured to be fast. Each sink in `sinks` is
+    called with each StepRecord; a `Recorder`, such as a RunLog, also gets all other records.
+
+    If steps keep being skipped for a reason that no lower loss scale cures, `step` raises a NumericsError that says
+    what broke; with `on_failure="warn"` this is only logged, once. With `stepping="optimizer"` your loop keeps its own
+    `optimizer.step()`: each backward pass leaves unscaled fp32 gradients in `p.grad`, which can be read and clipped as
+    usual, and the optimizer's `step` is skipped if a gradient is not finite.
+
+    If the model is still in a session, that session is closed first, with a warning. Trainable parameters in bf16 or
+    fp16, such as those of a model from a hub, become fp32 weights at O1, get fp32 masters at O2, and train without fp32
+    values at O3; a warning says what was done. For a sharded model, every process must make this call.
 
     Raises:
         PlanError: the plan or a keyword is unknown, contradicts its level or fits no module.
@@ -126,7 +133,10 @@ def _close(earlier: Iterable[Session]) -> None:
 
 
 def _guarded(session: Session, on_failure: OnFailure) -> Session:
-    """Returns the session; if it scales or casts, adds a guardian, which watches the steps of all its optimizers."""
+    """Returns the session, to which it adds a guardian unless the plan runs everything as written.
+
+    The guardian watches the steps of all optimizers of the session.
+    """
     if session.plan.ops != "none":
         session.watchers.append(Guardian(session.runtime, session.tell, on_failure=on_failure))
     return session

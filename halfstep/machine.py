@@ -1,8 +1,8 @@
 """What this machine is: its device, the class of its processor, what was measured on that class, and versions.
 
 A CPU flag says that a processor has units for a format, not that torch is fast with them. So kernels are chosen by a
-table of measurements, with a row for each class of processors; a row without measurements says so, and has the choice
-that costs least if it is wrong.
+table of measurements, with a row for each class of processors. The `source` of a row says if nothing was measured on
+that class; the row then has the choice that does least harm if it is wrong.
 """
 
 from __future__ import annotations

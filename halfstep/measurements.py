@@ -22,14 +22,17 @@ class Spread:
 class BenchRun:
     """One workload under one plan, or under torch.amp (`peer`), over all seeds of a benchmark.
 
-    `step_ms` is the spread of `times_ms`, the milliseconds of each step after the warm-up, seed after seed. `vs_o0` and
-    `vs_amp` are speed-ups: the median over steps of the time of O0, or of torch.amp in the same format, divided by the
-    time of this run for the same step. `peak_bytes` is the most memory that one training step holds, weights included.
-    `bytes_per_parameter` is what stays between two steps: weights, masters, gradients, optimizer. `train_loss` (the
-    mean of the last tenth of the steps), `validation` (by figure: loss, accuracy), `skipped` and `scale` have one entry
-    per seed. `losses` (in a sweep) has the loss of each step, `joules` is the energy of one step. `processes` (if there
-    are several) says how many of `times_ms` each process measured. `error` says why the run did not start, or what
-    ended it; the figures are then those up to that point. A figure of None was not measured.
+    `times_ms` has the milliseconds of each step after the warm-up, seed after seed, and `step_ms` is their spread.
+    `vs_o0` and `vs_amp` are the speed-ups over O0 and over torch.amp in the same format. For each step, the other run's
+    time is divided by this run's time; the speed-up is the median of these ratios. `peak_bytes` is the most memory that
+    one training step holds, weights included. `bytes_per_parameter` has the memory that is held between two steps, by
+    use: weights, masters, gradients, optimizer.
+
+    `train_loss` (the mean of the last tenth of the steps), `validation` (for each figure, such as loss or accuracy),
+    `skipped` (the number of skipped steps) and `scale` (the final one) have one entry per seed. `losses`, in a sweep
+    only, has the loss of each step, and `joules` is the energy of one step. If several processes measured the run,
+    `processes` says how many of `times_ms` each of them measured. `error` says why the run did not start or what ended
+    it; the figures are then those up to that point. A figure is None if it was not measured.
     """
 
     name: str
@@ -104,9 +107,10 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Largest:
-    """The largest batch with which a model in one configuration trains within `limit` bytes; 0 if no example fits.
+    """The largest batch with which a model in one configuration trains within `limit` bytes.
 
-    `tried` has each batch size that was tried and whether it fitted; `error` says why there is no figure.
+    `batch` is 0 if not even one example fits, and None if there is no figure; `error` then says why. `tried` has each
+    batch size that was tried, and whether it fitted.
     """
 
     model: str
@@ -119,13 +123,14 @@ class Largest:
 
 @dataclass(frozen=True)
 class BenchChange:
-    """How one row of a benchmark differs from a saved one.
+    """How one row of a benchmark differs from the same row of a saved benchmark.
 
-    `verdict` is "alike", "slower", "faster", "new" (the saved benchmark has no such row) or "too few steps"; for a row
-    that worked in the saved benchmark also "gone", "failed" or "diverged" (its loss is not finite), for others also
-    "failed before too". `time` is the step time now divided by the saved one. Each of the two is measured in steps of
-    `yardstick`, a row of both benchmarks (None: in milliseconds). `time` is between `low` and `high` in 19 of 20
-    repetitions. `memory` is the peak memory now divided by the saved one, 1.0 if they differ by less than a hundredth.
+    `verdict` is "alike", "slower", "faster", "too few steps", or "new" if the saved benchmark has no such row. A row
+    that worked in the saved benchmark can also be "gone", "failed" or "diverged" (its loss is not finite); a row that
+    failed there can be "failed before too". `time` is the step time divided by the saved step time, and lies between
+    `low` and `high` in 19 of 20 repetitions. Both step times are in units of the step time of row `yardstick`, or in
+    milliseconds if `yardstick` is None. `memory` is the peak memory divided by the saved one, and 1.0 if they differ by
+    at most 1%.
     """
 
     name: str
@@ -153,8 +158,9 @@ class Rate:
     """How fast a device does one kind of work in one format.
 
     `how` is "native", "TF32" (fp32 operands on TF32 units) or "emulated" (fp32 products, rounded). `seconds` is the
-    time of one call, `rate` is in `unit` (GFLOP/s, or GB/s read and written), and `vs_fp32` is the median over rounds
-    of fp32's time divided by the time in this format: above 1 is faster than fp32. `error` says why there is no figure.
+    time of one call. `rate` is the speed in `unit`: GFLOP/s, or GB/s read and written. `vs_fp32` is fp32's time divided
+    by this format's time, as the median over rounds in which the formats take turns; above 1 is faster than fp32.
+    `error` says why there is no figure.
     """
 
     work: str
@@ -189,9 +195,10 @@ class Setting:
 
 @dataclass(frozen=True)
 class Choice:
-    """A choice that sessions make by the processor: the value they use, that of the table, and the one measured now.
+    """A choice that sessions base on the class of the processor, and what a measurement says of it.
 
-    `table` is the value for the class of this processor; `agrees` says whether `used` is the measured value.
+    `used` is the value that sessions use now, `table` the value in halfstep's table for the class of this processor,
+    and `measured` the value that was just measured. `agrees` says whether `used` equals `measured`.
     """
 
     what: str
@@ -203,10 +210,11 @@ class Choice:
 
 @dataclass(frozen=True)
 class Examination:
-    """What a machine is, how fast it computes, and the level and format that this recommends, with the reason.
+    """What a machine is, how fast it computes, and which level and format to train in, with the reason.
 
-    `processor` is the class of the processor, and `source` says where its choices come from; `tools` has what fast
-    kernels need, and the driver; `saved` is the file that `--save` wrote.
+    `processor` is the class of the processor, and `source` says where the choices for this class come from. `tools`
+    says what was found of the tools that fast kernels need, and of the GPU driver. `saved` is the file that `--save`
+    wrote.
     """
 
     machine: Machine
@@ -259,8 +267,9 @@ class CastRow:
 class ModuleRow:
     """The formats that the plan gives a module, and the reason, such as the rule that decided them.
 
-    `param` is the format of the module's own weights ("-": it has none), `compute` that of its operations if the op
-    table leaves a choice, `output` that of its results ("-": not cast, "input": that of its first floating input).
+    `param` is the format of the module's own weights, "-" if it has none. `compute` is the format of those operations
+    for which the op table leaves a choice. `output` is the format of the module's results: "-" if they are not cast,
+    "input" if they get the format of the first floating-point input.
     """
 
     name: str
@@ -275,8 +284,8 @@ class ModuleRow:
 class Saving:
     """A way to save time in a step: the place, what was seen, what to do, the edits, and the seconds that it saves.
 
-    `seconds` was measured with the operations of that place alone, in the formats that they have now and in those that
-    they would have; None if they could not be measured, and `evidence` says why.
+    `seconds` was measured, in most cases by running the operations of that place alone, first in their present formats
+    and then in the formats that they would have. If they could not be measured, it is None, and `evidence` says why.
     """
 
     code: str

@@ -1,7 +1,7 @@
-"""Restores autocast in a dispatch mode, where torch switches it off; makes compiled code run eagerly.
+"""Restores autocast in a dispatch mode, where torch switches it off, and makes compiled code run eagerly.
 
-Compiled code ignores hooks that were added after its compilation. torch.compile has one stance for the whole process,
-so this is the one place that counts requests for eager code.
+Compiled code must run eagerly because it ignores hooks that were added after its compilation. torch.compile has only
+one such switch (its stance) for the whole process, so all requests to set it are counted here.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ _AUTOCAST = tuple(parsed_key(f"Autocast{device}") for device in ("CPU", "CUDA", 
 
 
 def as_called(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Runs an operation that reached a dispatch mode, inside which torch switches autocast off.
+    """Runs an operation that reached a dispatch mode, under the autocast state of its caller if that matters.
 
-    An operation that may need autocast inside gets the autocast state that it was called under, outside the mode.
+    torch switches autocast off inside a dispatch mode. It is restored for operations of libraries other than torch, and
+    for composite operations whose inputs mix fp32 and low tensors.
     """
     if is_custom(func):
         with _autocast_as_called(func):
@@ -52,26 +53,32 @@ def as_called(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def in_parts(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Runs a composite operation as the operations that it is made of, under autocast if `as_called` restores it."""
+    """Runs a composite operation as the operations that it is made of.
+
+    Autocast is restored for them in the same cases as in `as_called`.
+    """
     with _autocast_as_called(func) if is_custom(func) or _mixed(args, kwargs) else nullcontext():
         return call_by_key(func)(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 
 @functools.cache
 def is_custom(func: Any) -> bool:
-    """Tells whether an operation is from another library than torch; a dispatch mode may not see what it is made of."""
+    """Tells whether an operation is from a library other than torch; a dispatch mode may not see what it calls."""
     return isinstance(func, OpOverload) and func.namespace not in ("aten", "prim", "prims")
 
 
 def autocast_outside(device_type: str) -> torch.dtype | None:
-    """Returns the dtype of autocast outside the dispatch mode, where an operation was called; None: it is off there."""
+    """Returns autocast's dtype outside the dispatch mode, where an operation was called; None if it is off."""
     with enable_reentrant_dispatch():
         return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
 
 
 @functools.cache
 def is_composite(func: Any) -> bool:
-    """Tells whether an operation is made of others; under torch.inference_mode a dispatch mode sees it whole."""
+    """Tells whether an operation is made of other operations.
+
+    Under torch.inference_mode, a dispatch mode sees only the whole operation, not the ones that it is made of.
+    """
     if not isinstance(func, OpOverload):
         return False
     name: str = func.name()  # type: ignore[no-untyped-call]
@@ -80,14 +87,17 @@ def is_composite(func: Any) -> bool:
 
 
 def _mixed(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Tells whether inputs mix low and fp32 tensors, as those of an LSTM with fp32 weights do when autocast is off."""
+    """Tells whether the inputs of an operation include both low and fp32 tensors.
+
+    The inputs of an LSTM with fp32 weights do, for example, when autocast is off.
+    """
     dtypes = {leaf.dtype for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
     return torch.float32 in dtypes and not dtypes.isdisjoint(LOW_DTYPES)
 
 
 @contextmanager
 def _autocast_as_called(func: OpOverload) -> Iterator[None]:
-    """Restores inside the context the autocast state that `func` was called under, outside the dispatch mode."""
+    """Returns a context manager that restores the autocast state under which `func` was called."""
     excluded = keys_excluded_here()
     with enable_reentrant_dispatch():
         outside = keys_excluded_here()
@@ -103,7 +113,8 @@ def _autocast_as_called(func: OpOverload) -> Iterator[None]:
 def take_off(mode: TorchDispatchMode, thread: int) -> None:
     """Removes `mode` from the mode stack of `thread`, even from below later modes; does nothing in other threads.
 
-    The `with` of a later mode pops the top of the stack. If that was `mode`, the later mode is removed here instead.
+    If a later mode leaves its `with` block first, torch pops the top of the stack, which may be `mode` instead of the
+    later mode. In that case the later mode is still on the stack, and is removed here.
     """
     stack = mode_stack()
     if threading.get_ident() != thread or not stack:

@@ -1,4 +1,4 @@
-"""Frozen results: what a step, a session and a benchmark report; reports read these and nothing else."""
+"""Frozen records of what steps, sessions, probes and checks find; reports read the records, never the session."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ from halfstep.formats import Format, as_format
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What one `session.step()` did, as tensors on the device; reading one on the host is the only sync.
+    """What one `session.step()` did, as tensors on the device; only reading a tensor on the host waits for the device.
 
-    `step` counts calls of `step()` from 1; `skipped` is a 0-dim bool tensor, true if a non-finite gradient or loss
-    prevented the update; `scale` is the loss scale that the gradients of this step carried (fp32, 1.0 if scaling is
-    off); `grad_norm` is the global L2 norm of the unscaled gradients before clipping (fp32), and None at O0 without
-    `max_norm`, where halfstep reads no gradient; `synced` says that this step waited for the device once, because the
-    optimizer could not skip a step on the device by itself; `loss` is the sum of the losses passed to `backward` since
-    the last step, without the loss scale, and None if none of them was a scalar (if there was one loss, `loss` is that
-    tensor, detached: copy it to keep it).
+    `step` counts calls of `step()` from 1. `skipped` is a 0-dim bool tensor, true if a non-finite gradient or loss
+    prevented the update. `scale` is the loss scale that the gradients of this step carried (fp32, 1.0 if scaling is
+    off). `grad_norm` is the global L2 norm of the unscaled gradients before clipping (fp32); it is None at O0 without
+    `max_norm`, where halfstep reads no gradient. `synced` says that this step waited for the device once, because the
+    optimizer could not skip a step on the device by itself.
+
+    `loss` is the sum of the losses passed to `backward` since the last step, without the loss scale; it is None if none
+    of them was a scalar. If there was only one loss, `loss` is that tensor, detached: copy it to keep it.
     """
 
     step: int
@@ -71,10 +72,10 @@ class SessionStart:
 class Status:
     """The state of a session, read on the host: plan, scale, skips, non-finite parameters by name, bytes of memory.
 
-    `scales` maps each loss id that was used to its loss scale. `memory` has the bytes of weights, masters (copies or
-    remainders), gradients and optimizer state. `nonfinite_gradients` names the parameters whose infinite or NaN
-    gradients made the last step be skipped; `spoiled_by` has the ranks of the processes whose own loss was infinite or
-    NaN then (empty if one process trains alone, and within `join()`).
+    `scales` maps each loss id that was used to its loss scale. `memory` has the bytes of weights, masters (copies, or
+    the additional 16 bits of split masters), gradients and optimizer state. `nonfinite_gradients` names the parameters
+    whose infinite or NaN gradients caused the last step to be skipped. `spoiled_by` has the ranks of the processes
+    whose own loss was infinite or NaN in the last step; it is empty if one process trains alone, and within `join()`.
     """
 
     level: str
@@ -112,7 +113,7 @@ AFTER_BACKWARD = "after backward"  # a phase: what code does with gradients betw
 
 
 class Kind(str, Enum):
-    """The kind of failure that a verdict is about; each member equals the text that it prints."""
+    """The kind of failure that a verdict is about; each member is a string and prints as its value."""
 
     SCALE_TOO_HIGH = "scale too high"  # overflow in backward that vanishes at a lower scale
     OVERFLOW = "overflow"  # finite inputs, a result beyond the format
@@ -137,14 +138,14 @@ EDGES: Edges = (np.array([-149.0, *range(-126, 129)]), np.array([*range(-126, 12
 
 @dataclass(frozen=True)
 class Limits:
-    """The magnitudes that a format can hold: none below `zero`, fewer digits below `normal`, none above `top`."""
+    """The limits of a format: values round to zero below `zero`, are subnormal below `normal`, overflow above `top`."""
 
     zero: float
     normal: float
     top: float
 
     def times(self, factor: float) -> Limits:
-        """Returns these limits times `factor`: those of values that are divided by `factor` when they are stored."""
+        """Returns these limits times `factor`; they are the limits of values that are stored divided by `factor`."""
         return Limits(self.zero * factor, self.normal * factor, self.top * factor)
 
 
@@ -152,16 +153,20 @@ UPDATE_LIMITS = Limits(0.5, 0.5, math.inf)  # of an update, in units in the last
 
 
 def limits_of(fmt: Format) -> Limits:
-    """Returns the `Limits` of a format; half its smallest subnormal is below `zero`, since ties round to even."""
+    """Returns the `Limits` of a format.
+
+    `zero` is just above half the smallest subnormal, since exactly half of it rounds to zero (ties to even).
+    """
     return Limits(math.nextafter(fmt.smallest_subnormal / 2, math.inf), fmt.smallest_normal, fmt.max)
 
 
 def count_below(histogram: Array, amax: Array, limit: float, edges: Edges = EDGES) -> Array:
-    """Returns how many of the elements in each row of a histogram are smaller than `limit` in magnitude.
+    """Returns how many elements in each row of a histogram are smaller than `limit` in magnitude.
 
-    `histogram` has shape (..., entries), `amax` (...) has the largest magnitude of each row; the elements of an entry
-    are taken as evenly spread in their logarithm. All shares of lost, subnormal or saturated elements come from this
-    function, also those of the report page.
+    `histogram` (..., entries) counts elements by magnitude. `edges` are the lower and the upper edges of the entries,
+    as exponents of 2; within an entry, elements are assumed to be evenly spread on a logarithmic scale. `amax` (...) is
+    the largest magnitude of each row. All shares of lost, subnormal or saturated elements come from this function, also
+    those of the report page.
     """
     low, high = edges
     share = np.clip((math.log2(limit) - low) / (high - low), 0.0, 1.0)
@@ -170,7 +175,10 @@ def count_below(histogram: Array, amax: Array, limit: float, edges: Edges = EDGE
 
 
 def count_beyond(histogram: Array, amax: Array, limit: float, edges: Edges = EDGES) -> Array:
-    """Returns how many elements of each row are larger than `limit` in magnitude; at least 1 if `amax` is larger."""
+    """Returns how many elements in each row of a histogram are larger than `limit` in magnitude.
+
+    The arguments are those of `count_below`. The count is at least 1 if `amax` is larger than `limit`.
+    """
     above = histogram.sum(-1) - count_below(histogram, amax, limit, edges)
     beyond: Array = np.where(amax > limit, np.maximum(1.0, above), 0.0)
     return beyond
@@ -189,8 +197,8 @@ def _stat(meaning: str, merge: Callable[[Any, Any], Any] = operator.add) -> Any:
 class TensorStats:
     """Counts, sums and an exponent histogram of one tensor, or of several merged; `a + b` merges two.
 
-    The fields decide which statistics exist: the rows of `kernels/stats.py`, the lines of a log and the merge of two
-    follow them, and `kernels/stats.cpp` is checked against them when it is loaded.
+    The fields of this class decide which statistics exist. The rows of `kernels/stats.py`, the lines of a log and
+    `a + b` are derived from the fields, and `kernels/stats.cpp` is checked against them when it is loaded.
     """
 
     count: int = _stat("elements, finite or not")
@@ -235,8 +243,9 @@ class TensorStats:
     def lost(self, fmt: Format | torch.dtype | str, scale: float = 1.0) -> float:
         """Returns the share of finite nonzero elements that, times `scale`, round to zero in `fmt`.
 
-        A value of exactly half the smallest subnormal rounds to zero too (ties to even). Such values are recognised
-        only if no element is larger, as in the gradient of a mean; among larger ones they count as kept.
+        A value of exactly half the smallest subnormal rounds to zero too (ties to even). The histogram recognises such
+        values only if no element is larger, for example in the gradient of a mean, where all are equal. Otherwise they
+        count as kept.
 
         >>> from halfstep.observe.stats import measure
         >>> gradients = measure(torch.tensor([1.0, 1e-3, 1e-8, 1e-8]))
@@ -277,9 +286,10 @@ def _limits(fmt: Format | torch.dtype | str, scale: float) -> Limits:
 class AbsorbedOverflow:
     """An overflow that another operation made finite again, so that no value shows that the result is wrong.
 
-    The result of `operator`, at the line `where`, is `exact` in fp32, but infinite in `format`. `by`, at the line
-    `by_where`, absorbed the infinity: an element of its result is `got`, but `want` in fp32, and `off` is the relative
-    error of the row with that element. Operators have their public torch names; a line is None if it is not known.
+    `operator`, called at the line `where`, has the result `exact` in fp32, but infinity in `format`. Then `by`, called
+    at the line `by_where`, absorbed the infinity: an element of its result is `got`, but would be `want` in fp32. `off`
+    is the relative error of the row with that element. Operators have their public torch names; a line is None if it is
+    not known.
     """
 
     operator: str
@@ -305,17 +315,17 @@ class AbsorbedOverflow:
 class Observation:
     """The statistics of one tensor of one module at one step.
 
-    `kind` is one of `TENSOR_KINDS`, `UPDATE` or `ABSORBED`, `name` tells several tensors of one kind apart (the
-    parameter's name, a place in an output), `format` is the format that the tensor was stored in, `scale` is the loss
-    scale that it carries (1 for weights and activations): a true value times `scale` is the value that was counted.
-    `sampled` says that only some elements were read; `stats.count` is then their number.
+    `kind` is one of `TENSOR_KINDS`, `UPDATE` or `ABSORBED`. `name` tells several tensors of one kind apart: it is the
+    name of the parameter, or the place in the module's output. `format` is the format that the tensor was stored in.
+    `scale` is the loss scale in the values that were counted, which are the true values times `scale` (1 for weights
+    and activations). `sampled` says that only some elements were read; `stats.count` is then their number.
 
     For kind `UPDATE` the elements are what the step added to each weight before any rounding, divided by the distance
     from the stored weight to the next larger value of its format: an update below one half does not change the stored
     weight.
 
     For kind `ABSORBED` the elements are the fp32 values that overflowed in `format`, and `absorbed` says in which
-    operation, and what became of them; for other kinds `absorbed` is None.
+    operation they overflowed and what it led to; for other kinds `absorbed` is None.
     """
 
     step: int
@@ -332,9 +342,10 @@ class Observation:
     def lost_updates(self) -> float | None:
         """The share of updates that were smaller than half a unit in the last place; None if `kind` is not `UPDATE`.
 
-        Updates of exactly zero (no gradient, a skipped step) are not counted. With a master, small updates add up
-        there; without one (O3) they are lost for good. For optimizers other than torch's Adam, AdamW and SGD and
-        halfstep's Lion, only changes of the fp32 value are seen: an update that fp32 rounds away counts as zero.
+        Updates of exactly zero (no gradient, a skipped step) are not counted. If the weight has a master, small updates
+        add up in the master; if it has no master (O3), they are lost for good. For optimizers other than torch's Adam,
+        AdamW and SGD and halfstep's Lion, only changes of the fp32 value are seen: an update that fp32 rounds away
+        counts as zero.
         """
         if self.kind != UPDATE:
             return None
@@ -361,13 +372,14 @@ class OpCall:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Which operation made the first non-finite value that mattered, and what cures it.
+    """Which operation made the first non-finite value that reached the loss or a gradient, and what cures it.
 
     `module` is the dotted name of the module ("" is the model itself, or code outside of the model if `outside` is
-    true), `operator` is the public torch name of the op, `phase` is "forward", "backward" or "after backward" (user
-    code that changes gradients), `kind` is the kind of failure, `where` is the line of the user's code. `cure` holds
-    the edits for `plan.edit(*verdict.cure)`, empty if no edit cures it; `advice` says in words what to do, `evidence`
-    which values were seen. `call` is the operation, None if no operation is at fault (bad input data, bad weights).
+    true). `operator` is the public torch name of the op. `phase` is "forward", "backward" or "after backward" (user
+    code that changes gradients). `kind` is the kind of failure, and `where` is the line of the user's code. `cure`
+    holds the edits for `plan.edit(*verdict.cure)`, empty if no edit cures it. `advice` says in words what to do, and
+    `evidence` says which values were seen. `call` is the operation, None if no operation is at fault (bad input data,
+    bad weights).
     """
 
     module: str
@@ -439,7 +451,7 @@ def absorbed_finding(seen: Observation) -> Finding:
 
 @runtime_checkable
 class Recorder(Protocol):
-    """A sink that takes all records: StepRecords by a call, as every sink, and other records by its method `record`."""
+    """A sink that takes all records: it is called with StepRecords, as all sinks are; `record` takes the others."""
 
     def __call__(self, record: StepRecord, /) -> None:
         """Takes the record of a step; called on the step path, so it must not wait for the device."""
@@ -453,11 +465,11 @@ class Rounded:
     """What rounding to a format would do to the tensors of one kind of one module, over all steps.
 
     `kind` is one of `TENSOR_KINDS`; gradients are multiplied by `scale` first. `lost` is the share of nonzero elements
-    that become zero, `saturated` is the share of all elements that are beyond the format's largest value; for gradients
-    both include what was lost and saturated earlier in the backward pass. `snr_db` is the signal-to-noise ratio of the
-    rounding in decibels (squares of the fp32 values over squares of their errors), infinite if all values are exact.
-    `low` is false if the plan keeps these tensors in fp32: they then lose only what earlier tensors have lost. `stats`
-    counts the fp32 values, without the scale.
+    that become zero, and `saturated` the share of all elements that are beyond the format's largest value. For
+    gradients, both shares include elements that became zero or overflowed earlier in the backward pass. `snr_db` is the
+    signal-to-noise ratio of the rounding in decibels: the sum of the squared fp32 values over the sum of their squared
+    errors, infinite if all values are exact. `low` is false if the plan keeps these tensors in fp32; losses in them
+    then come only from earlier tensors. `stats` counts the fp32 values, without the scale.
     """
 
     module: str
@@ -475,11 +487,12 @@ class Rounded:
 class ScaleRange:
     """Which constant loss scales are safe in a format, and where a dynamic one settles.
 
-    `largest` is the scale at which the largest gradient, also one inside a module, reaches the format's largest value;
-    `place` is the module at whose outputs and weights gradients are largest. `smallest` is the smallest power of two at
-    which every module's gradients have a signal-to-noise ratio of 20 dB (None: no scale reaches that); `recommended` is
-    a power of two with room for gradients 64 times as large, and `edit` is that scale as an edit of a plan. A dynamic
-    scale settles between the two values of `settles`.
+    `largest` is the scale at which the largest gradient reaches the format's largest value. `largest_gradient` is the
+    magnitude of that gradient; gradients between operations inside modules count too. `place` is the module with the
+    largest gradient at its output or weights. `smallest` is the smallest power of two at which the gradients of every
+    module have a signal-to-noise ratio of at least 20 dB (None: no scale reaches that). `recommended` is a power of two
+    with room for gradients 64 times as large, and `edit` is that scale as an edit of a plan. A dynamic scale settles
+    between the two values of `settles`.
     """
 
     format: str

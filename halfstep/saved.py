@@ -22,9 +22,11 @@ _Size = Annotated[int, msgspec.Meta(ge=1, le=2**31)]
 
 
 class Saved(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Measurements that sessions decide by: the fields of `machine.Processor`, and where they apply.
+    """Saved measurements of a processor, which sessions use in place of those in `machine.py`.
 
-    They apply to one class of processors, one processor model and one version of torch, and are ignored elsewhere.
+    They have the same meaning as the fields of `machine.Processor`. They apply only to the class of processors,
+    processor model and version of torch that the fields `processor`, `model` and `torch` name, and are ignored
+    elsewhere.
     """
 
     processor: str

@@ -11,7 +11,11 @@ Result = TypeVar("Result")
 
 
 def begin_pass(run: Callable[[], Result]) -> Result:
-    """Calls `run`, a forward or backward pass; frames of this function's callers are not searched for model code."""
+    """Calls `run`, a forward or backward pass, and marks on the call stack where the pass begins.
+
+    A search for the model code that called an operation ends at this mark: the callers of this function are not
+    searched.
+    """
     return run()
 
 

@@ -34,11 +34,13 @@ def take_turns(
 ) -> dict[str, list[float]]:
     """Returns the seconds of one call of each function, round after round: entry i of each list is from round i.
 
-    A call shorter than `turn` seconds is repeated until its turn has taken that long. Some calls before are not timed:
-    the first calls after another function's turn are slower, until caches and threads have settled.
+    In each round the functions take turns. In its turn, a function is called repeatedly until about `turn` seconds have
+    passed, or once if a call takes longer. If it is called repeatedly, some calls before that are not timed, since the
+    first ones after another function's turn are slower, until caches and threads have settled.
 
-    There are `least` to `most` rounds, which take about `seconds`. A call that takes more than its share of the time
-    drops out after `least` rounds, so that one slow call does not use up the time of all; its list is then shorter.
+    There are `least` to `most` rounds, which together take about `seconds`. A function that takes more than twice its
+    equal share of that time drops out after `least` rounds, so that one slow function does not use up the time of all.
+    Its list is then shorter.
     """
     repeats = {name: _repeats(call, device, turn) for name, call in calls.items()}
     times: dict[str, list[float]] = {name: [] for name in calls}
@@ -88,8 +90,8 @@ def speedup(baseline: Sequence[float], times: Sequence[float]) -> float | None:
 
     The two times of a ratio come from the same round, so that a temporary slowdown of the machine affects both. If one
     list is longer, its last entries have no partner and are left out. If that leaves fewer than five pairs, the result
-    is the ratio of the medians of all entries: the median of so few ratios says little, and such slow calls average
-    over slowdowns anyway.
+    is the ratio of the medians of all entries instead: a median of so few ratios is unreliable, while calls that are so
+    slow average out temporary slowdowns by themselves.
 
     >>> speedup([2.0, 4.0, 30.0], [1.0, 2.0, 10.0])
     2.0

@@ -1,8 +1,8 @@
 """Every private name of torch that halfstep uses, and nothing else: the file to check against a new torch release.
 
-If torch lacks a name, `import halfstep` fails with one error that lists all missing names. A few names could change
-their meaning instead, which no error would show: these are marked "tried", and tests/torch_behaviours.py tests what
-they do.
+If torch lacks a name, `import halfstep` fails with one error that lists all missing names. The meaning of a few names
+could change without any error. These are marked "tried" in comments or refer to tests/torch_behaviours.py, which checks
+what they do.
 
 Functions of torch are bound directly, attributes as `attrgetter`s: on hot paths neither costs a Python call.
 """
@@ -38,7 +38,7 @@ _NAMES: list[str] = []
 
 
 def _find(path: str) -> Any:
-    """Returns the object at a dotted path; None for an attribute that a class only declares for its instances.
+    """Returns the object at a dotted path; None for an instance attribute that its class only annotates.
 
     Raises:
         AttributeError: there is nothing at this path.
@@ -63,7 +63,7 @@ def _find(path: str) -> Any:
 
 
 def _name(path: str) -> Any:
-    """Returns the object at a dotted path, None if there is none, and adds the path to those that `missing` checks."""
+    """Returns the object at a dotted path, None if there is none, and registers the path for the check in `missing`."""
     _NAMES.append(path)
     try:
         return _find(path)
@@ -197,7 +197,10 @@ AVERAGING: CodeType = _name(
 
 
 def metadata_of(state: Any) -> dict[str, dict[str, Any]]:
-    """Returns a state dict's metadata by module name; empty if torch did not make the dict. Tried by a test."""
+    """Returns a state dict's metadata by module name; empty if torch did not make the dict.
+
+    Relies on internals of torch that tests/torch_behaviours.py checks.
+    """
     found: dict[str, dict[str, Any]] = getattr(state, "_metadata", {})
     return found
 
@@ -230,7 +233,7 @@ GLOBAL_STEP_POST_HOOKS: MutableMapping[int, Any] = _name("torch.optim.optimizer.
 
 
 def mark_stepped(optimizer: Optimizer, stepped: bool = True) -> None:
-    """Marks an optimizer as stepped, so that LR schedulers do not warn if its `step` was not what stepped it."""
+    """Marks an optimizer as stepped, so that LR schedulers do not warn if its `step` method was not called."""
     setattr(optimizer, _STEPPED, stepped)
 
 
@@ -270,11 +273,11 @@ class OpenGradScaler(torch.amp.GradScaler):
         self._per_optimizer_states = defaultdict(_fresh_optimizer_state)
 
     def is_ready(self, optimizer: Optimizer) -> bool:
-        """Returns whether the gradients of an optimizer were neither unscaled nor stepped since the last `update`."""
+        """Returns whether an optimizer has not stepped and its gradients were not unscaled since the last `update`."""
         return bool(self._per_optimizer_states[id(optimizer)]["stage"] is _READY)
 
     def is_unscaled(self, optimizer: Optimizer) -> bool:
-        """Returns whether the gradients of an optimizer were unscaled, but not stepped, since the last `update`."""
+        """Returns whether an optimizer's gradients were unscaled, but not used in a step, since the last `update`."""
         return bool(self._per_optimizer_states[id(optimizer)]["stage"] is _UNSCALED)
 
     def before_step(self, optimizer: Optimizer) -> None:
@@ -293,23 +296,24 @@ class OpenGradScaler(torch.amp.GradScaler):
 
 
 class OpenAutocast(TorchAutocast):
-    """`torch.autocast` that can make another instance with the same settings; traced code uses `torch.autocast` itself.
+    """`torch.autocast` that can make another instance with the same settings.
 
-    In code that torch.compile traces, the state of a subclass is reset at the end of the traced code, but that of
-    `torch.autocast` at once. Nesting one in the other would fail.
+    In code that torch.compile traces, this class makes plain `torch.autocast` instances. There, the state of a subclass
+    is reset only at the end of the traced code, but the state of `torch.autocast` at the end of its `with` block, so
+    nesting one in the other would fail.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Makes an instance, a plain `torch.autocast` in code that torch.compile traces."""
+        """Makes an instance; in code that torch.compile traces, makes a plain `torch.autocast` instead."""
         return TorchAutocast(*args, **kwargs) if torch.compiler.is_compiling() else super().__new__(cls)
 
     @property
     def enabled(self) -> bool:
-        """Whether this instance casts: as requested, but False for a device that is not there."""
+        """Whether this instance casts: as requested, but False if its device is not available."""
         return self._enabled
 
     def again(self) -> torch.autocast:
-        """Returns a `torch.autocast` with the same settings, without the warnings that making this one gave."""
+        """Returns a `torch.autocast` with the same settings, without repeating the warnings of this instance."""
         return TorchAutocast(self.device, self.fast_dtype, self._enabled, self._cache_enabled)
 
 
@@ -335,21 +339,28 @@ def forget_compiled() -> None:
 def end_stance(stance: Any) -> None:
     """Ends a stance that `torch.compiler.set_stance` returned, by changing it in place into the stance before it.
 
-    Setting the earlier stance again instead would also undo a `with set_stance(...)` entered since, and the end of that
-    `with` would bring the ended stance back. Tried by a test.
+    Setting the earlier stance anew would instead undo a `with set_stance(...)` that was entered since, and the end of
+    that `with` would restore the stance that was to end. Relies on internals of torch that tests/torch_behaviours.py
+    checks.
     """
     for field in fields(stance.stance):
         object.__setattr__(stance.stance, field.name, getattr(stance.prev, field.name))
 
 
 def cache_tag() -> Any:
-    """Returns the tag of torch.compile's caches on disk, which is the same for all threads. Tried by a test."""
+    """Returns the tag of torch.compile's caches on disk, which is the same for all threads.
+
+    Relies on internals of torch that tests/torch_behaviours.py checks.
+    """
     entry = _process_wide_tag()
     return torch.compiler.config.cache_key_tag if entry is None else entry.env_value_default
 
 
 def set_cache_tag(tag: Any) -> None:
-    """Sets the tag of torch.compile's caches on disk for all threads. Tried by a test."""
+    """Sets the tag of torch.compile's caches on disk for all threads.
+
+    Relies on internals of torch that tests/torch_behaviours.py checks.
+    """
     entry = _process_wide_tag()
     if entry is None:
         torch.compiler.config.cache_key_tag = tag
@@ -358,10 +369,10 @@ def set_cache_tag(tag: Any) -> None:
 
 
 def _process_wide_tag() -> Any:
-    """Returns torch's config entry for the tag of its caches; its default holds in every thread.
+    """Returns torch's config entry for the tag of its caches, whose default value applies to all threads.
 
-    None if a config that is set holds in every thread (torch 2.11). Since torch 2.13, it holds in one context only, so
-    not in another thread or notebook cell.
+    Returns None if a value that is set in the config applies to all threads anyway (torch 2.11). Since torch 2.13, such
+    a value applies to one context only, not to other threads or notebook cells.
     """
     entry = getattr(torch.compiler.config, "_config", {}).get("cache_key_tag")
     per_context = isinstance(getattr(entry, "user_override", None), ContextVar)
@@ -394,20 +405,26 @@ def is_lost_connection(error: RuntimeError) -> bool:
 
 
 def is_joining(wrapper: DistributedDataParallel) -> bool:
-    """Tells whether a DistributedDataParallel is in its `join()`: processes may be out of data. Tried by a test."""
+    """Tells whether a DistributedDataParallel is inside its `join()`, where other processes may be out of data.
+
+    Relies on internals of torch that tests/torch_behaviours.py checks.
+    """
     return bool(getattr(wrapper, _JOIN).enable)
 
 
 def has_comm_hook(wrapper: DistributedDataParallel) -> bool:
-    """Tells whether a DistributedDataParallel has a communication hook that is not builtin. Tried by a test."""
+    """Tells whether a DistributedDataParallel has a communication hook other than torch's built-in ones.
+
+    Relies on internals of torch that tests/torch_behaviours.py checks.
+    """
     return bool(getattr(wrapper, _HOOKS))
 
 
 def sends_weights(frame: FrameType | None) -> bool:
-    """Tells whether a DistributedDataParallel, while it is made, sends its weights to other processes (`init_sync`).
+    """Tells whether a DistributedDataParallel whose constructor is running sends its weights to other processes.
 
-    `frame` is the frame of a function that its constructor called: the wrapper does not keep the argument. Tried by a
-    test.
+    `frame` is the frame of a function that the constructor called. The constructor's argument `init_sync` is read from
+    the stack, since the wrapper does not keep it. Relies on internals of torch that tests/torch_behaviours.py checks.
     """
     while frame is not None and frame.f_code is not DistributedDataParallel.__init__.__code__:
         frame = frame.f_back
@@ -422,12 +439,19 @@ _POLICY = "_mp_policy"
 
 
 def class_index_above(base: type) -> dict[str, int]:
-    """Returns the attributes that a subclass of `base` needs for slicing if FSDP2 made `base`. Tried by a test."""
+    """Returns the class attributes that a subclass of `base` needs if FSDP2 made `base`, and else an empty dict.
+
+    FSDP2 reads them to find a module's own class, for example when a container of modules is sliced. Relies on
+    internals of torch that tests/torch_behaviours.py checks.
+    """
     return {_CLASS_INDEX: getattr(base, _CLASS_INDEX) + 1} if hasattr(base, _CLASS_INDEX) else {}
 
 
 def holds_unreduced(module: Any) -> bool:
-    """Tells whether FSDP2 holds gradients of a module from a backward pass without reduction. Tried by a test."""
+    """Tells whether FSDP2 holds gradients of a module from a backward pass that did not reduce them.
+
+    Relies on internals of torch that tests/torch_behaviours.py checks.
+    """
     held = _held_by(module)
     if any(getattr(p, _WAITING) is not None for p in held):
         return True
@@ -435,17 +459,26 @@ def holds_unreduced(module: Any) -> bool:
 
 
 def offloads(module: Any) -> bool:
-    """Tells whether FSDP2 keeps shards of a module on the CPU, whatever device gathers them. Tried by a test."""
+    """Tells whether FSDP2 keeps shards of a module on the CPU, also if they are gathered on another device.
+
+    Relies on internals of torch that tests/torch_behaviours.py checks.
+    """
     return any(getattr(p, _OFFLOADED) for p in _held_by(module))
 
 
 def policy_of(module: Any) -> Any:
-    """Returns the `mp_policy` that was passed to `fully_shard` for a module. Tried by a test."""
+    """Returns the `mp_policy` that was passed to `fully_shard` for a module.
+
+    Relies on internals of torch that tests/torch_behaviours.py checks.
+    """
     return getattr(module._get_fsdp_state(), _POLICY)
 
 
 def _held_by(module: Any) -> list[Any]:
-    """Returns FSDP2's records, one per parameter, of the parameters that were sharded with this module itself."""
+    """Returns FSDP2's records of the parameters that `fully_shard` sharded when it was called on this very module.
+
+    There is one record per parameter. Parameters that calls on submodules have sharded are not included.
+    """
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.13; before, one or none
     if groups is None:
@@ -454,7 +487,10 @@ def _held_by(module: Any) -> list[Any]:
 
 
 def is_sharding(cls: type) -> bool:
-    """Tells whether a class was made by FSDP2, or is a subclass of one. Tried by a test."""
+    """Tells whether a class was made by FSDP2, or is a subclass of such a class.
+
+    Relies on internals of torch that tests/torch_behaviours.py checks.
+    """
     return any(each.__name__ == _SHARDING for each in cls.__mro__)
 
 
@@ -462,7 +498,10 @@ _FAKE = "FakeTensor"
 
 
 def holds_shapes(cls: type) -> bool:
-    """Tells whether tensors of a class have shapes but no values (DTensor operates on such). Tried by a test."""
+    """Tells whether tensors of a class have shapes but no values; DTensor runs operations on such tensors.
+
+    Relies on internals of torch that tests/torch_behaviours.py checks.
+    """
     return cls.__name__ == _FAKE
 
 
@@ -497,7 +536,10 @@ def leaf_of(node: Any) -> Tensor | None:
 
 
 def saved_by(node: Any) -> list[Tensor]:
-    """Returns the tensors that an autograd node keeps from the forward; of a user's Function, also in attributes."""
+    """Returns the tensors that an autograd node keeps from the forward pass.
+
+    For a `torch.autograd.Function` that is written in Python, these include tensors in the attributes of its `ctx`.
+    """
     if isinstance(node, torch.autograd.function.BackwardCFunction):
         kept = [*node.saved_tensors, *vars(node).values()]
     else:
@@ -506,7 +548,10 @@ def saved_by(node: Any) -> list[Tensor]:
 
 
 def is_users_function(node: Any) -> bool:
-    """Tells whether a node of a graph is of a `torch.autograd.Function` that torch does not define, as FSDP2 does."""
+    """Tells whether an autograd node is of a `torch.autograd.Function` that is not torch's own.
+
+    The Functions of FSDP2, for example, are torch's own.
+    """
     if not isinstance(node, torch.autograd.function.BackwardCFunction):
         return False
     return not str(type(node)._forward_cls.__module__).startswith("torch.")  # type: ignore[attr-defined]
@@ -518,7 +563,10 @@ def is_tracing() -> bool:
 
 
 def in_backward() -> bool:
-    """Tells whether this thread runs a backward pass; hot paths compare `backward_task()` themselves."""
+    """Tells whether this thread runs a backward pass.
+
+    Hot paths do not call it, but compare `backward_task()` with `NO_BACKWARD` themselves.
+    """
     return backward_task() != NO_BACKWARD
 
 
@@ -532,9 +580,10 @@ def begin_allocations() -> None:
 
 
 def end_allocations() -> list[tuple[str, int]]:
-    """Ends what `begin_allocations` began and returns the recorded events in order.
+    """Stops the recording that `begin_allocations` started, and returns the recorded events in order.
 
-    An event is (name, 0) for an operation or a `record_function`, and ("", bytes) for memory (below 0: freed).
+    An event is (name, 0) for an operation or a `record_function`, and ("", bytes) for memory, with negative bytes for
+    freed memory.
     """
     return [
         ("", event.cpu_memory_usage()) if event.kind() == "memory_alloc" else (event.name(), 0)

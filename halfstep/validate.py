@@ -1,4 +1,4 @@
-"""Checks of values that a user passes: words (the message names a near miss), numbers, text."""
+"""Checks values that a user passes: words, numbers and text; in each check, `what` names the value in the error."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def count(what: str, value: object) -> int:
 
 
 def instance(what: str, value: object, kind: type, example: str) -> None:
-    """Raises a PlanError unless `value` is a `kind`; `example` shows one."""
+    """Raises a PlanError unless `value` is an instance of `kind`; the message shows `example`, code for a value."""
     if not isinstance(value, kind):
         raise PlanError(
             f"{what} is {value!r} of type {type(value).__name__}; expected a {kind.__name__}, such as {example}"

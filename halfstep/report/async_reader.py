@@ -1,4 +1,4 @@
-"""Reads the numbers of steps on the host once the device has computed them, so that no step waits."""
+"""Copies the numbers of each step from the device to the host asynchronously, so that no step waits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ from halfstep.records import StepRecord, StepValues
 
 @dataclass(frozen=True)
 class _Copy:
-    """A step's numbers, copied to the host; the copy is complete when the event `done` fires (None: it already is)."""
+    """The copy of a step's numbers on the host, complete once the event `done` fires, or at once if `done` is None.
+
+    `host` has the numbers in one tensor: skipped and scale, then the gradient norm if `has_norm`, and the loss if
+    `has_loss`.
+    """
 
     step: int
     time: float
@@ -32,10 +36,10 @@ class _Copy:
 
 
 class AsyncReader:
-    """Turns StepRecords, with tensors on a device, into StepValues, with numbers; no step waits for the device.
+    """Reads the tensors of StepRecords on the host, as StepValues; no step waits for the device.
 
-    A step on a CPU is available at once, a step on a GPU when the GPU has finished it. A step that is captured into a
-    CUDA graph is left out, since replays of the graph make no records.
+    A step on a CPU is available at once, a step on a GPU as soon as the GPU has finished it. Steps that are captured
+    into a CUDA graph are left out, since replays of the graph make no records.
     """
 
     def __init__(self) -> None:

@@ -45,7 +45,10 @@ def bench_table(result: BenchResult, *, width: int) -> Group:
 
 
 def _fitting(names: Sequence[str], cells: Mapping[str, Sequence[str]], width: int) -> Iterator[list[str]]:
-    """Yields the column headers in groups; the columns of a group fit into `width` beside the column of row names."""
+    """Yields the column headers in groups: each group's columns fit into `width` next to the column of row names.
+
+    `names` is the column of row names, and `cells` has the column of each header. Columns begin with their header.
+    """
     group: list[str] = []
     taken = _width(names)
     for header, column in cells.items():
@@ -66,7 +69,9 @@ def _table(names: Sequence[str], cells: Mapping[str, Sequence[str]]) -> Table:
 
 
 def over_seeds(values: Sequence[float], digits: int = 4) -> str:
-    """Returns the mean over seeds, with the standard deviation if there are several, or how many seeds diverged.
+    """Returns the mean over seeds as text, with the standard deviation if there are several seeds.
+
+    If some values are not finite, returns how many of them instead, such as "1 of 3 diverged".
 
     >>> over_seeds([1.0, 3.0]), over_seeds([2.0]), over_seeds([])
     ('2.0000 ± 1.4142', '2.0000', '-')

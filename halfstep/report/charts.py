@@ -53,7 +53,10 @@ def bars(
 
 
 def lines(name: str, title: str, given: Sequence[tuple[str, str, Sequence[float]]]) -> Chart:
-    """Returns a chart of losses by step, with a line for each (name, kind, losses): colour by name, dashes by kind."""
+    """Returns a chart of losses by step, with a line for each (name, kind, losses) in `given`.
+
+    Lines with the same name have the same colour. Lines with the same kind, such as a batch size, have the same dashes.
+    """
     names, kinds = (list(dict.fromkeys(each[at] for each in given)) for at in (0, 1))
     traces = [
         {
@@ -72,7 +75,10 @@ def lines(name: str, title: str, given: Sequence[tuple[str, str, Sequence[float]
 def curves(
     name: str, title: str, x: Sequence[float], rows: Mapping[str, Sequence[float | None]], axes: tuple[str, str]
 ) -> Chart:
-    """Returns a chart with a line for each row: its values over `x`, on a logarithmic axis; `axes` are both titles."""
+    """Returns a chart with a line for each entry of `rows`: its values over `x`, with a logarithmic x axis.
+
+    `axes` are the titles of the x and the y axis.
+    """
     traces = [
         {
             "type": "scatter", "mode": "lines+markers", "name": key, "x": list(x), "y": _drawn(row),

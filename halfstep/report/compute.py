@@ -1,4 +1,4 @@
-"""Matrix products and memory by format: tables, sentences and charts."""
+"""Tables, sentences and charts of the speed of matrix products and of memory use, by format."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Rows = tuple[list[str], list[list[str]]]
 
 
 def products_rows(rates: Sequence[Rate]) -> Rows:
-    """Returns the table's header and cells, with a row for each size and format."""
+    """Returns the header and the cells of a table of rates, with a row for each matrix size and format."""
     rows = [
         [rate.work, rate.format, ABSENT if rate.rate is None else f"{rate.rate:,.1f}",
          "1.00" if rate.vs_fp32 is None else f"{rate.vs_fp32:.2f}"]
@@ -47,7 +47,10 @@ def products_charts(rates: Sequence[Rate]) -> list[Chart]:
 
 
 def memory_rows(found: Sequence[Footprint]) -> Rows:
-    """Returns the table's header and cells, with a row for each format, in MiB and relative to fp32."""
+    """Returns the header and the cells of a table of memory, with a row for each format.
+
+    Memory is in MiB; the last column is the memory of the forward pass divided by that in fp32.
+    """
     full = next(each for each in found if each.format == "fp32")
     rows = [
         [each.format, *(f"{value / MIB:,.2f}" for value in _parts(each)), f"{each.forward / full.forward:.2f}"]

@@ -1,4 +1,4 @@
-"""Sums the observations of a run: exponent histograms by module, and shares by module and step."""
+"""Sums the observations of a run by module: exponent histograms, and counts of lost, small and saturated values."""
 
 from __future__ import annotations
 
@@ -36,11 +36,14 @@ _SUBNORMAL = 23  # octaves that share entry 0 of a histogram
 class Sums:
     """Statistics of all tensors of one kind, summed by module; `modules` names the rows, row 0 is the whole network.
 
-    `histogram` (row, exponent) counts the true values, without the loss scale, by exponent from `FIRST` on. `largest`
-    (row) is the largest true magnitude. `shares` (row, group of steps, measure) has the counts in `MEASURES`, of values
-    with the loss scale: nonzero values; lost values, which the low format rounds to zero; values below the format's
-    smallest normal value, lost ones included; all values; zeros; and saturated values, beyond the format's largest
-    (infinities and NaN included). An update is lost if adding it does not change the stored weight.
+    `histogram` (row, exponent) counts true values, which are values without the loss scale, by exponent from `FIRST`
+    on. `largest` (row) is the largest true magnitude. `formats` are the formats in which the tensors were stored.
+    `sampled` says that only some elements of a tensor were read.
+
+    `shares` (row, group of steps, measure) counts values with the loss scale. The measures, in the order of `MEASURES`,
+    are: nonzero values; lost values, which the low format rounds to zero; small values, which are below the format's
+    smallest normal value (lost values included); all values; zeros; and saturated values, which are beyond the format's
+    largest value (infinities and NaN included). An update is lost if adding it does not change the stored weight.
     """
 
     modules: list[str] = field(default_factory=lambda: [NETWORK])
@@ -51,9 +54,9 @@ class Sums:
     largest: Array = field(default_factory=lambda: np.zeros(0))
 
     def judge(self, limits: Limits, scale: float) -> Array:
-        """Returns (row, 3): the shares of nonzero values that, times `scale`, are lost, subnormal and saturated.
+        """Returns the shares of each row's nonzero values that, times `scale`, are lost, subnormal and saturated.
 
-        `limits` are those of the format that the values are rounded to.
+        The result has the shape (row, 3). `limits` are those of the format that the values are rounded to.
         """
         low = np.arange(FIRST, FIRST + OCTAVES, dtype=np.float64)
         given = (self.histogram, self.largest)
@@ -66,7 +69,10 @@ class Sums:
 
 @dataclass(frozen=True)
 class AbsorbedAt:
-    """An absorbed overflow, one that a later operation made finite: its first observation, and all observed steps."""
+    """An absorbed overflow at one place, that is, an overflow that a later operation made finite.
+
+    `first` is its first observation, and `steps` are all steps in which it was observed.
+    """
 
     first: Observation
     steps: tuple[int, ...]
@@ -88,10 +94,10 @@ class Gathered:
 def gather(
     observations: Iterable[Observation], steps: Sequence[int], low: Format, modules: Sequence[str] = ()
 ) -> Gathered:
-    """Returns the sums of `observations`; the range of `low` decides which values count as lost, small or saturated.
+    """Returns the sums of `observations`; the range of `low` decides which values are lost, small or saturated.
 
-    `steps` are the observed steps, sorted. The rows of the sums are in the order of `modules`; other modules follow in
-    the order in which they were observed.
+    Small values are below the smallest normal value of `low`. `steps` are the observed steps, sorted. The rows of the
+    sums are in the order of `modules`; other modules follow in the order in which they were observed.
     """
     groups = np.array_split(np.asarray(steps, dtype=np.int64), min(len(steps), COLUMNS)) if steps else []
     column = {int(step): index for index, group in enumerate(groups) for step in group}

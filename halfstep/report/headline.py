@@ -41,7 +41,11 @@ CAST_TOO_HIGH = "casting gradients to {format} overflows: the loss scale is too 
 
 @dataclass(frozen=True)
 class Headline:
-    """How a run went: `tone` is "good", "warning" or "bad"; `verdict` is the verdict that `text` tells, or None."""
+    """How a run went, in one sentence: `text`, with a `tone` of "good", "warning" or "bad".
+
+    `verdict` is the verdict that `text` reports, or None if it reports none. `details` are further lines, for example
+    on other verdicts.
+    """
 
     tone: str
     text: str
@@ -51,7 +55,11 @@ class Headline:
 
 @dataclass(frozen=True)
 class _Course:
-    """What the rules of `headline` know of a run; `floor` is a dynamic loss scale's minimum, None for other scales."""
+    """What the rules of `headline` know of a run: its log, the sums of its observations, its plan and its verdicts.
+
+    `now` is the current time in seconds since 1970. `floor` is the minimum of a dynamic loss scale, None for other
+    scales. `skipped` is the number of skipped steps.
+    """
 
     run: Run
     gathered: Gathered
@@ -252,7 +260,7 @@ def _explained(course: _Course) -> Headline | None:
 
 
 def _ended(course: _Course) -> Headline:
-    """Returns the headline of a run with which nothing is wrong: how its log ends."""
+    """Returns the headline of a run to which no other rule applies: it says how the log ends."""
     process, figures = course.run.processes[-1], f"{_skips(course)}{_lost(course)}"
     event = course.verdicts[-1] if course.verdicts else None
     if process.error == "KeyboardInterrupt":
@@ -296,7 +304,11 @@ def _sentence(course: _Course, event: Event) -> str:
 
 
 def _is_calibration(course: _Course, event: Event) -> bool:
-    """Whether a verdict only explains why a dynamic loss scale was lowered, as is normal: it cost one skipped step."""
+    """Tells whether a verdict only explains why a dynamic loss scale was lowered.
+
+    Such a verdict is normal: the scale was too high and one step was skipped. The result is False for a verdict in the
+    series of skipped steps that ends the run (see `_streak`).
+    """
     assert isinstance(event.record, Verdict)
     streak = _streak(course)
     down = course.floor is not None and not (streak and event.step >= streak[0].step)
@@ -309,7 +321,11 @@ def _causes(course: _Course) -> list[Event]:
 
 
 def _streak(course: _Course) -> list[StepValues]:
-    """Returns the skipped steps at the end of a run; none if a dynamic loss scale that comes down explains them."""
+    """Returns the consecutive skipped steps at the end of a run if they are not normal, or else an empty list.
+
+    While a dynamic loss scale comes down, fewer than `STREAK` skipped steps are normal, unless the scale has reached
+    its minimum.
+    """
     steps = course.run.steps
     first = _streak_before(steps, steps[-1].step) if steps else None
     streak = [] if first is None else [values for values in steps if values.step >= first]
@@ -317,7 +333,10 @@ def _streak(course: _Course) -> list[StepValues]:
 
 
 def _streak_before(steps: Sequence[StepValues], end: int) -> int | None:
-    """Returns the number of the first of the consecutive skipped steps up to `end`; None if `end` was not skipped."""
+    """Returns the number of the first of the consecutive skipped steps that end with step `end`.
+
+    Returns None if step `end` was not skipped.
+    """
     first = None
     for values in reversed([each for each in steps if each.step <= end]):
         if not values.skipped:
@@ -343,7 +362,11 @@ def _skips(course: _Course) -> str:
 
 
 def _lost(course: _Course) -> str:
-    """Returns the lost share of the gradients as text; for low gradients an upper bound, which counts all zeros."""
+    """Returns which share of the gradients was lost, as the end of a sentence; "" if there is nothing to say.
+
+    The share is an upper bound if gradients were observed in a low format: any zero may be a lost value, so all zeros
+    are counted as lost.
+    """
     kinds = course.gathered.kinds
     gradients = [kinds[kind] for kind in GRADIENTS if kind in kinds]
     if course.is_plain:
@@ -362,7 +385,10 @@ def _lost(course: _Course) -> str:
 
 
 def _share(sums: Sums, measure: str, of: str) -> Array:
-    """Returns for each row of `sums` the count `measure` divided by the count `of`, over all steps; 0 for no counts."""
+    """Returns the count `measure` divided by the count `of`, over all steps, for each row of `sums`.
+
+    The result is 0 where the count `of` is 0.
+    """
     totals = sums.shares.sum(1)
     whole = totals[:, MEASURES.index(of)]
     share: Array = totals[:, MEASURES.index(measure)] / np.maximum(1, whole)
@@ -370,7 +396,10 @@ def _share(sums: Sums, measure: str, of: str) -> Array:
 
 
 def _mostly(sums: Sums, share: Array) -> str:
-    """Returns a note that names the module with the largest `share` (one per row of `sums`); "" for a single module."""
+    """Returns a note such as " (31% in layer1)", which names the module with the largest share.
+
+    `share` has one share for each row of `sums`. With fewer than two modules, the note is "".
+    """
     if len(share) < 3:
         return ""
     worst = 1 + int(share[1:].argmax())

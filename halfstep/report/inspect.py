@@ -59,7 +59,10 @@ def _counted(names: Sequence[str]) -> str:
 
 
 def _modules(found: Inspection) -> Iterator[str]:
-    """Yields a line for each group of modules with the same type, formats and reason: their names and all of these."""
+    """Yields a line for each group of modules that have the same type, formats and reason for these formats.
+
+    A line has the number of modules, their first names, and what they have in common.
+    """
     groups: dict[tuple[str, ...], list[str]] = {}
     for each in found.modules:
         groups.setdefault((each.type, each.param, each.compute, each.output, each.reason), []).append(each.name)
@@ -69,7 +72,10 @@ def _modules(found: Inspection) -> Iterator[str]:
 
 
 def _kernels(found: Inspection) -> Iterator[str]:
-    """Yields a line for each kind of work: how much of its time was on tensor cores, and the slowest other kernels."""
+    """Yields a line for each kind of work in CUDA kernels, with its time and the share of it spent on tensor cores.
+
+    The line also names the slowest kernels that do not use tensor cores.
+    """
     for work in dict.fromkeys(row.work for row in found.kernels):
         rows = [row for row in found.kernels if row.work == work]
         rest = [row for row in rows if not row.tensor_cores]

@@ -26,7 +26,10 @@ def bench_json(result: BenchResult) -> str:
 
 
 def sweep_json(result: Sweep) -> str:
-    """Returns every figure of a sweep as JSON; a sweep that was read from this JSON returns the same bytes."""
+    """Returns every figure of a sweep as JSON.
+
+    If the JSON is read into a Sweep and written again, the bytes are the same.
+    """
     fields = plain(result)
     for point in fields["points"]:
         _round_times(point["result"])

@@ -29,7 +29,10 @@ def largest_rows(found: Sequence[Largest]) -> list[list[str]]:
 
 
 def _baselines(found: Sequence[Largest]) -> dict[str, Largest]:
-    """Returns by model the first O0 row, whose batch the others are compared with; compiled only if all rows are."""
+    """Returns the baseline of each model, by model: its first O0 row, with which the other rows are compared.
+
+    The baseline is compiled only if all rows are compiled.
+    """
     return {each.model: each for each in reversed(found) if each.name.split()[0] == "O0"}
 
 
@@ -38,7 +41,7 @@ def _times(batch: int | None, full: int | None) -> str:
 
 
 def largest_words(found: Sequence[Largest]) -> list[str]:
-    """Returns notes on what the limit means, and why some rows have no figure."""
+    """Returns the notes on the table: which memory limit a batch has to fit into, and why some rows have no figure."""
     limit = found[0].limit / MIB
     words = [f"Largest batch whose first steps fit into {limit:,.0f} MiB, weights included, in a separate process."]
     return words + [f"{each.model}, {each.name}: {each.error}" for each in found if each.error is not None]

@@ -75,10 +75,11 @@ class Event:
 
 
 def _line_of(record: type, tag: str, changed: dict[str, Any], absent: dict[str, Any] | None = None) -> type[Struct]:
-    """Returns the struct for lines that hold records of a class; `tag` is the `type` of such a line.
+    """Returns the struct type for log lines that hold records of the class `record`; `tag` is the `type` of such lines.
 
-    The struct has the fields of the class. `changed` has fields with another type; a field whose type is None is left
-    out. `absent` has default values for fields that a line may lack, besides the defaults of the class.
+    The struct has the fields of the class. `changed` maps names of fields to types: it gives a field another type, adds
+    a field, or, if the type is None, leaves the field out. `absent` has default values for fields that a line may lack,
+    in addition to the defaults of the class.
     """
     types = {name: kind for name, kind in (get_type_hints(record) | changed).items() if kind is not None}
     absent = {each.name: each.default for each in fields(record) if each.default is not MISSING} | (absent or {})
@@ -138,7 +139,10 @@ def decode(line: bytes) -> Line:
 
 
 def _entries(record: object) -> object:
-    """Returns a record as a dict with the keys and values of its line; a record that is a line type, unchanged."""
+    """Returns the dict of keys and values that is written for a record.
+
+    A record that is itself a line (`Start`, `SessionLine` or `End`) is returned unchanged.
+    """
     match record:
         case StepValues():
             return {"type": "step", **vars(record), "time": round(record.time, 3)}

@@ -26,9 +26,11 @@ class LiveLine(AbstractContextManager["LiveLine"]):
 
     The line is drawn at most `per_second` times per second, and only in a terminal. No step waits for the device;
     `close()` draws the last step. Verdicts, findings, absorbed overflows and text written to `sys.stdout` or
-    `sys.stderr` appear above the line. A log handler that was set up earlier keeps writing to the old stream: share one
-    console with it, by `LiveLine(console=console)` and `rich.logging.RichHandler(console=console)`. A progress bar
-    cannot share the terminal.
+    `sys.stderr` appear above the line.
+
+    A log handler that was set up earlier still writes to the original stream, and so into the line. To prevent that,
+    give both the same console: `LiveLine(console=console)` and `rich.logging.RichHandler(console=console)`. Do not show
+    a progress bar in the same terminal.
 
     Raises:
         LogError: `per_second` is not a positive number.

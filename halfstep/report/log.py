@@ -104,7 +104,7 @@ class RunLog(AbstractContextManager["RunLog"]):
 
 
 class _File:
-    """A file to which each line is appended by one system call; after a failed write it stays closed."""
+    """A log file that lines are appended to, each by one system call; a failed write closes the file for good."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -153,7 +153,10 @@ def path_of(path: str | os.PathLike[str]) -> Path:
 
 
 def reason(error: OSError | ValueError) -> str:
-    """Returns why a file cannot be used, from the exception: it is a ValueError for paths that no system allows."""
+    """Returns the reason why a file cannot be used, as text from the exception that using it raised.
+
+    A path that no system allows, such as one with a null character, raises a ValueError instead of an OSError.
+    """
     return str(getattr(error, "strerror", None) or error)
 
 

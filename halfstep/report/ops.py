@@ -51,7 +51,7 @@ _WITHOUT_ROW: Mapping[Action, OpLine] = {
 
 
 def op_lines(plan: Plan) -> list[OpLine]:
-    """Returns the op table under a plan: its rows, and ops without a row that the plan treats specially.
+    """Returns the op table under a plan: a line for each of its rows, then other ops that the plan treats specially.
 
     Raises:
         PlanError: an op change of the plan names an op that does not exist or cannot be cast.
@@ -82,7 +82,7 @@ def _line(row: ListedOp, actions: Mapping[str, Action], source: str) -> OpLine:
 
 
 def _changed(plan: Plan) -> dict[str, ListedOp]:
-    """Returns by op the rows of the ops that the plan changes, with the changes applied."""
+    """Returns, as a dict by op, the rows of the ops that the plan changes, with the changes applied."""
     if plan.ops == "none":
         return {}
     rows = {row.op: row for row in ROWS}

@@ -1,4 +1,4 @@
-"""The content of a run's page as plain data for its charts, with no more points than a screen can show."""
+"""Makes the content of a run's page, as plain data with no more points than a screen can show."""
 
 from __future__ import annotations
 
@@ -83,7 +83,8 @@ def page_of(
 
     The range of `low` decides which values count as lost or saturated; by default it is the low format of the run's
     plan. `processes` has a row for each process if several processes logged the run; `run` is the log of one of them.
-    `now` is the current time in seconds since 1970: a log without an end may be of a run that is still going on.
+    `now` is the current time in seconds since 1970, by default the time of the call; if the log has no end, it decides
+    whether the run counts as still going on.
 
     Raises:
         FormatError: `low` is not a known format.
@@ -128,7 +129,9 @@ def _charts(run: Run, gathered: Gathered, found: Headline) -> dict[str, Any]:
 
 
 def thin(values: Array, points: int = POINTS) -> npt.NDArray[np.int64]:
-    """Returns at most `points` indices whose values draw the same line: both ends and each group's extremes.
+    """Returns the indices of at most `points` values that, drawn as a line, look like all values.
+
+    They are the first and last value, and the smallest and largest value of each group of neighbouring values.
 
     >>> thin(np.array([3.0, 1.0, 2.0, 9.0, 5.0, 5.0, 5.0, 4.0]), points=6)
     array([0, 1, 3, 4, 7])
@@ -160,7 +163,10 @@ def _timeline(run: Run) -> dict[str, Any]:
 
 
 def _line(name: str, steps: Sequence[StepValues]) -> dict[str, Any]:
-    """Returns the points of the line for the field `name` of the steps, and the steps in which it was not finite."""
+    """Returns the line of the field `name` over the steps, as points `x` and `y` for JavaScript.
+
+    The entry `nonfinite` has the steps in which the field was not finite.
+    """
     given = [(values.step, value) for values in steps if (value := getattr(values, name)) is not None]
     number, value = (np.array(column, dtype=np.float64) for column in (zip(*given, strict=True) if given else ((), ())))
     finite = np.isfinite(value)
@@ -179,10 +185,10 @@ def _some(steps: Sequence[float], points: int = POINTS // 2) -> list[int]:
 
 
 def _shift(steps: Sequence[StepValues]) -> int:
-    """Returns log2 of the loss scale that the histogram shows first: the most frequent scale of unskipped steps.
+    """Returns log2 of the loss scale that the page's histogram starts with: the most frequent scale of unskipped steps.
 
-    The last scale would not do, since a run that fails tries ever lower ones. Of equally frequent scales, the one that
-    was used last is taken.
+    It is not the last scale, because a failing run ends with lower and lower scales. If several scales are equally
+    frequent, it is the one that was used last.
     """
     made = [values.scale for values in steps if 0 < values.scale < math.inf and not values.skipped]
     tried = [values.scale for values in steps if 0 < values.scale < math.inf] or [1.0]
@@ -191,10 +197,11 @@ def _shift(steps: Sequence[StepValues]) -> int:
 
 
 def _focus(gathered: Gathered, event: Event | None) -> dict[str, Any] | None:
-    """Returns the kind of tensor and the module that the page shows first for a verdict; None if none fits.
+    """Returns the kind of tensor and the module that the page shows first for a verdict; None if nothing fits.
 
     The module is the observed one that is closest to the verdict's. Kinds in which that module has values beyond the
-    low format are preferred: a verdict names an operation, and the operation's result may not be the module's output.
+    range of the low format are preferred, since a verdict names an operation, whose result may not be the module's
+    output. `saturated` in the result says whether there is such a kind.
     """
     if event is None or not isinstance(event.record, Verdict):
         return None
@@ -215,7 +222,10 @@ def _saturated(sums: Sums, module: str | None) -> bool:
 
 
 def _nearest(name: str, modules: Sequence[str]) -> tuple[int, str | None]:
-    """Returns (distance, module) of the module called `name`, or else of the closest module around or inside it.
+    """Returns (distance, module) of the module `name` in `modules`, or else of the closest module around or inside it.
+
+    The distance is 0 for the module itself, the difference in depth for a module around it, 100 for a module inside it,
+    and 10000 if there is none.
 
     >>> _nearest("h.1.attn", ["h", "h.1"]), _nearest("h", ["h.0", "h.1"]), _nearest("h.1", ["h.10"])
     ((1, 'h.1'), (100, 'h.0'), (10000, None))
@@ -231,7 +241,10 @@ def _nearest(name: str, modules: Sequence[str]) -> tuple[int, str | None]:
 
 
 def _limits(limits: Limits) -> dict[str, Any]:
-    """Returns a format's limits for JavaScript: base-2 logarithms, and the largest value, None if unlimited."""
+    """Returns a format's limits for JavaScript, as base-2 logarithms, and its largest value as `max`.
+
+    `top` and `max` are None if there is no largest value.
+    """
     endless = math.isinf(limits.top)
     return {
         "zero": math.log2(limits.zero),
@@ -263,9 +276,9 @@ def _kind(kind: str, sums: Sums, formats: Sequence[Format], moves: Sequence[int]
 
 
 def _totals(sums: Sums) -> dict[str, Any]:
-    """Returns each module's counts over all steps, and its lost, subnormal, zero and saturated shares.
+    """Returns each row's counts over all steps, and its lost, subnormal, zero and saturated shares.
 
-    The shares are those under the loss scales that the run used.
+    The shares are of the values with the loss scales that the run used.
     """
     counted = sums.shares.sum(1)
     shares = _shares(counted)
@@ -295,7 +308,7 @@ def _packed(values: npt.NDArray[Any], kind: str = "f8") -> str:
 
 
 def _rows(run: Run, absorbed: Sequence[AbsorbedAt]) -> Iterator[TableRow]:
-    """Yields verdicts, findings and absorbed overflows, the gravest first."""
+    """Yields a table row for each verdict, finding and absorbed overflow, the most severe first."""
     rows = [_absorbed(each, len(run.observed)) for each in absorbed]
     for event in run.events:
         record = event.record
@@ -317,7 +330,9 @@ def _absorbed(each: AbsorbedAt, observed: int) -> TableRow:
 
 
 def _parted(advice: str, cure: Sequence[Edit]) -> tuple[str, str]:
-    """Splits the code of the edits from the advice: returns a line of code, "" without edits, and the other advice.
+    """Splits advice into the code that makes the edits and the remaining text.
+
+    Returns (code, text); the code is one line, or "" if there are no edits.
 
     >>> from halfstep.edits import FULL, Rule, Scaling
     >>> _parted("plan.edit(Rule('a', FULL)); tried: it trains", [Rule("a", FULL)])

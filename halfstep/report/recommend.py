@@ -18,12 +18,13 @@ LevelRun = tuple[BenchResult, BenchRun]
 
 
 def recommendation(results: Sequence[BenchResult], *, losses: bool = False) -> str:
-    """Returns one sentence that recommends what to train with, and the figures over all results that support it.
+    """Returns one sentence that recommends what to train with, with the figures from all results that support it.
 
-    It recommends the fastest row whose loss stayed finite and, if the row trained long enough to judge, near O0's loss.
-    That row is compared with the fastest O0, compiled or not. O3, which has no masters, is the last choice if it
-    trained too short to judge. Results in which memory ran out are counted, not compared. `losses` adds the final loss;
-    only for a single result.
+    It compares the fastest O0 row, compiled or not, with the fastest other row, and recommends O0 unless the other is
+    clearly faster. A row counts only if its losses stayed finite and, if it trained for at least `JUDGED` steps, its
+    final loss is near O0's. An O3 row with fewer steps is the last choice, since O3 has no masters and its loss cannot
+    be judged yet. Results in which memory ran out are counted, not compared. `losses` adds the final losses; it is for
+    a single result only.
     """
     rows = _compared(results)
     if not rows:
@@ -47,10 +48,10 @@ def recommendation(results: Sequence[BenchResult], *, losses: bool = False) -> s
 
 
 def _compared(results: Sequence[BenchResult]) -> dict[str, list[LevelRun]]:
-    """Returns the comparable rows by name, O0 first: each as (result, run) pairs, one for each usable result.
+    """Returns by name, O0 first, the rows that can be compared: (result, run) pairs, one for each usable result.
 
-    A result is usable if any of its rows can be compared with O0. A row is comparable if it trained in all usable
-    results. The dict is empty if no row but O0 is comparable.
+    A result is usable if any of its runs can be compared with O0. A row is returned only if its runs can be compared in
+    all usable results. The dict is empty if no row but O0 is left.
     """
     failed = {run.name for result in results for run in result.runs if not (run.out_of_memory or _learns(result, run))}
     judged = [result for result in results if any(_beside(result, run) for run in result.runs)]
@@ -65,7 +66,10 @@ def _compared(results: Sequence[BenchResult]) -> dict[str, list[LevelRun]]:
 
 
 def _beside(result: BenchResult, run: BenchRun) -> bool:
-    """Tells whether a run can be compared with O0: it trained, it is native halfstep, and it has a speed-up over O0."""
+    """Tells whether a run can be compared with O0.
+
+    The run must have trained with halfstep (not torch.amp), without emulation, and must have a speed-up over O0.
+    """
     full = _baseline(result)
     if full is None or full.error is not None or run == full or run.peer or run.emulated or run.vs_o0 is None:
         return False
@@ -88,7 +92,10 @@ def _without_o0(results: Sequence[BenchResult]) -> str:
 
 
 def _ran_out(results: Sequence[BenchResult], best: str, full: str) -> str:
-    """Returns as text in how many results the rows `best` and `full`, or one of them, ran out of memory."""
+    """Returns text that says in how many results the row `best`, the row `full` or both ran out of memory.
+
+    The text is "" if neither ran out of memory.
+    """
     out = [{run.name for run in result.runs if run.out_of_memory} & {best, full} for result in results]
     whose = {"both": {best, full}, f"{full} alone": {full}, f"{best} alone": {best}}
     counts = {who: out.count(names) for who, names in whose.items()}
@@ -106,12 +113,18 @@ def _share(run: BenchRun, full: BenchRun) -> float | None:
 
 
 def _baseline(result: BenchResult) -> BenchRun | None:
-    """Returns the first O0 row, whose speed the others are compared with; compiled only if all rows are."""
+    """Returns the first O0 run of a result, with which its other runs are compared; None if there is no O0 run.
+
+    It is a compiled run only if all runs are compiled.
+    """
     return next((run for run in result.runs if run.level == "O0"), None)
 
 
 def _learns(result: BenchResult, run: BenchRun) -> bool:
-    """Tells whether a run completed, its losses finite and, if it was long enough to judge, about as low as O0's."""
+    """Tells whether a run completed with finite losses that are not clearly higher than O0's.
+
+    Losses are compared with O0's only if the run trained for at least `JUDGED` steps.
+    """
     full, ends = _baseline(result), _ends(run)
     if run.error is not None or not all(map(isfinite, (*run.losses, *ends))):
         return False
@@ -122,7 +135,7 @@ def _learns(result: BenchResult, run: BenchRun) -> bool:
 
 
 def _is_risky(result: BenchResult, run: BenchRun) -> bool:
-    """Tells whether a run had no masters, and was too short to show what that does to the loss."""
+    """Tells whether a run trained at O3, without masters, for too few steps to show how that affects the loss."""
     return run.level == "O3" and _steps(result, run) < JUDGED
 
 
@@ -131,12 +144,15 @@ def _steps(result: BenchResult, run: BenchRun) -> int:
 
 
 def _ends(run: BenchRun) -> Sequence[float]:
-    """Returns the final loss of each seed: in validation if there is one, or else in training."""
+    """Returns the final loss of each seed: the validation loss if there is one, or else the training loss."""
     return run.validation.get("loss") or run.train_loss
 
 
 def _end(run: BenchRun, full: BenchRun) -> str:
-    """Returns a run's final loss compared with that of O0, as text; up to 2% apart counts as the same."""
+    """Returns text that compares a run's final loss with that of the O0 run `full`; "" if one of them is unknown.
+
+    Losses that differ by up to 2% count as the same.
+    """
     if not _ends(run) or not _ends(full):
         return ""
     mine, theirs = fmean(_ends(run)), fmean(_ends(full))

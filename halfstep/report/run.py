@@ -41,12 +41,13 @@ class Process:
 
 @dataclass(frozen=True)
 class Run:
-    """What a run log holds. If a process went back and repeated steps, only the last repetition counts.
+    """The content of a run log; if the run went back and repeated steps, only the last repetition counts.
 
-    `plan` (as `plan.io.to_dict` returns it), `emulated`, `modules`, `machine` and `process` (the rank, if several
-    processes train together) describe the last session, and are None or empty if there was no session. `observed` are
-    the steps that have observations; `notes` say what is missing or damaged. `end` is the number of the last line that
-    was read: a run that is still going on may have written more since.
+    `plan`, `emulated`, `modules`, `machine` and `process` describe the last session, and are None or empty if there was
+    no session. `plan` has the form of `plan.io.to_dict`; `process` is the rank if several processes train together.
+    `observed` are the steps that have observations. `notes` say what is missing or damaged. `returns` has a (line,
+    step) pair for each time that the run went back to a step. `end` is the number of the last line that was read: a run
+    that is still going on may have written more since.
     """
 
     path: Path
@@ -122,7 +123,10 @@ def find_log(path: Path) -> Path:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, Line | str]]:
-    """Yields (number from 1, line) for each line; for a bad line, text that says what is wrong instead of the line."""
+    """Yields (number, line) for each line of a log, numbered from 1.
+
+    If a line cannot be read, `line` is text that says what is wrong with it.
+    """
     with path.open("rb") as file:
         for number, data in enumerate(file, start=1):
             if not data.strip():
@@ -138,7 +142,10 @@ def _lines(path: Path) -> Iterator[tuple[int, Line | str]]:
 
 @dataclass
 class _Found:
-    """What was read from a log so far."""
+    """Collects what the lines of a log hold, one line at a time; its method `run` makes a Run of it.
+
+    `session` is the line of the last session. `wentback` and `damaged` become notes of the Run.
+    """
 
     processes: list[Process] = field(default_factory=list)
     session: SessionLine | None = None

@@ -115,8 +115,8 @@ def _row(run: Run, process: int) -> ProcessRow:
 def _overflows(run: Run) -> Iterator[tuple[int, str]]:
     """Yields (step, place) of each value that is not finite; within a step the most specific place comes first.
 
-    A place in the gradients says nothing about this process, as they are observed after their sum over all processes;
-    losses and activations are the process's own.
+    Gradients are observed after they are summed over all processes, so a gradient does not show which process made the
+    value. Losses and activations are the process's own.
     """
     for event in run.events:
         if isinstance(event.record, Verdict) and event.record.kind != Kind.ANOTHER_PROCESS:

@@ -28,12 +28,12 @@ COLUMNS: tuple[tuple[str, Callable[[Point, BenchRun], float | None], str], ...] 
 
 
 def throughput(point: Point, run: BenchRun) -> float | None:
-    """Returns the number of examples that a run trains per second."""
+    """Returns the number of examples that a run trains per second; None if its steps were not timed."""
     return None if run.step_ms is None else 1e3 * point.batch / run.step_ms.median
 
 
 def epoch_minutes(point: Point, run: BenchRun) -> float | None:
-    """Returns the minutes that an epoch takes; None if the workload has no epochs."""
+    """Returns the minutes that an epoch takes; None if the workload has no epochs or the steps were not timed."""
     rate = throughput(point, run)
     return None if rate is None or point.examples is None else point.examples / rate / 60
 
@@ -74,7 +74,7 @@ def title(sweep: Sweep) -> str:
 
 
 def words(sweep: Sweep) -> Iterator[str]:
-    """Yields why some runs have no figures, and what the figures mean."""
+    """Yields the notes on the table: why some runs have no figures, and what the figures mean."""
     for point, run in _seen(sweep):
         if run.error is not None:
             yield f"{point.model}, batch {point.batch}, {run.name}: {run.error}"

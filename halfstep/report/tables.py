@@ -12,7 +12,7 @@ MIB = 2**20
 
 
 def plain_table(header: Sequence[str], rows: Iterable[Sequence[str]], *, words: Collection[str] = ()) -> Table:
-    """Returns a table without lines; columns are right-aligned, except those whose header is in `words`."""
+    """Returns a table without borders; columns are right-aligned, except those whose header is in `words`."""
     table = Table(box=None, padding=(0, 1))
     for name in header:
         table.add_column(name, justify="left" if name in words else "right", no_wrap=True)

@@ -17,9 +17,9 @@ STEP = "halfstep/step"
 class WandB(NumbersSink):
     """Logs to a run of Weights & Biases: `initialize(..., sinks=[WandB(wandb.init(...))])`.
 
-    The names are the same as in TensorBoard. The numbers are drawn over `halfstep/step`, so they do not disturb the
-    steps of your own logging. Verdicts and findings are in the run's summary. `close()` logs what is left, but does not
-    finish the run.
+    Numbers have the same names as in the TensorBoard sink, such as `halfstep/loss`. They are plotted over the metric
+    `halfstep/step`, so that they do not disturb the steps of your own logging. Verdicts and findings are in the run's
+    summary. `close()` logs what is left, but does not finish the run.
     """
 
     where = "the wandb run"

@@ -1,4 +1,4 @@
-"""The table of what other formats are predicted to do, for the terminal."""
+"""The tables of a what-if prediction, for the terminal: what training in other formats would do."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ class CharLM(Workload):
         return torch.optim.AdamW(groups, lr=self.lr, betas=(0.9, 0.99), fused=fused)
 
     def lr_factor(self, step: int, steps: int) -> float:
-        """Returns `lr`'s factor: linear warm-up over the first 5% (at most 100 steps), then a cosine from 1 to 0.1."""
+        """Returns the factor of `lr`: a warm-up over the first 5% (at most 100 steps), then a cosine from 1 to 0.1."""
         warm = max(1, min(100, steps // 20))
         if step < warm:
             return (step + 1) / warm

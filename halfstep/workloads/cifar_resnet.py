@@ -209,7 +209,9 @@ def augment(pixels: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def read_images(path: Path | None) -> Images:
-    """Returns CIFAR-10, read from torchvision's folder or an .npz file: `path`, or found in the folder `path`.
+    """Returns CIFAR-10, read from torchvision's folder `cifar-10-batches-py` or from an .npz file.
+
+    `path` is that folder or file, or a folder that holds one of them, directly or in a subfolder `cifar10`.
 
     Raises:
         DataError: there is no such data, or a file has the wrong layout.
@@ -273,7 +275,13 @@ def _read_pickle(path: Path) -> Split:
 
 
 def _images(path: Path, train: Split, test: Split, shape: tuple[int, ...]) -> Images:
-    """Returns the training and test images as tensors; `shape` is the shape of one image in the file."""
+    """Returns arrays of images and labels as tensors, after checking their dtypes, shapes and values.
+
+    `train` and `test` are (pixels, labels) pairs, and `shape` is the shape of one image in the file `path`.
+
+    Raises:
+        DataError: an array is empty or has the wrong dtype, shape or labels.
+    """
     return Images(*_tensors(path, "train", train, shape), *_tensors(path, "test", test, shape))
 
 

@@ -10,7 +10,7 @@ from halfstep.errors import DataError
 
 
 def read_bytes(path: Path, workload: str) -> bytes:
-    """Returns the content of a file, unpacked if its name ends in .gz.
+    """Returns the content of a file, unpacked if its name ends in .gz; error messages begin with the name `workload`.
 
     Raises:
         DataError: the file cannot be read, or its name ends in .gz but it is not a complete gzip file.
@@ -31,7 +31,7 @@ def read_bytes(path: Path, workload: str) -> bytes:
 
 
 def as_text(content: bytes, path: Path, workload: str) -> str:
-    """Returns the content of a file as text.
+    """Returns the content of a file as text; error messages begin with the name `workload`.
 
     Raises:
         DataError: the content is not UTF-8.

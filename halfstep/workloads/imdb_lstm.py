@@ -61,7 +61,7 @@ class Reviews(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ImdbLSTM(Workload):
-    """Binary classification of reviews, cut to their last `length` words, which usually hold the verdict.
+    """Binary classification of film reviews, cut to their last `length` words, where the opinion usually is.
 
     `words` is the largest size of the vocabulary, which is taken from the training reviews. `eval_reviews` is the
     number of test reviews that `evaluate` uses.
@@ -162,9 +162,10 @@ def encode(tokens: Iterable[list[str]], ids: dict[str, int], length: int) -> Ten
 
 
 def read_reviews(path: Path | None) -> tuple[list[Review], list[Review]]:
-    """Returns the training and test reviews from an aclImdb folder, or from two files with one review per line.
+    """Returns the training and test reviews, each as a (label, text) pair.
 
-    `path` is the folder of the reviews, or a folder that holds it as `aclImdb` or `imdb`.
+    `path` is an aclImdb folder, or a folder with two files that have one review per line; or it is a folder that holds
+    one of these folders as `aclImdb` or `imdb`.
 
     Raises:
         DataError: there are no reviews, a file is broken or empty, or a line has the wrong layout.

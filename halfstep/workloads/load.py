@@ -58,7 +58,9 @@ def load_workload(name: str, settings: Mapping[str, str] | None = None, *, data:
 
 
 def load_model(name: str, settings: Mapping[str, str] | None = None, *, data: Path | None = None) -> Workload:
-    """Returns the workload that `name` means, a model in `MODELS` or a workload; `settings` override the model's own.
+    """Returns the workload for the name of a model in `MODELS` or of a workload.
+
+    A model is a workload with some settings of its own, which `settings` override.
 
     Raises:
         WorkloadError, DataError: as in `load_workload`.

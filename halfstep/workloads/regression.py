@@ -15,10 +15,11 @@ from halfstep.workloads.workload import Batch, Workload, seeded
 
 @dataclass(frozen=True, kw_only=True)
 class Regression(Workload):
-    """Two linear layers with a ReLU between them, trained by SGD on fixed random data.
+    """Linear layers with ReLUs between them, trained by SGD on fixed random data.
 
-    Batch, widths, data, loss and optimizer are those of the talk. The talk's model, a single
-    `nn.Linear(D_in, D_out)`, is `layers=1`; each further layer is a hidden layer of `d_in` units before it.
+    Batch size, widths, data, loss and optimizer are those of NVIDIA's talk on automatic mixed precision. The talk's
+    model is a single `nn.Linear(D_in, D_out)`, which is `layers=1`. Each further layer is a hidden layer of `d_in`
+    units in front of that one.
     """
 
     name: ClassVar[str] = "regression"
