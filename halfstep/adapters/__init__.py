@@ -1,1 +1,1 @@
-"""Runs existing code on sessions: apex and torch.amp loops, trainers, and scripts without any mixed precision."""
+"""Runs existing code under halfstep: apex and torch.amp loops, trainers, and scripts without mixed precision."""

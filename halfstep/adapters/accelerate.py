@@ -36,15 +36,16 @@ SUPPORTED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULT
 
 
 def prepare(accelerator: Accelerator, *args: Any, plan: Plan | str = "O1", **settings: Any) -> Any:
-    """Calls `accelerator.prepare(*args)` and returns its result; the models and optimizers in it train under a plan.
+    """Returns the result of `accelerator.prepare(*args)`; the models and optimizers in `args` train under a plan.
 
     The loop does not change: `accelerator.backward`, `accumulate`, `clip_grad_norm_`, `optimizer.step`, `save_state`
-    and `load_state` work as before. `plan` and `settings` are those of `halfstep.initialize`;
-    `session_of(accelerator)` returns the session. Pass all models and optimizers of a loop in one call.
+    and `load_state` work as before. `plan` and `settings` are those of `halfstep.initialize`. Pass all models and
+    optimizers of a loop in one call. `session_of(accelerator)` returns the session.
 
     Raises:
-        PlanError: as `halfstep.initialize`.
-        SetupError: as `halfstep.initialize`, or a setting of the Accelerator is not supported.
+        PlanError: for the same reasons as `halfstep.initialize`.
+        SetupError: for the same reasons as `halfstep.initialize`, or because no model was passed, the Accelerator
+            already has a session or a scaler, or one of its settings is not supported.
     """
     models = [each for each in args if isinstance(each, nn.Module)]
     optimizers = [each for each in args if isinstance(each, Optimizer)]
@@ -106,9 +107,10 @@ def attach(
 
 
 def take_over(accelerator: Accelerator, prepared: Any) -> None:
-    """Makes an optimizer that the Accelerator prepared step through the session; leaves other objects as they are.
+    """Turns an AcceleratedOptimizer into a SessionOptimizer, which steps through the session; ignores other objects.
 
-    Also sets the optimizer's scaler: an optimizer that was prepared before the session was opened has none yet.
+    `prepared` is an object that the Accelerator has prepared. The optimizer's scaler is set too, since it is missing if
+    the optimizer was prepared before the session was opened.
     """
     if type(prepared) is AcceleratedOptimizer and isinstance(accelerator.scaler, SessionScaler):
         prepared.scaler = accelerator.scaler
@@ -127,9 +129,10 @@ class SessionScaler:
         return _Loss(self.session, loss)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> None:
-        """Calls `closure`, if any, and makes the session's step of one optimizer.
+        """Steps one optimizer through the session; calls `closure`, if any, once before the step.
 
-        An optimizer that calls its closure several times per step, such as LBFGS, gets the closure in its own `step`.
+        For an optimizer that calls its closure several times per step, such as LBFGS, `closure` is passed to
+        `optimizer.step` instead.
 
         Raises:
             SetupError: the optimizer does not belong to the session.
@@ -171,14 +174,14 @@ class _Loss:
 
 
 class SessionOptimizer(AcceleratedOptimizer):
-    """Accelerate's wrapper around an optimizer, with steps made by a session.
+    """Accelerate's wrapper around an optimizer, changed so that `step` goes through a session.
 
-    It also reports steps that the session skipped on the device. Accelerate's own class reports a step as skipped only
-    if `step` of the wrapped optimizer was not called.
+    `step_was_skipped` also reports the steps that the session skipped on the device. Accelerate's own class reports a
+    step as skipped only if `step` of the wrapped optimizer was not called.
     """
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
-        """Makes a step of the session; does nothing while Accelerate still accumulates gradients."""
+        """Steps the optimizer through the session; does nothing while Accelerate still accumulates gradients."""
         if self.gradient_state.sync_gradients:
             self.scaler.step(self.optimizer, closure)
 

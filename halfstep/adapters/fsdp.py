@@ -23,9 +23,10 @@ def fsdp_policy(
 ) -> MixedPrecisionPolicy:
     """Returns the `mp_policy` of `fully_shard` for a model that `halfstep.initialize` will train under a plan.
 
-    Weights are stored and updated as fp32 shards, which are the masters, and gathered in the low format; gradients are
-    summed over the processes in the format `reduce`. The plan decides on the formats of inputs and outputs of modules.
-    `plan` and `low` are those of `initialize`. The order is `fully_shard`, optimizer, `initialize`:
+    Weights are stored and updated as fp32 shards, which are the masters. They are gathered in the low format; at O0, in
+    fp32. Gradients are summed over the processes in the format `reduce`. The formats of the inputs and outputs of
+    modules are set by the plan, not by this policy. `plan` and `low` are those of `initialize`. Call `fully_shard`
+    first, then create the optimizer, then call `initialize`:
 
         policy = halfstep.fsdp_policy("O2", low="bf16")
         for block in model.blocks:
@@ -34,12 +35,12 @@ def fsdp_policy(
         optimizer = torch.optim.AdamW(model.parameters())
         session = halfstep.initialize(model, optimizer, "O2", low="bf16")
 
-    All weights are gathered in the low format, also those of norms and embeddings, and widened where the plan reads
-    them in fp32. To keep the weights of some modules exact, shard these modules first, as a separate group:
+    All weights are gathered in the low format, even those of norms and embeddings that the plan uses in fp32; they are
+    widened after the gather. To keep the weights of some modules exact, shard these modules first, as a separate group:
     `fully_shard([*norms], mp_policy=halfstep.fsdp_policy("O0"))`.
 
     Raises:
-        PlanError: `plan` is an unknown level, something else than a Plan, or a plan file that cannot be read.
+        PlanError: `plan` is not a known level, a Plan, or a plan file that can be read.
         FormatError: `low` or `reduce` is not a known format.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy  # which takes a second to import

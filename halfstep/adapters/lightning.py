@@ -56,9 +56,11 @@ class Halfstep(Precision):
     `plan` and `settings` are those of `halfstep.initialize`. The session is open while a fit, validation, test or
     prediction runs; before and after, the model is an ordinary fp32 model (of rounded values, after O3). Checkpoints
     are always fp32. With Fabric, call the plugin's `setup` instead of `fabric.setup`, which does not pass optimizers to
-    plugins, and its `close` at the end. A Trainer's loggers get, every `log_every_n_steps`, `halfstep/scale`,
-    `halfstep/skipped` (how many steps were skipped so far) and, above O0, `halfstep/grad_norm` (before clipping;
-    numbered if there are several optimizers).
+    plugins, and call the plugin's `close` at the end.
+
+    A Trainer's loggers get three values every `log_every_n_steps` steps: `halfstep/scale`, `halfstep/skipped` and,
+    above O0, `halfstep/grad_norm`. `halfstep/skipped` counts the skipped steps so far. `halfstep/grad_norm` is the norm
+    before clipping; with several optimizers its name ends in the number of the optimizer (`halfstep/grad_norm/0`).
 
     Raises:
         TypeError: `halfstep.initialize` has no such setting.
@@ -111,7 +113,9 @@ class Halfstep(Precision):
         """Sets up all models and optimizers of a Fabric loop; returns them as `fabric.setup` does, in one tuple.
 
         Raises:
-            PlanError, SetupError: as `halfstep.initialize`, or `setup` was called before.
+            PlanError: for the same reasons as `halfstep.initialize`.
+            SetupError: for the same reasons as `halfstep.initialize`, or because `setup` was called before, or halfstep
+                does not support the strategy.
         """
         _check_strategy("Fabric", fabric.strategy)
         if self._session is not None:
@@ -135,7 +139,15 @@ class Halfstep(Precision):
             self._session = initialize(models, optimizers or None, self._plan, **settings)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Checks strategy and model; opens the session early if a Trainer is about to wrap the model in DDP."""
+        """Checks a model and the strategy before Lightning wraps the model; returns the model.
+
+        With a Trainer's DDPStrategy it also opens the session, since DistributedDataParallel must wrap a model that is
+        already converted.
+
+        Raises:
+            SetupError: halfstep does not support the strategy or the model's low-precision weights, or the model was
+                not passed to `setup` (with Fabric).
+        """
         trainer = _trainer_of(module)
         if trainer is not None:
             strategy = trainer.strategy
@@ -175,7 +187,7 @@ class Halfstep(Precision):
         return self._loop.post_backward(self, tensor, module)
 
     def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        """Makes the step of an optimizer of the session.
+        """Steps an optimizer of the session as Lightning does; returns the result of the optimizer's `step`.
 
         Raises:
             SetupError: the optimizer does not belong to the session.
@@ -264,10 +276,10 @@ def _averaging_of(trainer: Trainer) -> list[Any]:
 
 
 def _check_low(trainer: Trainer, module: nn.Module, *, trains_them: bool) -> None:
-    """Refuses fp16 or bf16 weights if Lightning would write fp32 values into them, which would round the values.
+    """Refuses fp16 or bf16 weights if Lightning would copy fp32 values into them, which would round these values.
 
-    Callbacks that average weights write such values, and so does a checkpoint (`ckpt_path`). The checkpoint is allowed
-    if the plan trains the weights in the format that they have (`trains_them`).
+    Lightning copies such values if a callback averages weights, or if it loads a checkpoint (`ckpt_path`). A checkpoint
+    is allowed with `trains_them`, which says that the plan trains the weights in the format that they have.
     """
     low = next((p.dtype for p in module.parameters() if p.requires_grad and is_low(p)), None)
     averaging = _averaging_of(trainer)

@@ -1,4 +1,4 @@
-"""Replaces torch.amp's names with halfstep's drop-ins, so that scripts need no change, and restores them."""
+"""Puts halfstep's drop-ins in place of torch.amp's names, so that scripts need no change; this can be undone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class CudaAutocast(autocast):
     """The drop-in for `torch.cuda.amp.autocast`, which has no argument for the device."""
 
     def __new__(cls, enabled: bool = True, dtype: torch.dtype = torch.float16, cache_enabled: bool = True) -> Any:
-        """Makes the drop-in, but in code that torch.compile traces returns torch's own autocast."""
+        """Returns a new drop-in; in code that torch.compile traces, returns torch's own autocast instead."""
         return super().__new__(cls, "cuda", dtype, enabled, cache_enabled)
 
     def __init__(self, enabled: bool = True, dtype: torch.dtype = torch.float16, cache_enabled: bool = True) -> None:
@@ -29,7 +29,7 @@ class CpuAutocast(autocast):
     """The drop-in for `torch.cpu.amp.autocast`, which has no argument for the device."""
 
     def __new__(cls, enabled: bool = True, dtype: torch.dtype = torch.bfloat16, cache_enabled: bool = True) -> Any:
-        """Makes the drop-in, but in code that torch.compile traces returns torch's own autocast."""
+        """Returns a new drop-in; in code that torch.compile traces, returns torch's own autocast instead."""
         return super().__new__(cls, "cpu", dtype, enabled, cache_enabled)
 
     def __init__(self, enabled: bool = True, dtype: torch.dtype = torch.bfloat16, cache_enabled: bool = True) -> None:
@@ -54,19 +54,20 @@ _TORCHS_FWD, _TORCHS_BWD = torch.amp.custom_fwd, torch.amp.custom_bwd
 
 
 def custom_fwd(fwd: Any = None, *, device_type: str, cast_inputs: torch.dtype | None = None) -> Any:
-    """`torch.amp.custom_fwd`, which also works if a function for CUDA is called with CPU tensors only."""
+    """Works like `torch.amp.custom_fwd`, also if a function for CUDA is called with CPU tensors only."""
     return _where_tensors_are(fwd, device_type, partial(_TORCHS_FWD, cast_inputs=cast_inputs))
 
 
 def custom_bwd(bwd: Any = None, *, device_type: str) -> Any:
-    """`torch.amp.custom_bwd`, which also works if a function for CUDA is called with CPU tensors only."""
+    """Works like `torch.amp.custom_bwd`, also if a function for CUDA is called with CPU tensors only."""
     return _where_tensors_are(bwd, device_type, _TORCHS_BWD)
 
 
 def _where_tensors_are(function: Any, device_type: str, torchs: Callable[..., Any]) -> Any:
-    """Decorates a function as `torchs` does, which is torch's `custom_fwd` or `custom_bwd`.
+    """Decorates a function with `torchs`, which is torch's own `custom_fwd` or `custom_bwd`.
 
-    A function for CUDA follows the CPU's autocast in calls with CPU tensors only.
+    In calls with CPU tensors only, a function for CUDA follows the CPU's autocast. If `function` is None, returns a
+    decorator.
     """
     asked, on_cpu = torchs(device_type=device_type), torchs(device_type="cpu")
 

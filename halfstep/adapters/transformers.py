@@ -77,7 +77,7 @@ class HalfstepMixin(_Mixed):
         return optimizer
 
     def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
-        """Makes the optimizer step through the session, and makes the scheduler as the Trainer does."""
+        """Creates the scheduler as the Trainer does; before that, connects the optimizer's `step` to the session."""
         take_over(self.accelerator, self.optimizer)
         return super().create_scheduler(*args, **kwargs)
 
@@ -97,7 +97,10 @@ class HalfstepMixin(_Mixed):
         return super().training_step(*args, **kwargs)
 
     def call_model_init(self, *args: Any, **kwargs: Any) -> Any:
-        """Makes the model as the Trainer does, and widens low-precision weights to fp32 for a checkpoint to load."""
+        """Makes the model as the Trainer does, and widens its fp16 and bf16 weights to fp32.
+
+        A checkpoint may be loaded before the session opens; its values would be rounded in low-precision weights.
+        """
         return self._widened(super().call_model_init(*args, **kwargs))
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -110,7 +113,10 @@ class HalfstepMixin(_Mixed):
             self._close()
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Logs as the Trainer does; adds loss scale and skipped steps to a loss, and closes the session at the end."""
+        """Logs as the Trainer does; logs with a loss also get the loss scale and the number of skipped steps.
+
+        Closes the session when the Trainer logs the end of the training.
+        """
         if "train_runtime" in logs:  # before the best weights are loaded, for which PEFT makes new parameters
             self._close()
         if "loss" in logs and self._record is not None:
@@ -119,9 +125,9 @@ class HalfstepMixin(_Mixed):
         super().log(logs, *args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
-        """Saves as the Trainer does; the config of a whole model says float32 if some of its weights are fp32.
+        """Saves as the Trainer does; sets the dtype in the saved config to float32 if some saved weights are fp32.
 
-        A whole model is one that is not saved as an adapter alone.
+        If only an adapter was saved, there is no config of the model to change.
         """
         super().save_model(output_dir, *args, **kwargs)
         folder = Path(output_dir or self.args.output_dir)
@@ -136,9 +142,9 @@ class HalfstepMixin(_Mixed):
         return bool(low) or any(p.dtype is torch.float32 for p in self.model.parameters())
 
     def _widened(self, model: Any) -> Any:
-        """Widens a model's fp16 and bf16 weights to fp32 for a checkpoint, which is loaded before the session opens.
+        """Widens a model's fp16 and bf16 weights to fp32; returns the model.
 
-        Returns the model.
+        A checkpoint is loaded before the session opens; its values would be rounded in low-precision weights.
         """
         if any(p.requires_grad and is_low(p) for p in model.parameters()):
             initialize(model, None, self._plan, **{**self._settings, "sinks": []}).close()

@@ -1,1 +1,1 @@
-"""The only package that deals with several processes: gradient reduction, shards, and the one sum of a step."""
+"""The only package that deals with several processes: gradient reduction, shards, and one all-reduce in each step."""

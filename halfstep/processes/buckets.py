@@ -24,10 +24,12 @@ _LOG = logging.getLogger("halfstep")
 class WideSums:
     """A communication hook that sums low gradients in fp32, where DistributedDataParallel would sum them low.
 
-    Each process sums one share of a bucket. Buckets are sent low, in as many bytes as an all-reduce of them sends.
-    The sum of the gradients of earlier backward passes is in fp32, which a bucket cannot hold: it is set aside during
-    the next backward pass (`hold`, `release`). If it is the same in all processes already, it is added to the mean of
-    the new gradients, otherwise to the bucket before that is sent.
+    Each process sums one share of a bucket. Buckets are sent in the low format, in as many bytes as an all-reduce of
+    them sends.
+
+    A parameter's sum of gradients over earlier backward passes is in fp32, which a bucket cannot hold. `hold` sets this
+    sum aside for the next backward pass. If all processes already have the same sum, `release` returns it after the
+    pass, to be added to the mean of the new gradients. Otherwise it is added to the bucket before the bucket is sent.
     """
 
     def __init__(self) -> None:
@@ -50,7 +52,10 @@ class WideSums:
         return WideSums, ()  # wrappers keep their hooks in copies and pickles, where they are not called
 
     def add(self, wrapper: DistributedDataParallel, parameters: Iterable[nn.Parameter]) -> None:
-        """Notes a wrapper with low parameters; `take_over` will register this hook with it unless it has another."""
+        """Notes a wrapper that has low parameters; the next `take_over` registers this hook with the wrapper.
+
+        If the wrapper already has a communication hook, it keeps that one.
+        """
         low = [p for p in parameters if p.dtype in LOW_DTYPES and p.requires_grad]
         if low:
             self._pending.append((weakref.ref(wrapper), low))
@@ -86,7 +91,7 @@ class WideSums:
         return False
 
     def hold(self, parameter: nn.Parameter) -> None:
-        """Takes the fp32 gradient of a parameter out of `p.grad`, so that the next backward pass makes a low one there.
+        """Moves a parameter's fp32 gradient out of `p.grad`, so that the next backward pass can put a low one there.
 
         If the wrapper allows unused parameters, sets `p.grad` to low zeros: the wrapper needs a gradient there even if
         only an earlier pass has used the parameter.
@@ -114,7 +119,7 @@ class WideSums:
 
     @contextmanager
     def without_data(self) -> Iterator[None]:
-        """Returns a context, within `join()`, in which this process counts as one that has run out of data."""
+        """Within the context, this process counts as one that has run out of data; for use within `join()`."""
         self._has_data = False
         try:
             yield
@@ -124,7 +129,8 @@ class WideSums:
     def add_held(self, bucket: Any) -> None:
         """Adds the held gradients to a bucket of low gradients, except those that are the same in all processes.
 
-        Notes the parameters of the bucket. The sum is computed in fp32 and rounded once, to the format that is sent.
+        The sum is computed in fp32 and rounded once, to the format that is sent. Also notes for `release` that the
+        gradients of the bucket are reduced.
         """
         parameters = bucket.parameters()
         self._reduced.update(parameters)
@@ -153,11 +159,11 @@ def mean_of_bucket(
     sums: WideSums,
     bucket: dist.GradBucket,  # type: ignore[name-defined]
 ) -> torch.futures.Future[Tensor]:
-    """Turns a bucket of gradients into their mean over the processes: a communication hook.
+    """Computes the mean of a bucket of gradients over the processes; DistributedDataParallel calls it as a hook.
 
-    On a GPU the backward pass goes on meanwhile: the collectives run on a separate stream, and `wait` of the future
-    synchronizes with it. On a CPU this function waits for the collectives, so that all processes run them in the order
-    of the buckets.
+    Returns a future of the mean, which replaces the gradients in the bucket. On a GPU the collectives run on a separate
+    stream while the backward pass continues; `wait()` of the future synchronizes with that stream. On a CPU this
+    function waits for the collectives, so that all processes run them in the order of the buckets.
     """
     buffer = bucket.buffer()
     if buffer.device.type != "cuda":

@@ -1,4 +1,4 @@
-"""The one sum of a step over the processes: what each process reports in it, and flags that are read late."""
+"""Findings are what processes tell each other in the all-reduce of a step; LateNumbers reads flags some steps later."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ SCALE_BITS, WEIGHT_BITS = 32, 19  # of what processes are compared by
 class Findings:
     """What one process found in a step's gradients and losses, or, once summed, what all processes found together.
 
-    `square` is this process's share of the squared L2 norm of the true gradients (0-dim float64); the shares of all
-    processes add up to it. The next four are bool: `gradients` tells for each parameter of the step whether its
-    gradient is not finite, `losses` (`LOSSES` long) for each loss whether it overflowed, `processes` for each process
-    whether one of its losses overflowed, and `stops` for each process whether it requests all to stop.
-    `same` (2 x processes) compares what must be the same in all processes. Before the sum it has, in this process's
-    column, a number computed from the loss scales that its gradients carry, and a number computed from its weights
-    (float64; 0 in the other columns). After the sum it tells for each process which of its two numbers differ from
-    those of process 0 (bool).
+    `square` (0-dim float64) is this process's share of the squared L2 norm of the unscaled gradients; the shares of all
+    processes add up to it. `gradients` (bool) tells for each parameter of the step whether its gradient is not finite.
+    `losses` (bool, `LOSSES` long) tells for each loss whether it overflowed. `processes` (bool) tells for each process
+    whether one of its losses overflowed, and `stops` (bool) whether it requests all processes to stop.
+
+    `same` (2 x processes) compares what must be the same in all processes: its first row is about the loss scales that
+    the gradients carry, its second row about the weights. Before the sum it is float64: each row has a number computed
+    from these values in the column of this process, and 0 in the other columns. After the sum it is bool: each row
+    tells for each process whether its number differs from the number of process 0.
     """
 
     square: Tensor
@@ -38,9 +39,10 @@ class Findings:
     def packed(self) -> Tensor:
         """Returns one float64 vector to sum over the processes: the share of the squared norm, the flags, and `same`.
 
-        All entries but the first are whole numbers below 2**53, also after the sum, so they stay exact. The sum counts
-        for each flag how many processes set it; a count takes few bits, so several flags share one entry. The last
-        entries are one for each process, which only that process sets: its own flags and its hashed numbers of `same`.
+        The first entry is `square`. All others are whole numbers below 2**53, also after the sum, so they stay exact.
+        For each flag of `gradients` and `losses` the sum counts the processes that set it; a count takes few bits, so
+        several flags share one entry. At the end there is one entry for each process, which only that process sets: it
+        holds the process's flags in `processes` and `stops`, and hashes of its two numbers in `same`.
         """
         flags = torch.cat((self.gradients, self.losses))
         bits, room = _room(len(self.processes))
@@ -65,10 +67,10 @@ class Findings:
 
     @property
     def norm(self) -> Tensor:
-        """The square root of `square` (0-dim fp32).
+        """The L2 norm of the gradients (0-dim fp32), which is the square root of `square`.
 
-        If n processes share the square of one fp32 norm, this returns that norm exactly: the square is exact in
-        float64, and the error of the n shares and their sum is less than n units in 2**53.
+        If each of n processes adds one n-th of the square of the same fp32 norm, the result is exactly that norm: the
+        square is exact in float64, and the error of the n shares and their sum is less than n units in 2**53.
         """
         return self.square.sqrt().float()
 
@@ -89,9 +91,10 @@ def _folded(t: Tensor, bits: int) -> Tensor:
 
 
 class LateNumbers:
-    """Reads flags on the host, at the same step in every process, without waiting for the step that just ran.
+    """Reads flags on the host without waiting for the step that just ran; all processes read them at the same step.
 
-    On a CPU flags are read at once, elsewhere `LAG` steps later: a host does not run that far ahead of its device.
+    On a CPU the flags of a step are read at once. On a GPU they are read `LAG` steps later, when the device has usually
+    finished that step.
     """
 
     def __init__(self) -> None:

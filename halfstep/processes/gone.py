@@ -1,4 +1,4 @@
-"""Processes that are gone while others wait for them: finds which, and raises an error that names them."""
+"""Finds which processes are gone while others wait for them, and raises an error that names them."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ _OPENINGS = count()
 
 @contextmanager
 def naming_who_is_gone(group: dist.ProcessGroup | None, what: str, meeting: str) -> Iterator[None]:
-    """Names the processes that are gone, if a collective operation inside the context fails.
+    """Raises an error that names the processes that are gone, if a collective operation inside the context fails.
 
-    Processes that still run check in with the group's store, under keys that begin with `meeting`. Processes from
-    before a restart should not have used the same `meeting`, since torchrun keeps its store when it restarts them.
+    To find them, the processes that still run check in with the group's store, under keys that begin with `meeting`.
+    Use another `meeting` after a restart by torchrun, whose store still has the keys from before the restart. `what`
+    names the operation in the error.
 
     Raises:
         SessionError: a connection to other processes was closed or timed out in `what`.
@@ -45,7 +46,7 @@ def naming_who_is_gone(group: dist.ProcessGroup | None, what: str, meeting: str)
 def naming_who_does_not_open(group: dist.ProcessGroup) -> AbstractContextManager[None]:
     """Returns the context `naming_who_is_gone` for one call of `halfstep.initialize`.
 
-    It numbers the calls, so all processes of a group must have made equally many.
+    The keys in the store contain the number of the call, so all processes must have called this function equally often.
     """
     return naming_who_is_gone(group, "halfstep.initialize", f"halfstep/failed/initialize/{next(_OPENINGS)}")
 
@@ -54,7 +55,7 @@ def naming_who_does_not_open(group: dist.ProcessGroup) -> AbstractContextManager
 def telling_of_errors(models: Sequence[nn.Module]) -> Iterator[None]:
     """Reports an error inside the context to the processes that hold shards of the models.
 
-    Those processes wait for this one in `told_by_all`; so after an error this is a collective call.
+    Those processes wait in `told_by_all` for this process, so the report is a collective call.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Processes that train one model: what reduces their gradients, what must be the same, and the one sum of a step."""
+"""Replicas of a model in several processes: compares them, keeps them the same, and sums what a step found in each."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Replica(Protocol):
-    """State of a session that must be the same in all processes, as `Replicas` reads and writes it."""
+    """A session's interface for `Replicas`: reads and writes state that must be the same in all processes."""
 
     def described(self, parameters: Sequence[nn.Parameter]) -> list[str]:
         """Describes what the processes must have in common to train these parameters, one line for each fact."""
@@ -48,10 +48,10 @@ class Replica(Protocol):
         """Loads the optimizer states of these parameters that another process has sent."""
 
     def options(self, parameters: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
-        """Returns the options of each parameter group with some of these parameters."""
+        """Returns the options, such as the learning rate, of each parameter group that has some of these parameters."""
 
     def take_options(self, parameters: Sequence[nn.Parameter], options: Sequence[dict[str, Any]]) -> None:
-        """Writes another process's options into the parameter groups with some of these parameters."""
+        """Writes another process's options into each parameter group that has some of these parameters."""
 
     def name_of(self, parameter: nn.Parameter) -> str:
         """Returns the name of a parameter, for messages."""
@@ -65,16 +65,18 @@ class Replica(Protocol):
     def adopt(self, state: Any, parameters: Sequence[nn.Parameter], *, sent_again: bool) -> None:
         """Loads the `state` of another process, whose weights and masters were already written into the `held` tensors.
 
-        `sent_again`: the same weights will be written a second time, which is no change of them.
+        `sent_again` means that DistributedDataParallel will write the same weights once more. This write must not count
+        as a change of the weights.
         """
 
 
 class Replicas:
-    """The processes that train a session's models together, each on a replica; at first this process trains alone.
+    """The processes that train a session's models together, each on a replica.
 
-    Once a model is wrapped in DistributedDataParallel, the processes train together for good, even after the wrapper is
-    gone: whether a process takes part in the sum of a step must not depend on when its garbage is collected. A torch
-    hook (`register_module_module_registration_hook`) reports each new wrapper; `search` finds those made before `open`.
+    At first this process trains alone. Once a model is wrapped in DistributedDataParallel, the processes train together
+    until the session ends, even if the wrapper is deleted: whether a process takes part in the sum of a step must not
+    depend on when its garbage is collected. A torch hook (`register_module_module_registration_hook`) reports each new
+    wrapper after `open`; `search` finds wrappers that were made before.
     """
 
     def __init__(self, roots: Sequence[nn.Module], replica: Replica) -> None:
@@ -92,12 +94,12 @@ class Replicas:
         self._undo = ExitStack()
 
     def meet(self) -> None:
-        """Checks that all processes with shards of the models train the same; does nothing if no model is sharded.
+        """Checks that plan, parameters and `mp_policy` are the same in all processes; does nothing without shards.
 
         A collective call.
 
         Raises:
-            SessionError: what is trained differs between processes, or a process is gone.
+            SessionError: the plan or the parameters differ between processes, or a process is gone.
             SetupError: the `mp_policy` of a module differs between processes, or a process has raised an error.
         """
         if own_shards := sharded_parameters(self._roots):
@@ -119,7 +121,7 @@ class Replicas:
                     )
 
     def open(self, *, search: bool) -> None:
-        """From now on notes each new DistributedDataParallel wrapper; `search` also looks for those made before."""
+        """Notes each DistributedDataParallel wrapper made from now on; `search` also finds those made before."""
         own = weakref.ref(self)
 
         def registered(owner: nn.Module, name: str, module: nn.Module | None) -> None:
@@ -145,7 +147,10 @@ class Replicas:
 
     @property
     def reduced(self) -> bool:
-        """Whether DistributedDataParallel reduces the gradients, in the format in which the parameters are stored."""
+        """Whether DistributedDataParallel reduces the gradients.
+
+        It reduces them in the format in which the parameters are stored.
+        """
         return self._group is not None and not self.sharded
 
     @property
@@ -157,14 +162,14 @@ class Replicas:
     def joining(self) -> bool:
         """Whether a wrapper is within `join()`, where processes may have run out of data.
 
-        Such processes answer only the collective operations of DistributedDataParallel, not the sum of a step. So the
-        processes learn of each other only what the reduction of gradients tells them.
+        Such processes take part only in the collective operations of DistributedDataParallel, not in the sum of a step.
+        So within `join()` the only news from other processes is the result of the gradient reduction.
         """
         wrapper = None if self._join is None else self._join()
         return wrapper is not None and is_joining(wrapper)
 
     def is_own(self, device: torch.device) -> Tensor:
-        """Returns a bool for each process, True for this process only; the same tensor each time."""
+        """Returns a bool tensor with one entry per process, True only for this process; always the same tensor."""
         if self._is_own is None or self._is_own.device != device:
             numbers = torch.arange(dist.get_world_size(self._group), device=device)
             self._is_own = numbers == dist.get_rank(self._group)
@@ -184,12 +189,13 @@ class Replicas:
         return self._group is not None and not self.joining
 
     def agree(self, own: Findings, parameters: Sequence[nn.Parameter]) -> Findings:
-        """Returns what all processes together found in a step that updates these parameters: one all-reduce.
+        """Returns what all processes together found in a step, by one all-reduce of what each found (`own`).
 
-        The first step with these parameters also checks that all processes train the same.
+        `parameters` are those that the step updates. The first step with these parameters also checks that all
+        processes have the same plan and parameters.
 
         Raises:
-            SessionError: what is trained differs between processes, or a process is gone.
+            SessionError: the plan or the parameters differ between processes, or a process is gone.
         """
         total = own.packed()
         with self.naming_who_is_gone("the step"):
@@ -208,7 +214,8 @@ class Replicas:
     def sampled(self, device: torch.device) -> Tensor:
         """Returns a number (0-dim float64) computed from the bits of a few weights, the same weights in all processes.
 
-        Each call takes the next parameter that must be the same: all of it, or one row, or part of a long row.
+        Each call takes the next of the parameters that must be the same in all processes. It uses the whole parameter,
+        or if that is large, one row of it or a part of a row.
         """
         number, self._samples = self._samples, self._samples + 1
         if not self._alike:
@@ -271,8 +278,8 @@ class Replicas:
     def end_join(self, wrapper: DistributedDataParallel, is_last: bool) -> None:
         """Ends `join()`: sends the weights and masters of the last process that had data to all others.
 
-        Optimizer states are sent too: those of processes that ran out of data lag, and the next step would make the
-        weights differ again. torch itself sends only the stored weights, of one of the last processes.
+        Optimizer states are sent too: processes that ran out of data have older states, with which the next step would
+        make the weights differ again. torch itself sends only the stored weights, of one of the last processes.
         """
         self._join, self.sums.counts = None, False
         last = torch.tensor(dist.get_rank(self._group) if is_last else -1, device=wrapper.join_device)
@@ -287,7 +294,11 @@ class Replicas:
 
     @torch.no_grad()
     def _hand_on(self, parameters: Sequence[nn.Parameter], source: int, *, sent_again: bool) -> None:
-        """Copies weights, masters and optimizer states of these parameters from `source` to all others, bit for bit."""
+        """Copies the session's state of these parameters from process `source` to all others, bit for bit.
+
+        The state is the weights that have masters, the masters, the optimizer states, and the loss scales. `sent_again`
+        means that DistributedDataParallel will write the same weights once more.
+        """
         states = self._compare(parameters)
         for tensor in self._replica.held(parameters):
             bits = tensor.detach()
@@ -323,10 +334,12 @@ class Replicas:
             self._replica.take_options(parameters, sent[0][1])
 
     def _compare(self, parameters: Sequence[nn.Parameter]) -> list[Any]:
-        """Checks that all processes train the same; returns the `Replica.state` of each of them. A collective call.
+        """Checks that all processes have the same plan and parameters; returns the `Replica.state` of each process.
+
+        A collective call.
 
         Raises:
-            SessionError: what is trained differs between processes.
+            SessionError: the plan or the parameters differ between processes.
         """
         lines = self._replica.described(parameters)
         found = told_by_all((lines, self._replica.state(), secrets.token_hex(8)), self._group)
@@ -348,7 +361,7 @@ def _retire(wrapper: weakref.ref[DistributedDataParallel], low: Sequence[nn.Para
 
 
 class _Retired:
-    """A hook of a DistributedDataParallel wrapper: refuses to train parameters with another dtype than it was made for.
+    """A hook that makes a DistributedDataParallel wrapper refuse to train parameters whose dtype has changed.
 
     In a copy of the wrapper it does nothing: the copy was made for the dtypes that its parameters have.
     """
@@ -379,7 +392,7 @@ class _Retired:
 
 @dataclass(frozen=True)
 class _Like:
-    """Shape and dtype of a tensor of an optimizer state: sent first, so that others can make room for the tensor."""
+    """Shape and dtype of a tensor of an optimizer state; sent before the tensor, so that receivers can allocate it."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -400,7 +413,10 @@ class _Like:
 
 
 class _Join:
-    """Replaces the `join_hook` of a DistributedDataParallel wrapper; a copy of the wrapper uses torch's again."""
+    """Replaces the `join_hook` of a DistributedDataParallel wrapper, to add what a session does in `join()`.
+
+    A copy of the wrapper uses torch's own `join_hook`.
+    """
 
     def __init__(self, wrapper: DistributedDataParallel | None = None, replicas: Replicas | None = None) -> None:
         self._wrapper = _weak(wrapper)
@@ -465,7 +481,7 @@ def wrappers_of(roots: Sequence[nn.Module]) -> list[DistributedDataParallel]:
 
 
 def living_wrappers_of(roots: Sequence[nn.Module]) -> list[DistributedDataParallel]:
-    """Like `wrappers_of`, but collects garbage first: all processes find the same wrappers, those still in use."""
+    """Returns what `wrappers_of` finds after garbage collection: the wrappers in use, the same in all processes."""
     if wrappers_of(roots):  # to collect takes half a second
         gc.collect()
     return wrappers_of(roots)

@@ -65,7 +65,7 @@ def spread(value: Tensor, t: Tensor) -> Tensor:
 
 
 def part_of(grad: Tensor, p: Tensor) -> Tensor:
-    """Returns the gradient of this process's shard of `p`; returns `grad` as is if it is not placed like `p`."""
+    """Returns the gradient of this process's shard of `p`; returns `grad` itself unless it is sharded like `p`."""
     placed = is_sharded(grad) and is_sharded(p) and grad.placements == p.placements
     return local(grad) if placed else grad
 

@@ -72,13 +72,14 @@ def initialize(  # noqa: PLR0913  # apex's arguments, in their order
     min_loss_scale: float | None = None,
     max_loss_scale: float = 2.0**24,
 ) -> Any:
-    """Starts mixed precision training as `apex.amp.initialize` did; returns the models and optimizers as passed.
+    """Starts mixed precision training as `apex.amp.initialize` did; returns the same models and optimizers.
 
-    `models` is a model or a list, `optimizers` an optimizer or a list. `opt_level` sets the defaults of the next five
-    options; a value other than None overrides a default. `loss_scale` is "dynamic" or a number, also as text. Outputs
-    are fp32 unless `cast_model_outputs` is set. Each of the `num_losses` losses has its own scale. With `enabled=False`
-    this and the other functions of amp do nothing. `verbosity=0` prints nothing. `min_loss_scale` and `max_loss_scale`
-    bound a dynamic scale.
+    `models` is a model or a list of models; `optimizers` is an optimizer, a list of optimizers, or None. Without
+    optimizers only `models` is returned. `opt_level` sets the defaults of the five options from `cast_model_type` to
+    `loss_scale`; a value other than None overrides a default. `loss_scale` is "dynamic", a number, or a string with a
+    number. Model outputs are fp32 unless `cast_model_outputs` is set. Each of the `num_losses` losses has its own
+    scale. With `enabled=False` this function and all others of amp do nothing. `verbosity=0` prints nothing.
+    `min_loss_scale` and `max_loss_scale` bound a dynamic scale.
 
     Raises:
         RuntimeError: an option contradicts the level, a model is wrapped or not fp32, or an optimizer was passed to an
@@ -125,7 +126,10 @@ def initialize(  # noqa: PLR0913  # apex's arguments, in their order
 
 
 def _properties(opt_level: str, overrides: Mapping[str, Any]) -> Properties:
-    """Returns the options of one call of `initialize`, and prints them as apex did."""
+    """Returns the options of an `initialize` call: the level's defaults, changed by `overrides`.
+
+    Prints them as apex did.
+    """
     properties = Properties(opt_level, STATE._low, warn_or_err)
     maybe_print(f"Selected optimization level {BRIEFS[opt_level]}", rank0=True)
     maybe_print("Defaults for this optimization level are:", rank0=True)
@@ -159,11 +163,12 @@ def _own(optimizer: Any) -> Any:
 
 
 def _check_models(models: Sequence[nn.Module]) -> list[nn.Module]:
-    """Returns those of the models that have fp16 or bf16 values.
+    """Checks models and returns those that have fp16 or bf16 parameters or buffers.
 
     Raises:
-        RuntimeError: a model is wrapped for data parallelism, or has such values. The values are allowed with
-            `allow_incoming_model_not_fp32`; with `hard_override` a warning is printed instead.
+        RuntimeError: a model is wrapped for data parallelism, or has fp16 or bf16 values although
+            `allow_incoming_model_not_fp32` is not set. If `hard_override` is set, such values cause only a printed
+            warning.
     """
     loaded_low = []
     for model in models:
@@ -206,14 +211,15 @@ def scale_loss(
     delay_unscale: bool = False,
     delay_overflow_check: bool = False,
 ) -> Iterator[Tensor]:
-    """Yields the fp32 loss times its scale; a backward pass from it inside the block leaves unscaled gradients.
+    """Yields the loss, in fp32, times its scale; call `backward()` on it inside the block.
 
-    `optimizers` is an optimizer, or a list or tuple of optimizers passed to one call of `initialize`. With
-    `delay_unscale` gradients stay scaled, so that later backward passes can add to them. `delay_overflow_check` has no
-    effect, since the step itself checks for overflow. `model` has no effect, as in apex.
+    The gradients are unscaled at the end of the block. With `delay_unscale` they stay scaled, so that later backward
+    passes can add to them. `optimizers` is an optimizer, or a list or tuple of optimizers, all passed to one call of
+    `initialize`. `delay_overflow_check` has no effect, since the step itself checks for overflow. `model` has no
+    effect, as in apex.
 
     Raises:
-        RuntimeError: `initialize` was not called, or not with these optimizers.
+        RuntimeError: `initialize` was not called, or no single call of it got all of these optimizers.
         IndexError: `loss_id` is out of the range that `num_losses` sets.
         TypeError: the loss is not a tensor.
     """

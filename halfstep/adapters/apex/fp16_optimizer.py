@@ -30,15 +30,17 @@ _ENTRIES = ("optimizer_state_dict", "fp32_from_fp16", "session")
 class FP16_Optimizer:  # apex's name
     """Steps the optimizer of a network cast to low precision, such as an `FP16Model`, with masters and a loss scale.
 
-    It opens a halfstep session over the optimizer's parameters. Those in low precision must be all fp16 or all bf16;
-    each gets an fp32 master, which starts with its value. fp32 parameters stay as they are. After `backward`, `p.grad`
-    holds unscaled fp32 gradients. The network itself runs as it was cast. With `verbose` skipped steps are printed,
-    which waits for the device at each step.
+    It opens a halfstep session over the optimizer's parameters. The low-precision parameters must be all fp16 or all
+    bf16. Each of them gets an fp32 master, which starts with the parameter's value. Parameters in fp32 get no master.
+    After `backward`, `p.grad` holds unscaled fp32 gradients. The forward pass runs in the formats to which the network
+    was cast. With `verbose` each skipped step is printed, which waits for the device at every step.
 
-    Unlike apex, a static scale skips non-finite steps too, `state_dict` allows an exact resume, and closures work.
+    Unlike in apex, steps with non-finite gradients are skipped under a static scale too, `state_dict` allows an exact
+    resume, and closures work.
 
     Raises:
-        SetupError: the parameters are a mix of fp16 and bf16, or `init_optimizer` is not an optimizer.
+        SetupError: the parameters are a mix of fp16 and bf16, `init_optimizer` is not an optimizer, or
+            `dynamic_loss_args` has an unknown name or comes with a static scale.
         PlanError: an argument of the loss scale is out of range.
     """
 
@@ -123,14 +125,14 @@ class FP16_Optimizer:  # apex's name
         self._session.unscale_()
 
     def inspect_master_grad_data(self) -> list[list[Tensor | None]]:
-        """Returns the unscaled gradients, a list for each param group; None for a parameter without gradient."""
+        """Returns the unscaled gradients as one list per param group; None for a parameter without a gradient."""
         return [[None if p.grad is None else p.grad.detach() for p in group["params"]] for group in self.param_groups]
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2) -> Tensor:
         """Clips the unscaled gradients in place; returns their norm before clipping.
 
-        If a gradient is not finite, the norm is infinite or NaN. apex returned -1 in this case, for which it had to
-        wait for the device.
+        If a gradient is not finite, the norm is infinite or NaN. apex returned -1 in this case, and had to wait for the
+        device to know it.
         """
         params = [p for group in self.param_groups for p in group["params"]]
         return clip_grad_norm_(params, max_norm, norm_type)
@@ -151,10 +153,10 @@ class FP16_Optimizer:  # apex's name
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restores weights, masters, optimizer state and loss scale from a result of `state_dict`.
+        """Restores weights, masters, optimizer state and loss scale from a dict that `state_dict()` returned.
 
         Raises:
-            StateError: the state is incomplete, or belongs to another network or loss scaling.
+            StateError: the dict is incomplete, or was saved for another network or with another kind of loss scale.
         """
         missing = [name for name in _ENTRIES if not isinstance(state_dict, Mapping) or name not in state_dict]
         if missing:
@@ -168,9 +170,10 @@ class FP16_Optimizer:  # apex's name
         self._held.load_state_dict(state_dict["fp32_from_fp16"])
 
     def close(self) -> None:
-        """Closes the session: the wrapped optimizer is then an ordinary one; the trained weights stay in fp16 or bf16.
+        """Closes the session; the wrapped optimizer is an ordinary one again, and the weights stay in fp16 or bf16.
 
-        A DistributedDataParallel wrapper around the network no longer reduces gradients: wrap the network again.
+        If the network is wrapped in DistributedDataParallel, wrap it again afterwards: the old wrapper no longer
+        reduces gradients.
         """
         self._session.close()
         for p in self._low:

@@ -1,4 +1,4 @@
-"""`apex.fp16_utils`: casts networks, copies masters, and exports the matching loss scalers and optimizer.
+"""`apex.fp16_utils`: functions that cast networks and copy masters; also exports LossScaler and FP16_Optimizer.
 
 Functions that cast to fp16 in apex take a `dtype` here, so that one argument switches a loop to bf16.
 """
@@ -156,7 +156,10 @@ def model_grads_to_master_grads(
 def master_params_to_model_params(
     model_params: Sequence[Parameter], master_params: Sequence[Parameter], flat_master: bool = False
 ) -> None:
-    """Copies the values of the masters to the model parameters, rounded to the dtype of each parameter."""
+    """Copies the values of the masters to the model parameters, rounded to the dtype of each parameter.
+
+    With `flat_master`, `master_params` has one 1-D master for all parameters, as `prep_param_lists` makes it.
+    """
     if flat_master:
         parts = torch.split(master_params[0], [p.numel() for p in model_params])
         for p, part in zip(model_params, parts, strict=True):

@@ -1,4 +1,4 @@
-"""Registers or decorates functions that a script puts on one of the cast lists, and turns casts off and on."""
+"""Chooses the format in which functions of a script run, by registering or decorating them; turns casts off and on."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _TORCH = (torch, torch.nn.functional, torch.Tensor)
 
 
 def register_half_function(module: Any, name: str) -> None:
-    """Registers a function of a module or class to run in low precision from the next `initialize` or `init` on.
+    """Makes the function `name` of a module or class run in low precision, from the next `initialize` or `init` on.
 
     Raises:
         ValueError: the module has no such function, or is neither a module nor a class that can be imported by name.
@@ -48,7 +48,7 @@ def register_half_function(module: Any, name: str) -> None:
 
 
 def register_float_function(module: Any, name: str) -> None:
-    """Registers a function of a module or class to run in fp32 from the next `initialize` or `init` on.
+    """Makes the function `name` of a module or class run in fp32, from the next `initialize` or `init` on.
 
     Raises:
         ValueError: the same cases as for `register_half_function`.
@@ -57,7 +57,9 @@ def register_float_function(module: Any, name: str) -> None:
 
 
 def register_promote_function(module: Any, name: str) -> None:
-    """Registers a function of a module or class to run in its widest argument's format from the next `initialize` on.
+    """Makes the function `name` of a module or class run in the widest format among its arguments.
+
+    This takes effect at the next `initialize` or `init`.
 
     Raises:
         ValueError: the same cases as for `register_half_function`.
@@ -66,17 +68,17 @@ def register_promote_function(module: Any, name: str) -> None:
 
 
 def half_function(function: Function) -> Function:
-    """Decorates a function to run in low precision inside a model at O1, or after `init`."""
+    """Decorates a function: inside a model at O1, or anywhere after `init`, it runs in low precision."""
     return _decorated("allow", function)
 
 
 def float_function(function: Function) -> Function:
-    """Decorates a function so that it runs in fp32: inside a model at O1, or everywhere after `init`."""
+    """Decorates a function: inside a model at O1, or anywhere after `init`, it runs in fp32."""
     return _decorated("deny", function)
 
 
 def promote_function(function: Function) -> Function:
-    """Decorates a function to run in its widest argument's format inside a model at O1, or after `init`."""
+    """Decorates a function: inside a model at O1, or anywhere after `init`, it runs in its widest argument's format."""
     return _decorated("promote", function)
 
 
@@ -96,11 +98,12 @@ def init(
     verbose: bool = False,
     allow_banned: bool = False,
 ) -> Handle:
-    """Casts torch ops by O1's op lists, in and outside of models, until `_deactivate` of the result is called.
+    """Casts torch ops by O1's op lists, inside and outside of models; `_deactivate()` of the returned Handle ends this.
 
-    Affects only the thread that calls it. With `allow_banned` binary_cross_entropy runs in fp32; without, it refuses
-    low-precision inputs. The other arguments of apex's older API have no effect: `initialize` sets up loss scaling, and
-    no low-precision copies of weights are kept.
+    Affects only the thread that calls it. `enabled=False` casts nothing. With `allow_banned` binary_cross_entropy runs
+    in fp32; otherwise it refuses low-precision inputs. `loss_scale`, `enable_caching` and `verbose`, arguments of
+    apex's older API, have no effect: `initialize` sets up loss scaling, and no low-precision copies of weights are
+    cached.
     """
     STATE.handle._deactivate()
     STATE.handle = Handle()

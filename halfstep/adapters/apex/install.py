@@ -58,9 +58,10 @@ _UNDO = ExitStack()
 def install(low: Format | torch.dtype | str | None = None) -> None:
     """Makes `import apex` and `from apex import amp` work: halfstep supplies the modules.
 
-    If apex itself is installed, only missing modules and names are added. `low` is fp16 (as in apex; None means fp16)
-    or bf16: the format of O1, and of the weights at O2 and O3 unless a script passes `cast_model_type`. A second call
-    changes the format for later calls of `amp.initialize`; `uninstall` removes everything again.
+    If apex itself is installed, only missing modules and names are added. `low` is fp16 or bf16; None means fp16, as in
+    apex. At O1, `low` is the format in which allowed ops run. At O2 and O3 it is the format of the weights, unless a
+    script passes `cast_model_type`. Each call first calls `uninstall`, which removes what an earlier call added and
+    closes the open sessions.
 
     Raises:
         FormatError: the format is unknown.

@@ -20,7 +20,8 @@ class LARC(Optimizer):
     is off. With `clip` the rate is `min(rate / lr, 1)`, so that the effective rate is at most `lr`; without `clip` the
     rate multiplies `lr`. If a weight or its gradient has norm 0, the gradient stays as it is, without decay.
 
-    Param groups, state and hooks are those of `optimizer`, so that LR schedulers and sessions accept either object.
+    A LARC object has the param groups, state and hooks of the wrapped optimizer. So LR schedulers and sessions accept
+    the LARC object as well as the wrapped optimizer.
 
     Raises:
         TypeError: `optimizer` is not an optimizer.

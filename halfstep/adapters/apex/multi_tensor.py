@@ -1,9 +1,9 @@
-"""`apex.multi_tensor_apply` and `amp_C`: operations on lists of tensors, in torch, with apex's order of arguments.
+"""`apex.multi_tensor_apply` and `amp_C`: operations on lists of tensors, with apex's order of arguments.
 
-Each operation is called as `multi_tensor_applier(op, noop_flag, tensor_lists, ...)`. Its first argument, the chunk
-size, has no effect here. `noop_flag` is an integer tensor of one element: 1 means that a value was not finite. Results
-are computed in fp32 (in float64 for float64 tensors) and stored in the tensors' own dtypes; nothing waits for the
-device.
+Each operation is called as `multi_tensor_applier(op, noop_flag, tensor_lists, ...)`. The first argument of an
+operation, `chunk_size`, has no effect here. `noop_flag` is an integer tensor of one element: 1 means that a value was
+not finite. Results are computed in fp32 (in float64 for float64 tensors) and stored in the tensors' own dtypes; nothing
+waits for the device.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class MultiTensorApply:
         self.chunk_size = chunk_size
 
     def __call__(self, op: Callable[..., Any], noop_flag_buffer: Tensor, tensor_lists: Lists, *args: Any) -> Any:
-        """Calls `op` with the chunk size and these arguments; returns its result."""
+        """Calls `op` with the chunk size and then the other arguments of this call; returns the result of `op`."""
         return op(self.chunk_size, noop_flag_buffer, tensor_lists, *args)
 
 
@@ -196,11 +196,13 @@ def update_scale_hysteresis(  # noqa: PLR0913  # apex's
 
 
 def _rows(op: str, tensor_lists: Lists, names: Sequence[str]) -> list[tuple[Tensor, ...]]:
-    """Returns one row per position in the lists: the tensors that the lists have there, such as (gradient, weight).
+    """Returns a tuple for each position in the lists, with the tensors at this position, such as (gradient, weight).
+
+    `names` tells for error messages what each list contains.
 
     Raises:
-        SetupError: there are not as many lists as `names`, or the lists differ in length, or the tensors of a row
-            in shape.
+        SetupError: there are not as many lists as `names`, the lists differ in length, or the tensors at one position
+            differ in shape.
     """
     lengths = [len(each) for each in tensor_lists]
     if len(lengths) != len(names) or len(set(lengths)) > 1:

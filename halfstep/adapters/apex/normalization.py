@@ -26,7 +26,7 @@ Shape = int | Sequence[int]
 
 
 class _Fused(nn.Module):
-    """A norm with apex's arguments; `memory_efficient`, with which apex saved less for backward, has no effect."""
+    """A norm with apex's arguments; `memory_efficient`, which saves memory in apex, has no effect."""
 
     def __init__(
         self,

@@ -92,8 +92,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 class Reducer:
     """Averages gradients over all processes when a training loop calls `reduce()`.
 
-    `module_or_grads_list` is a module or a list of gradients. For a module, the Reducer broadcasts the parameters from
-    process 0 when it is created, and `reduce()` averages the gradients of these parameters.
+    `module_or_grads_list` is a module or a list of gradients. If it is a module, the constructor broadcasts the
+    parameters of the module from process 0, and `reduce()` averages their gradients.
 
     Raises:
         TypeError: `module_or_grads_list` is neither a module nor a list of tensors.

@@ -61,7 +61,10 @@ DENIED = (
 
 
 class Properties:
-    """The options of one call of `initialize`; calls `refuse` with a message if an option contradicts the level.
+    """The options of one call of `initialize`: the defaults of a level, until `override` changes them.
+
+    `low` is the low-precision dtype. `refuse` is a function; it is called with a message if an override contradicts the
+    level.
 
     Raises:
         RuntimeError: there is no such level.
@@ -104,7 +107,7 @@ class Properties:
         self.options[name] = checked
 
     def lines(self) -> list[str]:
-        """Returns the lines in which apex printed the options, one line per option."""
+        """Returns the options as text in apex's layout, one line per option."""
         return [f"{name:22} : {value}" for name, value in self.options.items()]
 
 

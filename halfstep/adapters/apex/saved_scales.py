@@ -16,8 +16,9 @@ _PREFIX = "loss_scaler"
 def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
     """Returns, for each loss, its scale and the number of steps without overflow since the scale last changed.
 
-    The layout is that of apex's checkpoints. The entries are added to `destination`, if it is passed. There are none
-    before `initialize` or with `enabled=False`.
+    The layout is that of apex's checkpoints: `{"loss_scaler0": {"loss_scale": ..., "unskipped": ...}, ...}`. If
+    `destination` is passed, the entries are added to it. Before `initialize`, and with `enabled=False`, there are no
+    entries.
     """
     found: dict[str, Any] = OrderedDict() if destination is None else destination
     for index, scaler in enumerate(getattr(STATE, "loss_scalers", [])):
@@ -26,14 +27,14 @@ def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
 
 
 def load_state_dict(state_dict: Mapping[str, Any]) -> None:
-    """Restores the loss scales from a result of `state_dict`, of halfstep or of apex.
+    """Restores the loss scales from a dict that `state_dict` of halfstep or of apex returned.
 
-    A static scale stays as `initialize` set it. If the state has more or fewer loss scales than `initialize` made, a
-    warning is printed.
+    A static scale stays as `initialize` set it. If the dict has more or fewer loss scales than `initialize` made, a
+    warning is printed. If an error is raised, no scale was changed.
 
     Raises:
         RuntimeError: `initialize` was not called, or a key is not the name of a loss scale.
-        StateError: a loss scale is out of range or incomplete. Nothing is changed in any of these cases.
+        StateError: a loss scale is out of range or incomplete.
         TypeError: the state is not a mapping.
     """
     entries = _entries(state_dict)

@@ -35,11 +35,12 @@ _LAZY = ("_amp_lazy_init", "_lazy_init_maybe_master_weights")
 
 
 class AmpState:
-    """The attributes of apex's `_amp_state` that scripts read.
+    """The object that apex calls `_amp_state`, with the attributes that scripts read or set.
 
     `opt_properties` has the options and `loss_scalers` a view of each loss scale; both exist after the first
-    `initialize`. `handle` tells whether casts are on. Scripts may set `verbosity` (0 prints nothing), `hard_override`
-    (an option that contradicts the level is a printed warning, not an error) and `allow_incoming_model_not_fp32`.
+    `initialize`. `handle` tells whether casts are on. Scripts may set three attributes. `verbosity=0` prints nothing.
+    `hard_override=True` prints a warning, instead of raising an error, if an option contradicts the level.
+    `allow_incoming_model_not_fp32=True` allows models with fp16 or bf16 values.
     """
 
     opt_properties: Properties
@@ -66,19 +67,19 @@ class AmpState:
         AmpState.__init__(self)
 
     def sessions(self) -> list[Trained]:
-        """Returns the calls of `initialize` whose sessions are still open."""
+        """Returns a `Trained` for each call of `initialize` whose session is still open."""
         return [trained for trained in self._trained if not trained.session.closed]
 
     def castings(self) -> list[Casting]:
-        """Returns the Castings in use, which cast torch ops by op list: those of sessions at O1, and that of `init`."""
+        """Returns the Castings in use, which cast torch ops by op list: one per session at O1, and one after `init`."""
         own = [trained.session.runtime.casting for trained in self.sessions() if trained.casts]
         return own if self.handle.casting is None else [*own, self.handle.casting]
 
     def of(self, optimizers: Sequence[Optimizer]) -> Trained:
-        """Returns the call of `initialize` that these optimizers were passed to.
+        """Returns the `Trained` of the call of `initialize` that got all of these optimizers.
 
         Raises:
-            RuntimeError: no single call of `initialize` got all of these optimizers.
+            RuntimeError: `initialize` was not called, or no single call of it got all of these optimizers.
         """
         if not hasattr(self, "opt_properties"):
             raise RuntimeError(NOT_INITIALIZED)
@@ -95,10 +96,11 @@ class AmpState:
 
 @dataclass(frozen=True, eq=False)
 class _Coming:
-    """Numbers of a step that are being copied to the host: whether it was skipped, and scales before and after it.
+    """Numbers that tell whether a step was skipped, and how its loss scales changed; they are being copied to the host.
 
-    `numbers` holds 1 if the step was skipped (else 0), the scale of each loss in `loss_ids` before the step, and then
-    each scale after it.
+    `numbers` holds 1 if the step was skipped (else 0), then the scale of each loss in `loss_ids` before the step, then
+    the scale of each after the step. `arrived` is a CUDA event that marks the end of the copy, or None if no copy is
+    needed.
     """
 
     numbers: Tensor
@@ -112,8 +114,8 @@ class _Coming:
 class Trained:
     """One call of `initialize`: its session, and the steps whose overflow has not been printed yet.
 
-    The session keeps this object alive, as one of its watchers. On a CUDA device an overflow is printed up to a step
-    late, so that no step waits for the device.
+    The session keeps this object in its list of watchers and calls `after_step` after each step. On a CUDA device an
+    overflow is printed up to a step late, so that no step waits for the device.
     """
 
     pending: BaseException | None = None
@@ -185,7 +187,7 @@ class Trained:
 
 
 def _nothing() -> None:
-    """Does nothing, in place of the methods with which apex made masters; scripts that resume call these methods."""
+    """Does nothing; optimizers get it in place of the methods that scripts call to make apex create masters."""
 
 
 def _is_capturing(t: Tensor) -> bool:
@@ -298,7 +300,10 @@ def maybe_print(message: str, rank0: bool = False) -> None:
 
 
 def master_params(optimizer: Any) -> Iterator[nn.Parameter]:
-    """Yields an optimizer's parameters, those of the model; after `scale_loss` their gradients are unscaled fp32."""
+    """Yields the parameters of an optimizer; after `scale_loss` their gradients are unscaled and in fp32.
+
+    At O2 apex yielded fp32 masters; here the parameters are always those of the model.
+    """
     for group in optimizer.param_groups:
         yield from group["params"]
 

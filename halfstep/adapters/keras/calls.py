@@ -18,9 +18,11 @@ Original = Callable[..., Any]
 
 @dataclass(eq=False)
 class Call:
-    """One call of a layer; `parent` is the call of the layer around it, None for the outermost.
+    """One recorded call of a layer; `parent` is the call of the layer around it, None for the outermost.
 
-    The cast of an input to the layer's compute format, and a loss that the layer adds, are recorded as separate calls.
+    `gives` tells what `outputs` are: the layer's outputs, a loss that the layer added, or an input that it cast to its
+    compute format. Each of the three is recorded as a separate call. `is_leaf` is False if the call has called other
+    layers.
     """
 
     path: str

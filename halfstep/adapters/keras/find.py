@@ -74,8 +74,8 @@ def loss_of_batch(model: keras.Model, x: Any, y: Any, sample_weight: Any) -> Any
 def find_cause(model: keras.Model, x: Any, y: Any, sample_weight: Any, *, scale: float) -> Verdict | None:
     """Returns the verdict of `find_broken` on a compiled model; on torch it also has the operation that `blame` finds.
 
-    The two may name different layers: `find_broken` counts a cast between two layers as part of the second. The layer
-    of `blame` is used only if it is inside the layer of `find_broken`.
+    `find_broken` and `blame` may name different layers: `find_broken` counts a cast between two layers as part of the
+    second layer. The layer that `blame` names is used only if it is inside the layer that `find_broken` names.
     """
 
     def loss() -> Any:
@@ -240,9 +240,10 @@ def _backward(model: keras.Model, run: Callable[[], Any], scale: float) -> Itera
 
 
 def _cured_in_fp32(layer: Any, run: Callable[[], bool]) -> bool | None:
-    """Calls `run`, a test, while a layer and all layers inside it compute in fp32; returns its result.
+    """Runs a test while a layer and all layers inside it compute in fp32; returns the result of the test.
 
-    Returns False without a call if all of them compute in fp32 anyway, and None if `run` raises an error.
+    `run` is the test; it tells whether values are finite. Returns False without calling `run` if all these layers
+    compute in fp32 anyway. Returns None if `run` raises an error.
     """
     if not any(computes_low(each) for each in layer._flatten_layers()):
         return False

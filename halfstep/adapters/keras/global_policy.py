@@ -1,4 +1,4 @@
-"""Translates a plan into Keras policies: their names, and the map in which Keras looks up layers as they are built."""
+"""Translates a plan into names of Keras policies, and into the map in which Keras finds the policy of a new layer."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def rules_seen() -> None:
 
 
 def tell_unseen_rules(variables: Sequence[Any]) -> None:
-    """Warns, once, of rules of the global policy that match none of the layers that own `variables`."""
+    """Warns once about rules of the global policy that match none of the layers that own `variables`."""
     unseen: list[Rule] = vars(keras.config.dtype_policy()).pop(_UNSEEN, [])
     parts = [v.path.split("/")[:-1] for v in variables]
     paths = {"/".join(each[:length]) for each in parts for length in range(1, len(each) + 1)}

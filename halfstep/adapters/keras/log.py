@@ -68,12 +68,12 @@ class StepLog:
         optimizer_variables: Sequence[Any] | None = None,
         trainable_variables: Sequence[Any] | None = None,
     ) -> bool:
-        """Writes the row of a step; returns whether the step was skipped.
+        """Writes the log's row for the last step; returns whether this step was skipped.
 
-        If the optimizer made several steps since the last call, one row stands for all, skipped if any of them was.
-        Steps are numbered by the optimizer, skipped ones included. `loss` is the unscaled loss, `gradients` are those
-        of the scaled loss, in the order of `model.trainable_variables`. A stateless loop passes the values after the
-        step as `optimizer_variables` and `trainable_variables`.
+        If the optimizer has made several steps since the last call, one row covers all of them; the row is marked as
+        skipped if any of the steps was. The optimizer numbers the steps, skipped ones included. `loss` is the unscaled
+        loss. `gradients` are the gradients of the scaled loss, in the order of `model.trainable_variables`. A stateless
+        loop passes the values after the step as `optimizer_variables` and `trainable_variables`.
         """
         carried, skips, last = self.scale, self._skipped, self.number
         self.number, self.scale, self._skipped, norm = self._read(optimizer_variables or self._optimizer.variables)
@@ -125,16 +125,18 @@ class StepLog:
 class LogCallback(keras.callbacks.Callback):
     """Writes halfstep's run log while `fit` runs: loss, scale, skips and gradient norm of every step.
 
-    Every `every` steps it adds histograms of the weights, and of their gradients on that batch, which costs one more
-    forward and backward pass. If a step is skipped and the scale cannot go lower, its batch is run again, layer by
-    layer, for a verdict that names the layer. The verdict is written, and logged as a warning; with
-    `on_failure="raise"` it ends the run. With `steps_per_execution` above 1, or with several replicas, the callback
-    does not see the batches: it writes neither histograms of gradients nor verdicts. With `steps_per_execution` above
-    1, one row stands for all steps of an execution. The loss of a step is computed from the mean that Keras keeps, so
-    after a non-finite loss no loss is written until the next epoch.
+    Every `every` steps it adds histograms of the weights, and of their gradients on the current batch, which costs one
+    more forward and backward pass. If a step is skipped and the scale cannot go lower, the batch of this step is run
+    again, layer by layer. The resulting verdict names the failing layer; it is written to the log and logged as a
+    warning. With `on_failure="raise"`, a NumericsError with the verdict ends the run instead of the warning.
+
+    With `steps_per_execution` above 1, one row covers all steps of an execution. In this case, and with several
+    replicas, the callback does not see the batches, so it writes no verdicts and no histograms of gradients. The loss
+    of a step is computed from the mean loss that Keras keeps, so after a non-finite loss no loss is written until the
+    next epoch.
 
     Raises:
-        SetupError, PlanError, LogError: as `StepLog`, when `fit` begins.
+        SetupError, PlanError, LogError: when `fit` begins, for the same reasons as `StepLog`.
         NumericsError: with `on_failure="raise"`, a step was skipped and the scale cannot go lower.
     """
 
@@ -192,7 +194,7 @@ class LogCallback(keras.callbacks.Callback):
     def _loss(self) -> float | None:
         """Returns the loss of the last step, computed from the change in the sums of Keras's mean loss.
 
-        None if it cannot be computed, such as after a loss in the same epoch that was not finite.
+        Returns None if this is not possible, for example when an earlier loss of the same epoch was not finite.
         """
         mean = next((each for each in self.model.metrics if each.name == "loss"), None)
         if mean is None:
@@ -202,10 +204,10 @@ class LogCallback(keras.callbacks.Callback):
         return (self._sums[0] - before[0]) / weight if weight and np.isfinite(before[0]) else None
 
     def _run_again(self, run: Callable[..., Any], scale: float) -> Any:
-        """Returns the result of `run` on the last batch; None if no batch was seen, or once `run` has failed.
+        """Returns the result of `run` on the last batch; returns None if no batch was seen, or if a run has failed.
 
-        `run` may fail, since a custom `train_step` may use batches in any way. A failure is logged and does not end
-        `fit`.
+        `run` may fail because a custom `train_step` may use batches in any way. A failure is logged and does not end
+        `fit`; no batch is run again after it.
         """
         if self._batch is None or not self._runs_again:
             return None

@@ -1,4 +1,4 @@
-"""Makes torch, and so a session, find the layers of a Keras model as modules; for the torch backend."""
+"""Makes the layers of a Keras model visible to torch, and so to a session, as modules; for the torch backend."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def as_modules(model: keras.Model) -> Any:
     """Makes torch find each layer of a built model as a module, under the layer's Keras name; returns the model.
 
     Keras itself registers a layer as a module only if the layer is an attribute of another layer, and it registers
-    running statistics as parameters. After this call, `halfstep.initialize`, `check`, `blame` and `whatif` name layers
-    as `apply_plan` does, rules match them, the model can be copied to try cures, and running statistics are buffers,
-    which a skipped step leaves unchanged. Weights, `state_dict` and what Keras saves are not affected. Call it after
-    `model.to(device)`; idempotent.
+    running statistics as parameters. After this call, running statistics are buffers, which a skipped step leaves
+    unchanged. `halfstep.initialize`, `check`, `blame` and `whatif` use the same layer names as `apply_plan`, and rules
+    match these names. The model can be copied, so that cures can be tried on a copy. Weights, `state_dict` and what
+    Keras saves are not affected. Call it after `model.to(device)`; idempotent.
 
     Raises:
         SetupError: Keras runs on another backend, or the model is not built.
@@ -69,7 +69,10 @@ def _layers(model: keras.Model) -> list[Any]:
 
 
 def _make_buffers(layer: Any) -> None:
-    """Turns the parameters of a layer that no gradient ever changes, such as running statistics, into buffers."""
+    """Turns a layer's non-trainable variables, such as running statistics, from parameters into buffers.
+
+    Weights that are non-trainable only because their layer is frozen stay parameters.
+    """
     held = layer.torch_params
     frozen = {id(v) for each in _layers(layer) if not each.trainable for v in each.weights}  # for a time
     for variable in layer.variables:
@@ -80,8 +83,9 @@ def _make_buffers(layer: Any) -> None:
 def _named_children(layer: Any) -> Iterator[tuple[str, nn.Module]]:
     """Replaces torch's `named_children`: yields layers by their Keras names, then modules that are not layers.
 
-    Keras holds the variables of a layer in one ParameterDict. It is left out if all of them belong to sublayers, which
-    yield them too: otherwise a rule on one sublayer would also match the variables of the others.
+    Keras holds the variables of a layer and of its sublayers in one ParameterDict. This dict is left out if all its
+    variables belong to sublayers. The sublayers yield these variables anyway, and the dict would let a rule on one
+    sublayer match the variables of the others.
     """
     below = named_children(layer)
     yield from below
@@ -113,7 +117,10 @@ def _named(
     recurse: bool = True,
     remove_duplicate: bool = True,
 ) -> Iterator[tuple[str, Any]]:
-    """Yields names and tensors as `of_torch` does, but a variable is named by its layer's path and its own name."""
+    """Yields (name, tensor) pairs as `of_torch` does, but names a variable by its layer's path and its own name.
+
+    `of_torch` is torch's own `named_parameters` or `named_buffers`.
+    """
     names = {id(v.value): f"{path}.{v.name}" for path, each in layers_of(layer) for v in own_variables(each)}
     for name, tensor in of_torch(layer, prefix, recurse, remove_duplicate):
         known = names.get(id(tensor))
@@ -121,9 +128,9 @@ def _named(
 
 
 def _deep_copy(layer: Any, memo: dict[int, Any]) -> Any:
-    """Copies a model, for `copy.deepcopy`: makes another from its configuration, and copies the weights to it.
+    """Copies a model, for `copy.deepcopy`: makes a new model from its configuration, and copies the weights to it.
 
-    Python cannot copy the trackers that Keras puts on layers, and pickling needs registered classes.
+    Python's own deep copy fails on the trackers that Keras puts on layers. Pickling works only for registered classes.
     """
     twin = keras.models.clone_model(layer)
     for copied, own in zip(_layers(twin), _layers(layer), strict=True):

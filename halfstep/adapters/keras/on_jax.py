@@ -1,4 +1,4 @@
-"""The functions for JAX: steps and gradients without assignments, and the state that `fit` keeps outside the model."""
+"""Implements the functions of `backend.py` for JAX: optimizer steps, gradients, batches, and the state `fit` keeps."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ def gradients(run: Callable[[Callable[[Any], Any]], Any], variables: Sequence[An
     """Returns two lists of gradients of `run(tap)`: with respect to the tensors passed to `tap`, and to the variables.
 
     `run` must compute with the tensors that `tap` returns. It is called in a `StatelessScope`, so that its assignments
-    do not last. It must not open another one, which would hide variables. Zeros are added to each tapped tensor; the
-    gradient of these zeros is that of the tensor.
+    do not last. It must not open a second `StatelessScope`, which would hide the values of the variables. JAX has no
+    gradients of intermediate tensors, so zeros are added to each tapped tensor, and the gradient of the zeros is
+    returned; it equals the gradient of the tensor.
     """
     zeros: list[Any] = []
 

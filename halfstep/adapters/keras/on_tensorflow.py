@@ -1,4 +1,4 @@
-"""The functions for TensorFlow: steps across replicas, gradients from tapes, and the batches that `fit` draws."""
+"""Implements the functions of `backend.py` for TensorFlow: optimizer steps in all replicas, gradients, and batches."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def gradients(run: Callable[[Callable[[Any], Any]], Any], variables: Sequence[An
     """Returns two lists of gradients of `run(tap)`: with respect to the tensors passed to `tap`, and to the variables.
 
     `run` must compute with the tensors that `tap` returns. It is called in a `StatelessScope`, so that its assignments
-    do not last. It must not open another one, which would hide variables.
+    do not last. It must not open a second `StatelessScope`, which would hide the first one.
     """
     tapped: list[Any] = []
     with tf.GradientTape() as tape:
@@ -89,7 +89,10 @@ def hand_out_batches(model: Any, take: Callable[[Any], None]) -> None:
 
 
 def summed(grads: Sequence[Any]) -> Sequence[Any]:
-    """Returns the gradients as the step applies them: summed over replicas, with one row per index for embeddings."""
+    """Returns the gradients, except None, summed over the replicas, as the optimizer applies them.
+
+    In the sparse gradient of an embedding, rows with the same index are added up into one row.
+    """
     found = [g for g in grads if g is not None]
     context = tf.distribute.get_replica_context()
     if context is not None and context.num_replicas_in_sync > 1:
@@ -98,9 +101,9 @@ def summed(grads: Sequence[Any]) -> Sequence[Any]:
 
 
 def _rows(grad: tf.IndexedSlices) -> Any:
-    """Returns the rows of a gradient with the rows of each index summed, then rows of zeros up to the original number.
+    """Returns the rows of a sparse gradient with one summed row per index, padded with zeros to the old length.
 
-    Sorts the rows for this, since XLA refuses tensors whose size depends on values.
+    The rows are sorted by index for this, since XLA refuses tensors whose size depends on values.
     """
     order = tf.argsort(grad.indices)
     indices = tf.gather(grad.indices, order)

@@ -1,4 +1,4 @@
-"""The functions for torch: steps, gradients, and the batches that `fit` draws."""
+"""Implements the functions of `backend.py` for torch: optimizer steps, gradients, batches, and blaming an operation."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def gradients(run: Callable[[Callable[[Any], Any]], Any], variables: Sequence[An
     """Returns two lists of gradients of `run(tap)`: with respect to the tensors passed to `tap`, and to the variables.
 
     `run` must compute with the tensors that `tap` returns. It is called in a `StatelessScope`, so that its assignments
-    do not last. It must not open another one, which would hide variables.
+    do not last. It must not open a second `StatelessScope`, which would hide the first one.
     """
     tapped: list[torch.Tensor] = []
 

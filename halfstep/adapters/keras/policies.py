@@ -24,12 +24,13 @@ _GIVEN = "policy_given_by_plan"  # on a layer: the policy that it has from a pla
 def apply_plan(model: keras.Model, plan: Plan) -> Assignment:
     """Sets the plan's policy on every layer of a built model; print the result to see what each layer got, and why.
 
-    A layer that was made with its own `dtype=` keeps it, unless a rule matches it. A second plan replaces the first.
+    A layer that was made with its own `dtype=` keeps it, unless a rule matches it. A second plan replaces the first. If
+    an error is raised, the model is unchanged.
 
     Raises:
-        PlanError: the model is not built, has run already, was made under another global policy, or has weights that
-            the plan stores in another format; a rule matches no layer; two rules disagree on a layer; or as
-            `policy_map`. The model is then unchanged.
+        PlanError: the model is not built, has run already, or was made under another global policy; the model stores
+            weights in another format than the plan; a rule matches no layer, or two rules disagree on a layer; or the
+            plan has a setting that Keras policies cannot express.
     """
     decided = _decide(model, plan)
     _check_not_compiled(decided)
@@ -51,7 +52,10 @@ def _give(layer: Any, name: str) -> None:
 
 
 def _without_plan(layer: Any) -> Any:
-    """Returns a layer's policy before `apply_plan`, or the policy that other code has set on the layer since."""
+    """Returns the policy that a layer has without a plan: the one that `apply_plan` replaced, or its current one.
+
+    The current policy is also returned if other code has set it after `apply_plan`.
+    """
     given, before = vars(layer).get(_GIVEN, (None, None))
     return before if layer._dtype_policy is given else layer._dtype_policy
 
@@ -174,7 +178,7 @@ def _decide(model: keras.Model, plan: Plan) -> dict[str, _Decision]:
 
 
 def _names(path: str, layer: Any) -> tuple[str, ...]:
-    """Returns the names by which rules find a layer: its unique path, and the one with its Keras name if different."""
+    """Returns a layer's names for rules: its unique path and, if different, the path that ends in its Keras name."""
     above = path.rpartition(".")[0]
     named = f"{above}.{layer.name}".removeprefix(".") if path else path
     return (path,) if named == path else (path, named)

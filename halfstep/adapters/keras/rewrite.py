@@ -1,4 +1,4 @@
-"""The one-line switch for mixed precision of TensorFlow 1 and 2.3, implemented with a plan."""
+"""Replaces the one-line switch for mixed precision of TensorFlow 1 and 2.3; this one sets a plan."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def enable_mixed_precision_graph_rewrite(
     *,
     others: tuple[keras.Model, ...] = (),
 ) -> LossScaleOptimizer:
-    """Makes models that are built from now on compute in fp16 with fp32 variables, and returns the wrapped optimizer.
+    """Makes models built from now on compute in fp16 with fp32 variables; returns a LossScaleOptimizer of `optimizer`.
 
     Does the same as `set_plan(level("O1", "fp16"))` and `LossScaleOptimizer(optimizer)`. On TensorFlow, graphs without
     Keras layers are rewritten too, if TensorFlow has a rewrite for the device. Models in `others` are not affected.

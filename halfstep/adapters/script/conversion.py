@@ -56,12 +56,13 @@ _LOG = logging.getLogger("halfstep")
 
 
 class Conversion:
-    """Finds what a script trains, and trains it in one session; the patches of torch call its methods.
+    """Finds what a script trains, and trains it in one session; `patches.install` makes torch call its methods.
 
-    The session opens at the first call of a model that an optimizer trains: by then the model is on its device and
-    wrapped. If the script creates another optimizer later, the next such call reopens the session for all models and
-    optimizers, with the same scales and counts. So no loss is ever scaled by two sessions. A script that uses mixed
-    precision itself gets no session. Each opening calls `sinks` with the rank of this process to make its sinks.
+    The session opens when the script first calls a model that an optimizer trains: by then the model is on its device
+    and wrapped. If the script creates another optimizer later, the next call of a trained model reopens the session for
+    all models and optimizers, with the same scales and counts. So no loss is ever scaled by two sessions. A script that
+    uses mixed precision itself gets no session. Whenever the session opens, `sinks` is called with the rank of this
+    process, and returns the sinks of the session.
 
     Raises:
         PlanError: `plan` or `low` is unknown.
@@ -104,7 +105,7 @@ class Conversion:
             self.watch.start()
 
     def _step_unopened(self, optimizer: weakref.ref[Optimizer], *args: Any, **kwargs: Any) -> Any:
-        """Makes a step that starts without a session; if the closure opens a session, that session makes the step."""
+        """Steps an optimizer that no session steps yet; if the closure opens a session, the session makes the step."""
         own = optimizer()
         assert own is not None  # it steps
         closure = args[0] if args else kwargs.get("closure")
@@ -160,8 +161,8 @@ class Conversion:
     def _open(self, optimizers: Sequence[Optimizer], called: nn.Module) -> None:
         """Closes the open session, and opens one for these optimizers and the models that they train.
 
-        Keeps the open session if its optimizers are still those in use. `called` is the module that is about to be
-        called.
+        If the optimizers in use are still those of the open session, it stays open instead. `called` is the module that
+        is about to be called.
         """
         self.watch.stop()
         self._unopened.close()
@@ -178,7 +179,11 @@ class Conversion:
                 self._undo.callback(forbid_step(optimizer, REPLACED.format(level=plan.name)))
 
     def _open_by_hand(self, module: nn.Module) -> None:
-        """Opens the session for a module that is trained without an optimizer, and for such modules found before."""
+        """Opens the session for `module`, which the script trains without an optimizer.
+
+        The session includes other modules of this kind that were found before. If the plan stores weights in low
+        precision, only the module's type is noted, for the error that the next backward pass raises.
+        """
         if self._plan.param == "low":
             self._refused = self._refused or type(module).__name__
             return
@@ -227,9 +232,10 @@ class Conversion:
         self._skipped = record.skipped
 
     def backward(self, original: Callable[..., Any], tensors: Any, grad_tensors: Any, kwargs: dict[str, Any]) -> None:
-        """Runs a backward pass under the session's loss scale, after which all leaf tensors have unscaled gradients.
+        """Runs a backward pass from `tensors` with the session's loss scale; all leaf tensors get unscaled gradients.
 
-        `original` is torch's own function, called with `kwargs`.
+        `tensors`, `grad_tensors` and `kwargs` are arguments of `torch.autograd.backward`. `original` is torch's own
+        version of this function, which runs the pass.
         """
         session = self._current()
         outputs, directions = paired(tensors, grad_tensors)
@@ -270,10 +276,10 @@ class Conversion:
     def _current(self) -> Session | None:
         """Returns the session that a backward pass goes through; None if torch alone runs the pass.
 
-        Before that, copies weights that the script changed to the masters.
+        Also copies to the masters what the script has written to the weights.
 
         Raises:
-            SetupError: the script trains a model without an optimizer, which the plan does not allow.
+            SetupError: the script trains a model without an optimizer, and the plan stores weights in low precision.
         """
         if self._inside:
             return None

@@ -10,9 +10,10 @@ from torch import Tensor
 
 
 def paired(tensors: Any, directions: Any) -> tuple[list[Tensor] | None, list[Tensor | None]]:
-    """Returns the outputs that a backward pass starts from, and the gradient (direction) of each, None for 1.
+    """Returns the outputs that a backward pass starts from, and for each output its gradient (direction).
 
-    Returns None in place of the outputs if they cannot be multiplied by a scale, or if torch refuses them.
+    A direction of None means that the gradient is 1. In place of the outputs, None is returned if they cannot be
+    multiplied by a scale, or if torch refuses them.
     """
     outputs = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     given = [directions] if directions is None or isinstance(directions, Tensor) else list(directions)
@@ -23,7 +24,10 @@ def paired(tensors: Any, directions: Any) -> tuple[list[Tensor] | None, list[Ten
 
 
 def times(directions: Sequence[Tensor | None], outputs: Sequence[Tensor], scale: Tensor) -> list[Tensor]:
-    """Returns each direction, the gradient of one of the outputs (None for 1), times a loss scale."""
+    """Returns each direction times a loss scale.
+
+    A direction is the gradient of the output at the same position in `outputs`; None means that the gradient is 1.
+    """
     return [
         (torch.ones_like(out) if d is None else d) * scale.to(out.device, out.dtype)
         for out, d in zip(outputs, directions, strict=True)

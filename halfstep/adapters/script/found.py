@@ -38,7 +38,10 @@ def trained_by(optimizers: Iterable[Optimizer]) -> list[Tensor]:
 
 
 def newest(optimizers: Sequence[Optimizer]) -> tuple[list[Optimizer], list[Optimizer]]:
-    """Splits optimizers, given oldest first, into those in use and those with a parameter that a newer one has."""
+    """Splits optimizers into those in use and those replaced by a newer one, which has one of their parameters.
+
+    `optimizers` has the oldest first. Returns both lists.
+    """
     taken: set[int] = set()
     kept: list[Optimizer] = []
     replaced: list[Optimizer] = []

@@ -39,7 +39,8 @@ MAKERS = (torch_amp.__file__, inspect.getfile(autocast))  # through which a scri
 class CallWatch:
     """While on, calls `called` with each module that is about to be called; while off, it costs nothing.
 
-    A hook would run too late: by then torch has looked up the module's forward, so a change of class has no effect.
+    A forward pre-hook would run too late: by then torch has looked up the module's `forward`, and a session, which
+    changes the class of the module, would have no effect on this call.
     """
 
     def __init__(self, called: Callable[[nn.Module], None]) -> None:
@@ -142,9 +143,9 @@ def _session_made(made: Any, listener: Conversion) -> Any:
 
 
 def _is_ours(frame: FrameType | None) -> bool:
-    """Returns whether code of torch or halfstep, such as checkpointing, made an autocast region, and not the script.
+    """Returns whether code of torch or halfstep (such as checkpointing), not the script, made an autocast region.
 
-    `frame` is the frame that called the constructor.
+    `frame` is the frame that called the constructor of the region.
     """
     while frame is not None and frame.f_code.co_filename in MAKERS:
         frame = frame.f_back

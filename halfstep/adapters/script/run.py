@@ -33,10 +33,10 @@ _LOG = logging.getLogger("halfstep")
 class Ran:
     """How a script ran.
 
-    `trained` is the status of its session, None if neither the script nor halfstep opened one. `peak` is the most bytes
-    allocated on a GPU. `brings` names the mixed precision that the script itself uses. `seconds` is the time of the
-    whole script. `error` is what ended it: an exception or SystemExit, None if it ran to its last line. `rank` is the
-    rank of this process.
+    `trained` is the status of its session, None if neither the script nor halfstep opened one. `peak` is the largest
+    number of bytes that was allocated on a GPU. `brings` names the mixed precision that the script itself uses; None if
+    it uses none. `seconds` is how long the whole script took. `error` is the exception (SystemExit included) that ended
+    the script; None if the script ran to its last line. `rank` is the rank of this process.
     """
 
     trained: Status | None
@@ -58,12 +58,12 @@ def run(  # noqa: PLR0913  # what the command has
     observe: bool = False,
     ended: Callable[[Ran], None] = lambda ran: None,
 ) -> None:
-    """Runs a script, or with `module` a module as `python -m` does, and trains its models under a plan (None: O1).
+    """Runs a script, or with `module` a module as `python -m` does, and trains its models under a plan.
 
-    If the script itself uses mixed precision, `plan` has no effect, and `low` is only the format of the stand-in for
-    apex. When the session opens, `sinks` is called with the rank of the process to make its sinks. With `observe` the
-    session observes tensors at every 50th step. `ended` is called with the Ran at the end, also after an error; by then
-    torch and the script's models are as they were before.
+    A `plan` of None means O1. If the script itself uses mixed precision, `plan` has no effect, and `low` only sets the
+    format of the stand-in for apex. When the session opens, `sinks` is called with the rank of the process, and returns
+    the sinks of the session. With `observe` the session observes tensors at every 50th step. `ended` is called with the
+    Ran at the end, also after an error; by then the session is closed and the patches of torch are removed.
 
     Raises:
         ScriptError: there is no such script.
@@ -101,7 +101,10 @@ def run(  # noqa: PLR0913  # what the command has
 
 
 def _run_file(path: Path) -> None:
-    """Runs a script in a `__main__` module like that of `python`; runpy would change `sys.argv[0]` to the full path."""
+    """Runs a script in a new `__main__` module, as `python` does.
+
+    Only folders, zip files and .pyc files are run by runpy, which sets `sys.argv[0]` to the full path.
+    """
     if path.is_dir() or path.suffix == ".pyc" or zipfile.is_zipfile(path):
         runpy.run_path(str(path), run_name="__main__")
         return
