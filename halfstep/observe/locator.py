@@ -1,7 +1,7 @@
 """Finds from the stack where an operation was called: the module, the line of user code, and the torch function.
 
-It reads the stack instead of using hooks: a hook that returns a value changes the model, a hook that raises is not
-removed, and no hook sees the part of a forward that a checkpoint runs again in the backward pass.
+It reads the stack instead of adding forward hooks to the model. Hooks would have to be removed again, also where a
+forward raises, and they do not see the part of a forward that a checkpoint runs again in the backward pass.
 """
 
 from __future__ import annotations
