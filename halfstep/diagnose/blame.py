@@ -299,7 +299,7 @@ def _beyond(rehearsal: Rehearsal) -> tuple[str, float] | None:
 def _below_one(rehearsal: Rehearsal, found: Diagnosis, scale: float) -> float | None:
     """Returns the largest loss scale below 1, found by halving, at which the closure's numbers are finite, or None.
 
-    Such a scale loses small gradients. Therefore callers try edits first.
+    Such a scale makes small gradients 0, so callers try changes of the plan first.
     """
     if not found.may_be_scale or rehearsal.plan.ops == "none":
         return None

@@ -329,9 +329,10 @@ def smallest_scale(gradients: Sequence[TensorStats], fmt: Format, largest: float
 
 
 def expected_snr_db(stats: TensorStats, fmt: Format, scale: float) -> float:
-    """Returns the expected signal to noise ratio of values times `scale` in a format, from the values' exponents.
+    """Returns the expected signal-to-noise ratio, in dB, of rounding values times `scale` to a format.
 
-    Assumes that values are uniform within an octave, and rounding errors within a rounding step.
+    It is computed from the counts of exponents, assuming that values are uniform within an octave, and rounding errors
+    within a rounding step.
 
     >>> from halfstep.formats import FP16
     >>> stats = measure(torch.rand(10_000) + 1.0)

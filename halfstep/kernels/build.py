@@ -166,8 +166,8 @@ def _loaded(source: Path, compiler: str, deadline: float) -> ctypes.CDLL:
 def _opened(path: Path, refused: list[str], where: str | None = None) -> ctypes.CDLL | None:
     """Loads the library at `path`; returns None and adds the reason to `refused` if it cannot be loaded.
 
-    `refused` has the reasons why preferred folders could not be used. If there are any, a warning, given once, says
-    that the library is kept in its folder; `where` describes that folder in the warning.
+    `refused` holds the reasons why folders tried before this one could not be used. If it has any and the library
+    loads, a warning names the reasons and the folder used instead, as `where` if that is given.
     """
     try:
         opened = ctypes.CDLL(str(path))

@@ -48,7 +48,10 @@ class Absorbed(Generic[T]):
         return float(self.values[self.values.abs().argmax()])
 
     def said(self, operator: str, where: str | None, by: str, by_where: str | None) -> AbsorbedOverflow:
-        """Returns the record of this overflow, with the names and lines of its two operations."""
+        """Returns the record of this overflow.
+
+        `operator` overflowed at the line `where`; `by` made the result finite again at the line `by_where`.
+        """
         fmt = as_format(self.dtype).name
         return AbsorbedOverflow(operator, where, self.exact, fmt, by, by_where, self.got, self.want, self.off)
 

@@ -30,8 +30,9 @@ _SHORT: Mapping[str, Policy] = {"full": FULL, "low": LOW}
 def _table(of: type, changed: Mapping[str, Any] | None = None, **options: Any) -> type[Struct]:
     """Returns the Struct type that describes an object of class `of` (such as a Rule) as a table in a plan file.
 
-    The table has the fields of `of`. `changed` gives the types of fields that the file writes differently, or that only
-    the file has. Fields with a default may be left out; unknown fields are an error.
+    The table has the fields of the class. `changed` maps names to types, for fields that have another type in the file
+    or exist only there. Fields with a default may be left out; unknown fields are an error. `options` are options of
+    `msgspec.defstruct`.
     """
     optional = {each.name for each in fields(of) if each.default is not MISSING or each.default_factory is not MISSING}
     hints, changed = get_type_hints(of), dict(changed or {})

@@ -296,8 +296,9 @@ class Replicas:
     def _hand_on(self, parameters: Sequence[nn.Parameter], source: int, *, sent_again: bool) -> None:
         """Copies the session's state of these parameters from process `source` to all others, bit for bit.
 
-        The state is the weights that have masters, the masters, the optimizer states, and the loss scales. `sent_again`
-        means that DistributedDataParallel will write the same weights once more.
+        The state is the weights that have masters, the masters, the optimizer states, and the loss scales. Pass
+        `sent_again` if DistributedDataParallel will write the same weights once more, so that its write does not count
+        as a change of the weights.
         """
         states = self._compare(parameters)
         for tensor in self._replica.held(parameters):

@@ -189,7 +189,10 @@ def _lives_at_floor(course: _Course) -> Headline | None:
 
 
 def _absorbed(course: _Course) -> Headline | None:
-    """Returns the headline of a run in which a later operation made an overflow finite, but wrong; None for others."""
+    """Returns the headline of a run in which an operation turned infinities of an overflow into finite, wrong values.
+
+    Returns None for other runs.
+    """
     if not course.gathered.absorbed:
         return None
     worst = max(course.gathered.absorbed, key=lambda each: len(each.steps))

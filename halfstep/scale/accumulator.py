@@ -50,9 +50,8 @@ class Collected:
     def overflowed(self, found: Tensor) -> dict[int, Tensor]:
         """Returns, by loss id, whether the scale of that loss must back off (0-dim bool).
 
-        `found` tells whether a gradient is not finite. If the gradients still carry a scale, which all losses share,
-        `found` makes the scales of all losses back off. If they are true gradients, `found` is ignored, and only the
-        losses that are known to have overflowed count.
+        `found` tells whether a gradient is not finite. If the gradients are still scaled, it holds for every loss. If
+        they are true gradients, `found` is ignored, and only losses count that are known to have overflowed.
         """
         clean = torch.zeros_like(found)
         flags = {loss: self.flags[loss].to(found.device) if loss in self.flags else clean for loss in self.losses}

@@ -591,9 +591,9 @@ class Session:
     ) -> Probe:
         """Returns a probe that measures tensors of the model at the next step and then at every `every`-th step.
 
-        If only some of several optimizers make such a step, the following steps are measured too, up to 8 in all, until
-        each optimizer has made one. Weights are read at the first of these steps, and an observation has the number of
-        the step at which it was read.
+        With several optimizers of which only some make a measured step, the probe measures the following steps too, up
+        to 8 in all, until each optimizer has made one. Weights are read at the first of them; an observation has the
+        number of the step at which it was read.
 
         `modules` are patterns as in a Rule ("blocks.0", "*.attn", "type:Linear"); a pattern selects the modules that
         match it and all modules inside them.
@@ -603,9 +603,9 @@ class Session:
         the activation), and "update" (what the step adds to each weight, in units of the weight's last place, from
         which `Observation.lost_updates` follows). `sample` limits how many elements of each tensor are read.
 
-        Several passes before a step are counted together. A module that only returns what a module inside it returned
-        is left out, and so is a module whose forward is never called (`out_proj` of MultiheadAttention: its weights are
-        measured).
+        Several passes before a step are counted together. There are no activations of a module that only returns what a
+        module inside it returned, nor of one whose forward is never called (such as `out_proj` of MultiheadAttention).
+        Their weights are measured.
 
         With `absorbed=True`, the probe also looks for overflows that a later operation makes finite again, in all
         training forwards of a measured step and in the losses after them. It reports each as an observation of kind
