@@ -61,7 +61,7 @@ class Tally:
         self.train_loss += [] if final is None else [final]
 
     def add_end(self, validation: dict[str, float], facts: Facts) -> None:
-        """Adds the validation metrics and the facts (skipped steps, loss scale, memory) at the end of the run with one seed."""
+        """Adds the validation metrics and the facts (skipped steps, loss scale, memory) of the run with one seed."""
         for name, value in validation.items():
             self.validation.setdefault(name, []).append(float(value))
         self.skipped.append(facts.skipped)

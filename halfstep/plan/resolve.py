@@ -206,7 +206,7 @@ def _depth(path: str) -> int:
 
 
 def _is_uncalled(module: nn.Module) -> bool:
-    """Returns whether a module only holds others: it has no forward (ModuleList), or is the wrapper of torch.compile."""
+    """Returns whether a module only holds others: it has no forward (ModuleList), or is torch.compile's wrapper."""
     if isinstance(module, torch.jit.ScriptModule):  # whose class has no forward to read
         return False
     return type(module).forward is nn.Module.forward or compiled_module(module) is not None
