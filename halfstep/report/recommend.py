@@ -22,10 +22,10 @@ def recommendation(results: Sequence[BenchResult], *, losses: bool = False) -> s
 
     Each result has the rows of one model and batch size. The fastest O0 row, compiled or not, is compared with the
     fastest other row; O0 is recommended unless the other is clearly faster. A row counts only if its losses stayed
-    finite and, if it trained for at least `JUDGED` steps, its final loss is near O0's. An O3 row with fewer steps is
-    the last choice, since O3 has no masters and its loss cannot be judged yet. A result in which one of the two ran out of
-    memory is not compared; the sentence says how many there are. `losses` adds the final losses; it is for a single
-    result only.
+    finite and, if it trained for at least `JUDGED` steps, its final loss is near O0's. An O3 row with fewer steps
+    is the last choice, since O3 has no masters and its loss cannot be judged yet. A result in which one of the two
+    ran out of memory is not compared; the sentence says how many there are. `losses` adds the final losses; it is
+    for a single result only.
     """
     rows = _compared(results)
     if not rows:
