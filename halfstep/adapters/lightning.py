@@ -54,9 +54,9 @@ class Halfstep(Precision):
     """Trains under a halfstep plan: `Trainer(plugins=[Halfstep("O2", low="bf16")])`, without `precision=`.
 
     `plan` and `settings` are those of `halfstep.initialize`. The session is open while a fit, validation, test or
-    prediction runs; before and after, the model is an ordinary fp32 model (of rounded values, after O3). Checkpoints
-    are always fp32. With Fabric, call the plugin's `setup` instead of `fabric.setup`, which does not pass optimizers to
-    plugins, and call the plugin's `close` at the end.
+    prediction runs; before and after, the model is an ordinary fp32 model. After O3, which has no masters, its fp32
+    weights hold values that were rounded to the low format. Checkpoints are always fp32. With Fabric, call the plugin's
+    `setup` instead of `fabric.setup`, which does not pass optimizers to plugins. Call the plugin's `close` at the end.
 
     A Trainer's loggers get three values every `log_every_n_steps` steps: `halfstep/scale`, `halfstep/skipped` and,
     above O0, `halfstep/grad_norm`. `halfstep/skipped` counts the skipped steps so far. `halfstep/grad_norm` is the norm
@@ -279,7 +279,7 @@ def _check_low(trainer: Trainer, module: nn.Module, *, trains_them: bool) -> Non
     """Refuses fp16 or bf16 weights if Lightning would copy fp32 values into them, which would round these values.
 
     Lightning copies such values if a callback averages weights, or if it loads a checkpoint (`ckpt_path`). A checkpoint
-    is allowed with `trains_them`, which says that the plan trains the weights in the format that they have.
+    is allowed if `trains_them` is True: the plan then trains the weights in the format that they have.
     """
     low = next((p.dtype for p in module.parameters() if p.requires_grad and is_low(p)), None)
     averaging = _averaging_of(trainer)

@@ -18,7 +18,7 @@ class CudaAutocast(autocast):
     """The drop-in for `torch.cuda.amp.autocast`, which has no argument for the device."""
 
     def __new__(cls, enabled: bool = True, dtype: torch.dtype = torch.float16, cache_enabled: bool = True) -> Any:
-        """Returns a new drop-in; in code that torch.compile traces, returns torch's own autocast instead."""
+        """Returns a new CudaAutocast; in code that torch.compile traces, returns torch's own autocast instead."""
         return super().__new__(cls, "cuda", dtype, enabled, cache_enabled)
 
     def __init__(self, enabled: bool = True, dtype: torch.dtype = torch.float16, cache_enabled: bool = True) -> None:
@@ -29,7 +29,7 @@ class CpuAutocast(autocast):
     """The drop-in for `torch.cpu.amp.autocast`, which has no argument for the device."""
 
     def __new__(cls, enabled: bool = True, dtype: torch.dtype = torch.bfloat16, cache_enabled: bool = True) -> Any:
-        """Returns a new drop-in; in code that torch.compile traces, returns torch's own autocast instead."""
+        """Returns a new CpuAutocast; in code that torch.compile traces, returns torch's own autocast instead."""
         return super().__new__(cls, "cpu", dtype, enabled, cache_enabled)
 
     def __init__(self, enabled: bool = True, dtype: torch.dtype = torch.bfloat16, cache_enabled: bool = True) -> None:
@@ -54,12 +54,12 @@ _TORCHS_FWD, _TORCHS_BWD = torch.amp.custom_fwd, torch.amp.custom_bwd
 
 
 def custom_fwd(fwd: Any = None, *, device_type: str, cast_inputs: torch.dtype | None = None) -> Any:
-    """Works like `torch.amp.custom_fwd`, also if a function for CUDA is called with CPU tensors only."""
+    """Works like `torch.amp.custom_fwd`, but uses the CPU's autocast if a function for CUDA gets only CPU tensors."""
     return _where_tensors_are(fwd, device_type, partial(_TORCHS_FWD, cast_inputs=cast_inputs))
 
 
 def custom_bwd(bwd: Any = None, *, device_type: str) -> Any:
-    """Works like `torch.amp.custom_bwd`, also if a function for CUDA is called with CPU tensors only."""
+    """Works like `torch.amp.custom_bwd`, but uses the CPU's autocast if a function for CUDA gets only CPU tensors."""
     return _where_tensors_are(bwd, device_type, _TORCHS_BWD)
 
 

@@ -24,8 +24,8 @@ _LOG = logging.getLogger("halfstep")
 class WideSums:
     """A communication hook that sums low gradients in fp32, where DistributedDataParallel would sum them low.
 
-    Each process sums one share of a bucket. Buckets are sent in the low format, in as many bytes as an all-reduce of
-    them sends.
+    Each process sums one share of a bucket. Gradients are sent in the low format, which takes as many bytes as an
+    all-reduce in that format.
 
     A parameter's sum of gradients over earlier backward passes is in fp32, which a bucket cannot hold. `hold` sets this
     sum aside for the next backward pass. If all processes already have the same sum, `release` returns it after the

@@ -69,8 +69,9 @@ class Findings:
     def norm(self) -> Tensor:
         """The L2 norm of the gradients (0-dim fp32), which is the square root of `square`.
 
-        If each of n processes adds one n-th of the square of the same fp32 norm, the result is exactly that norm: the
-        square is exact in float64, and the error of the n shares and their sum is less than n units in 2**53.
+        If each of n processes adds one n-th of the square of the same fp32 norm, the result is exactly that norm. The
+        square is exact in float64. The sum of its n shares has a relative error below n / 2**53, which is too small to
+        change the norm once it is rounded to fp32.
         """
         return self.square.sqrt().float()
 

@@ -24,8 +24,8 @@ _OPENINGS = count()
 def naming_who_is_gone(group: dist.ProcessGroup | None, what: str, meeting: str) -> Iterator[None]:
     """Raises an error that names the processes that are gone, if a collective operation inside the context fails.
 
-    To find them, the processes that still run check in with the group's store, under keys that begin with `meeting`.
-    Use another `meeting` after a restart by torchrun, whose store still has the keys from before the restart. `what`
+    To find them, each process that is still running writes a key that begins with `meeting` to the group's store. After
+    a restart by torchrun, use another `meeting`, since the store still has the keys from before the restart. `what`
     names the operation in the error.
 
     Raises:

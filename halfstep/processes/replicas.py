@@ -39,7 +39,10 @@ class Replica(Protocol):
         """Describes what the processes must have in common to train these parameters, one line for each fact."""
 
     def held(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-        """Returns each of these parameters that has a master or remainder, followed by that master or remainder."""
+        """Returns the parameters that have a master or a remainder, each followed by its master or remainder.
+
+        A remainder is an int16 tensor that, together with the bf16 weight, gives the fp32 value of a `split` master.
+        """
 
     def moments(self, parameters: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
         """Returns the optimizer state of each of these parameters, by name; empty for a parameter without state."""
@@ -364,7 +367,8 @@ def _retire(wrapper: weakref.ref[DistributedDataParallel], low: Sequence[nn.Para
 class _Retired:
     """A hook that makes a DistributedDataParallel wrapper refuse to train parameters whose dtype has changed.
 
-    In a copy of the wrapper it does nothing: the copy was made for the dtypes that its parameters have.
+    In a copy of the wrapper the hook does nothing, since torch prepares the copy for the dtypes that its parameters
+    have when the copy is made.
     """
 
     def __init__(self, made_for: Sequence[nn.Parameter]) -> None:
@@ -400,9 +404,10 @@ class _Like:
 
     @classmethod
     def of(cls, value: Any, parameter: nn.Parameter) -> Any:
-        """Returns what to send for a value: a `_Like` for a tensor on the parameter's device, else the value itself.
+        """Returns what to send first for a value of the parameter's optimizer state.
 
-        A 0-dim tensor, or a tensor on another device, is sent as a value, from the CPU.
+        For a tensor on the parameter's device, this is a `_Like`, and the tensor is sent later. A 0-dim tensor, or a
+        tensor on another device, is returned as a CPU tensor. A value that is not a tensor is returned itself.
         """
         if not isinstance(value, Tensor):
             return value
@@ -482,7 +487,10 @@ def wrappers_of(roots: Sequence[nn.Module]) -> list[DistributedDataParallel]:
 
 
 def living_wrappers_of(roots: Sequence[nn.Module]) -> list[DistributedDataParallel]:
-    """Returns what `wrappers_of` finds after garbage collection: the wrappers in use, the same in all processes."""
+    """Returns the wrappers that `wrappers_of` finds after garbage collection: only those that are still in use.
+
+    Without the collection, processes could differ: some would still find wrappers that others have already freed.
+    """
     if wrappers_of(roots):  # to collect takes half a second
         gc.collect()
     return wrappers_of(roots)

@@ -65,7 +65,10 @@ def spread(value: Tensor, t: Tensor) -> Tensor:
 
 
 def part_of(grad: Tensor, p: Tensor) -> Tensor:
-    """Returns the gradient of this process's shard of `p`; returns `grad` itself unless it is sharded like `p`."""
+    """Returns this process's shard of the gradient `grad` of a parameter `p`.
+
+    If `grad` is not sharded in the same way as `p`, returns `grad` itself.
+    """
     placed = is_sharded(grad) and is_sharded(p) and grad.placements == p.placements
     return local(grad) if placed else grad
 

@@ -1,4 +1,4 @@
-"""Imports the functions that differ between backends from the file of the backend that Keras runs on."""
+"""Imports the backend-specific functions for Keras's current backend: from `on_tensorflow`, `on_jax` or `on_torch`."""
 
 from __future__ import annotations
 

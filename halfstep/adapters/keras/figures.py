@@ -22,12 +22,12 @@ def finite(values: Any) -> bool:
 
 
 def finite_but_for_masks(values: Any) -> bool:
-    """Returns whether all floating-point numbers are finite or minus infinity, which masks use."""
+    """Returns whether all floating-point numbers in tensors are finite or, as in masks, minus infinity."""
     return all(bool((each < np.inf).all()) for each in _floating(values))
 
 
 def figures(values: Any) -> str:
-    """Returns a text on the numbers in tensors: the largest finite magnitude, and how many are infinite or NaN."""
+    """Describes the numbers in tensors as text: the largest finite magnitude, and how many are infinite or NaN."""
     found = _floating(values)
     numbers = np.concatenate([each.ravel() for each in found]) if found else np.zeros(0)
     finite = np.isfinite(numbers)

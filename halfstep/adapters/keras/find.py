@@ -72,10 +72,11 @@ def loss_of_batch(model: keras.Model, x: Any, y: Any, sample_weight: Any) -> Any
 
 
 def find_cause(model: keras.Model, x: Any, y: Any, sample_weight: Any, *, scale: float) -> Verdict | None:
-    """Returns the verdict of `find_broken` on a compiled model; on torch it also has the operation that `blame` finds.
+    """Returns the verdict of `find_broken` on a compiled model; on torch the verdict also names the failing operation.
 
-    `find_broken` and `blame` may name different layers: `find_broken` counts a cast between two layers as part of the
-    second layer. The layer that `blame` names is used only if it is inside the layer that `find_broken` names.
+    On torch, `blame` finds this operation. `find_broken` and `blame` may name different layers: `find_broken` counts a
+    cast between two layers as part of the second layer. The verdict takes the layer from `blame` only if this layer is
+    inside the layer that `find_broken` names.
     """
 
     def loss() -> Any:
@@ -211,8 +212,8 @@ def _first_in_backward(model: keras.Model, run: Callable[[], Any], scale: float)
 def _backward(model: keras.Model, run: Callable[[], Any], scale: float) -> Iterator[tuple[Call, bool, Sequence[Any]]]:
     """Yields (call, is_end, gradients) twice for each layer call, in the order of the backward pass.
 
-    The first time `is_end` is True, and the gradients are those of the call's outputs. The second time, at the start of
-    the call, they are those of its inputs and weights.
+    For each call, `is_end` is first True, and the gradients are those of the call's outputs. Later `is_end` is False,
+    and the gradients are those of the call's inputs and of the layer's weights.
     """
     marks: list[tuple[Call, bool, list[int]]] = []  # which tapped tensors lie there
 
@@ -240,10 +241,10 @@ def _backward(model: keras.Model, run: Callable[[], Any], scale: float) -> Itera
 
 
 def _cured_in_fp32(layer: Any, run: Callable[[], bool]) -> bool | None:
-    """Runs a test while a layer and all layers inside it compute in fp32; returns the result of the test.
+    """Returns the result of `run`, called while a layer and all layers inside it compute in fp32.
 
-    `run` is the test; it tells whether values are finite. Returns False without calling `run` if all these layers
-    compute in fp32 anyway. Returns None if `run` raises an error.
+    `run` returns whether the values that it computes are finite. If all the layers compute in fp32 anyway, False is
+    returned without calling `run`. If `run` raises an error, None is returned.
     """
     if not any(computes_low(each) for each in layer._flatten_layers()):
         return False

@@ -24,8 +24,9 @@ _UNSEEN = "rules_not_seen_yet"  # on the map that is set: those of which `apply_
 def policy_map(plan: Plan) -> keras.dtype_policies.DTypePolicyMap:
     """Returns the plan as a map from a layer's path to its policy, for `dtype=` or `keras.config.set_dtype_policy`.
 
-    Keras looks up each layer by its path when the layer is built. So a rule on a type finds only layers with names that
-    Keras made (`dense_1`), and no rule finds layers without weights, which have no path. `apply_plan` handles the rest.
+    When a layer is built, Keras looks up the layer's path in this map. A path contains names but no types, so a rule on
+    a type works only for layers whose names Keras made from the type (`dense_1`). Layers without weights have no path,
+    so no rule works for them. `apply_plan` has neither of these limits.
 
     Raises:
         PlanError: the plan has a setting that Keras policies cannot express.
@@ -138,7 +139,7 @@ def policy_name(plan: Plan, policy: Policy) -> str:
 
 
 def mixed_name(plan: Plan) -> str:
-    """Returns Keras's name for a policy that computes in low precision and has fp32 variables."""
+    """Returns the name of the Keras policy that computes in the plan's low format with fp32 variables: `mixed_...`."""
     return f"mixed_{DTYPES[plan.low]}"
 
 

@@ -73,7 +73,8 @@ class StepLog:
         If the optimizer has made several steps since the last call, one row covers all of them; the row is marked as
         skipped if any of the steps was. The optimizer numbers the steps, skipped ones included. `loss` is the unscaled
         loss. `gradients` are the gradients of the scaled loss, in the order of `model.trainable_variables`. A stateless
-        loop passes the values after the step as `optimizer_variables` and `trainable_variables`.
+        loop also passes `optimizer_variables` and `trainable_variables`: the values that the variables of the optimizer
+        and the trainable variables of the model have after the step.
         """
         carried, skips, last = self.scale, self._skipped, self.number
         self.number, self.scale, self._skipped, norm = self._read(optimizer_variables or self._optimizer.variables)
@@ -206,8 +207,8 @@ class LogCallback(keras.callbacks.Callback):
     def _run_again(self, run: Callable[..., Any], scale: float) -> Any:
         """Returns the result of `run` on the last batch; returns None if no batch was seen, or if a run has failed.
 
-        `run` may fail because a custom `train_step` may use batches in any way. A failure is logged and does not end
-        `fit`; no batch is run again after it.
+        `run` may fail if a custom `train_step` uses batches in another way than Keras's own. A failure is logged and
+        does not end `fit`; no batch is run again after it.
         """
         if self._batch is None or not self._runs_again:
             return None

@@ -130,7 +130,8 @@ def _named(
 def _deep_copy(layer: Any, memo: dict[int, Any]) -> Any:
     """Copies a model, for `copy.deepcopy`: makes a new model from its configuration, and copies the weights to it.
 
-    Python's own deep copy fails on the trackers that Keras puts on layers. Pickling works only for registered classes.
+    Python's own deep copy fails on the trackers that Keras puts on layers. Copying by pickling would work only for
+    classes that are registered with Keras.
     """
     twin = keras.models.clone_model(layer)
     for copied, own in zip(_layers(twin), _layers(layer), strict=True):

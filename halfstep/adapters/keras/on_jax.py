@@ -12,9 +12,10 @@ from halfstep.records import Verdict
 
 
 def apply_where_finite(optimizer: Any, found: Any, grads: Sequence[Any], norm: Any, variables: Sequence[Any]) -> None:
-    """Applies the gradients unless `found` says that one overflowed, and adapts the loss scale.
+    """Applies the gradients unless `found` says that one of them overflowed; adapts the loss scale.
 
-    Waits for the device to know `found`, since a branch in JAX must not assign variables.
+    `grads` are unscaled, `norm` is their L2 norm, and `variables` are the weights. Waits for the device to compute
+    `found`, since a branch that runs on the device (`jax.lax.cond`) must not assign variables.
     """
     if not bool(found):
         optimizer.inner_optimizer.apply(grads, variables)
@@ -77,4 +78,4 @@ def sync(model: Any) -> None:
 
 
 def rewrite_graphs() -> None:
-    """Does nothing: only TensorFlow can rewrite graphs."""
+    """Does nothing: only TensorFlow can rewrite graphs to compute in fp16."""

@@ -15,8 +15,9 @@ from halfstep.records import Verdict
 def apply_where_finite(optimizer: Any, found: Any, grads: Sequence[Any], norm: Any, variables: Sequence[Any]) -> None:
     """Applies the gradients unless one overflowed in any replica, and adapts the loss scale.
 
-    `found` and `norm` are those of this replica. Replicas sum their gradients only within the step, so each must know
-    before the step whether any of them overflowed.
+    `grads` are the unscaled gradients of this replica, and `found` tells whether one of them overflowed. `norm` is the
+    L2 norm of the gradients summed over the replicas. `variables` are the weights. The optimizer sums the gradients
+    only within its step, so the replicas combine their `found` before the step.
 
     Raises:
         SetupError: called outside `strategy.run`.
@@ -89,9 +90,10 @@ def hand_out_batches(model: Any, take: Callable[[Any], None]) -> None:
 
 
 def summed(grads: Sequence[Any]) -> Sequence[Any]:
-    """Returns the gradients, except None, summed over the replicas, as the optimizer applies them.
+    """Returns the gradients that are not None, each summed over the replicas, as the optimizer sums them in its step.
 
-    In the sparse gradient of an embedding, rows with the same index are added up into one row.
+    A sparse gradient, such as that of an embedding, is returned as a dense tensor of its rows. Rows with the same index
+    are added up into one row.
     """
     found = [g for g in grads if g is not None]
     context = tf.distribute.get_replica_context()
@@ -101,9 +103,10 @@ def summed(grads: Sequence[Any]) -> Sequence[Any]:
 
 
 def _rows(grad: tf.IndexedSlices) -> Any:
-    """Returns the rows of a sparse gradient with one summed row per index, padded with zeros to the old length.
+    """Returns the rows of a sparse gradient as a dense tensor, with rows of the same index added up into one row.
 
-    The rows are sorted by index for this, since XLA refuses tensors whose size depends on values.
+    Rows of zeros at the end keep the number of rows as it was, since XLA refuses tensors whose size depends on values.
+    The rows are in the order of their indices.
     """
     order = tf.argsort(grad.indices)
     indices = tf.gather(grad.indices, order)
@@ -113,7 +116,7 @@ def _rows(grad: tf.IndexedSlices) -> Any:
 
 
 def sync(model: Any) -> None:
-    """Does nothing, since variables hold their current values."""
+    """Does nothing: on TensorFlow, `fit` keeps all state in the variables of the model and its optimizer."""
 
 
 def rewrite_graphs() -> None:

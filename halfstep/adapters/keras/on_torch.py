@@ -17,9 +17,10 @@ from halfstep.records import Verdict
 
 @torch.no_grad()
 def apply_where_finite(optimizer: Any, found: Any, grads: Sequence[Any], norm: Any, variables: Sequence[Any]) -> None:
-    """Applies the gradients unless `found` says that one overflowed, and adapts the loss scale.
+    """Applies the gradients unless `found` says that one of them overflowed; adapts the loss scale.
 
-    Waits for the device to know `found`, as Keras's own branches do on torch.
+    `grads` are unscaled, `norm` is their L2 norm, and `variables` are the weights. Waits for the device to compute
+    `found`, as Keras's own branches do on torch.
     """
     if not bool(found):
         optimizer.inner_optimizer.apply(grads, variables)
@@ -77,8 +78,8 @@ def summed(grads: Sequence[Any]) -> Sequence[Any]:
 
 
 def sync(model: Any) -> None:
-    """Does nothing, since variables hold their current values."""
+    """Does nothing: on torch, `fit` keeps all state in the variables of the model and its optimizer."""
 
 
 def rewrite_graphs() -> None:
-    """Does nothing: only TensorFlow can rewrite graphs."""
+    """Does nothing: only TensorFlow can rewrite graphs to compute in fp16."""

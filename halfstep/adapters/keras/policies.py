@@ -52,16 +52,18 @@ def _give(layer: Any, name: str) -> None:
 
 
 def _without_plan(layer: Any) -> Any:
-    """Returns the policy that a layer has without a plan: the one that `apply_plan` replaced, or its current one.
+    """Returns the policy that a layer had before any plan was applied.
 
-    The current policy is also returned if other code has set it after `apply_plan`.
+    If no plan has changed the layer's policy, or other code has set another policy since, returns the current one.
     """
     given, before = vars(layer).get(_GIVEN, (None, None))
     return before if layer._dtype_policy is given else layer._dtype_policy
 
 
 def describe(model: keras.Model, plan: Plan) -> Assignment:
-    """Returns the formats of each layer of a model, and why it has them; changes nothing.
+    """Returns the formats that each layer of a model has now, and the reason for them; changes nothing.
+
+    If a layer does not have the policy that the plan gives it, the reason says so and names that policy.
 
     Raises:
         PlanError: the model is not built, a rule matches no layer, or two rules disagree on a layer.
@@ -178,7 +180,11 @@ def _decide(model: keras.Model, plan: Plan) -> dict[str, _Decision]:
 
 
 def _names(path: str, layer: Any) -> tuple[str, ...]:
-    """Returns a layer's names for rules: its unique path and, if different, the path that ends in its Keras name."""
+    """Returns the names of a layer that rules can match: its path and, if different, a path with its Keras name.
+
+    The two differ if several sublayers of a layer have the same Keras name (`dense`): then the last part of the path is
+    numbered (`dense_1`).
+    """
     above = path.rpartition(".")[0]
     named = f"{above}.{layer.name}".removeprefix(".") if path else path
     return (path,) if named == path else (path, named)

@@ -1,4 +1,4 @@
-"""Replaces the one-line switch for mixed precision of TensorFlow 1 and 2.3; this one sets a plan."""
+"""Provides `enable_mixed_precision_graph_rewrite`, known from TensorFlow 1 and 2.3, for Keras 3; it sets a plan."""
 
 from __future__ import annotations
 

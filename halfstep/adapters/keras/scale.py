@@ -22,11 +22,11 @@ ops = keras.ops
 class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     """Wraps an optimizer: scales the loss, and skips steps whose gradients are not finite.
 
-    `scaling` is a Scaling, "dynamic", a number, or "none", which only skips. Pass this optimizer to
-    `model.compile(optimizer=...)`; `fit` does the rest. A custom loop calls `scale_loss`, computes gradients, and calls
-    `apply`, or `unscale` and `apply_unscaled` to read or change unscaled gradients in between. The scale and its
-    counters are variables of the optimizer, saved and loaded with it. Under a strategy with several replicas, all
-    replicas skip a step that overflowed in any of them.
+    `scaling` is a Scaling, "dynamic", a number, or "none". With "none" the loss is not scaled, but steps are still
+    skipped. Pass this optimizer to `model.compile(optimizer=...)`; `fit` does the rest. A custom loop calls
+    `scale_loss`, computes gradients, and calls `apply`. To read or change unscaled gradients, it calls `unscale` and
+    `apply_unscaled` instead of `apply`. The scale and its counters are variables of the optimizer, saved and loaded
+    with it. Under a strategy with several replicas, all replicas skip a step that overflowed in any of them.
 
     Raises:
         SetupError: `inner_optimizer` is not a Keras optimizer, or scales the loss itself.

@@ -105,7 +105,11 @@ class Conversion:
             self.watch.start()
 
     def _step_unopened(self, optimizer: weakref.ref[Optimizer], *args: Any, **kwargs: Any) -> Any:
-        """Steps an optimizer that no session steps yet; if the closure opens a session, the session makes the step."""
+        """Steps an optimizer that no session steps yet; `args` and `kwargs` are the arguments of its `step`.
+
+        If the optimizer requires a closure, as LBFGS does, its own `step` runs. Otherwise the closure, if any, is
+        called first; if this call opens a session for the optimizer, the session makes the step.
+        """
         own = optimizer()
         assert own is not None  # it steps
         closure = args[0] if args else kwargs.get("closure")
@@ -181,8 +185,8 @@ class Conversion:
     def _open_by_hand(self, module: nn.Module) -> None:
         """Opens the session for `module`, which the script trains without an optimizer.
 
-        The session includes other modules of this kind that were found before. If the plan stores weights in low
-        precision, only the module's type is noted, for the error that the next backward pass raises.
+        The session includes all modules trained without an optimizer that were found before. If the plan stores weights
+        in low precision, no session is opened, and the next backward pass raises an error that names the module's type.
         """
         if self._plan.param == "low":
             self._refused = self._refused or type(module).__name__
@@ -253,7 +257,10 @@ class Conversion:
             self._skip_by_hand(self._by_hand)
 
     def _skip_by_hand(self, by_hand: ByHand) -> None:
-        """Lets the session check the gradients; zeroes them if it skips, so that an update by hand changes nothing."""
+        """Lets the session check the gradients, and zeroes them if the session skips the step.
+
+        An update that the script then makes by hand changes nothing.
+        """
         by_hand.step()
         if self._skipped is not None:
             with torch.no_grad():
@@ -292,7 +299,10 @@ class Conversion:
         return self._session
 
     def _adopt(self) -> None:
-        """Copies to the masters what the script has written to `p.data` since the last step, which no hook can see."""
+        """Copies to the masters what the script has written to the weights since the last step.
+
+        This is needed because no hook can see what is written to `p.data`.
+        """
         session = self._session
         if session is not None and session.plan.param == "low" and not session.closed:
             session.adopt_weights()

@@ -12,8 +12,8 @@ from torch import Tensor
 def paired(tensors: Any, directions: Any) -> tuple[list[Tensor] | None, list[Tensor | None]]:
     """Returns the outputs that a backward pass starts from, and for each output its gradient (direction).
 
-    A direction of None means that the gradient is 1. In place of the outputs, None is returned if they cannot be
-    multiplied by a scale, or if torch refuses them.
+    A direction of None means that the gradient is 1. None is returned in place of the outputs if halfstep cannot scale
+    them (a GradientEdge has no value), or if torch will refuse the arguments.
     """
     outputs = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     given = [directions] if directions is None or isinstance(directions, Tensor) else list(directions)

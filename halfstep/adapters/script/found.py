@@ -38,9 +38,10 @@ def trained_by(optimizers: Iterable[Optimizer]) -> list[Tensor]:
 
 
 def newest(optimizers: Sequence[Optimizer]) -> tuple[list[Optimizer], list[Optimizer]]:
-    """Splits optimizers into those in use and those replaced by a newer one, which has one of their parameters.
+    """Splits optimizers into those in use and those that a newer optimizer has replaced; returns both lists.
 
-    `optimizers` has the oldest first. Returns both lists.
+    An optimizer is replaced if a newer one that is in use updates some of the same parameters. The oldest optimizer
+    comes first in `optimizers`.
     """
     taken: set[int] = set()
     kept: list[Optimizer] = []

@@ -143,9 +143,9 @@ def _session_made(made: Any, listener: Conversion) -> Any:
 
 
 def _is_ours(frame: FrameType | None) -> bool:
-    """Returns whether code of torch or halfstep (such as checkpointing), not the script, made an autocast region.
+    """Returns whether torch (for example in checkpointing) or halfstep created an autocast object, not the script.
 
-    `frame` is the frame that called the constructor of the region.
+    `frame` is the frame that called the constructor of the autocast object.
     """
     while frame is not None and frame.f_code.co_filename in MAKERS:
         frame = frame.f_back

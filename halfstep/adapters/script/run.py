@@ -61,7 +61,7 @@ def run(  # noqa: PLR0913  # what the command has
     """Runs a script, or with `module` a module as `python -m` does, and trains its models under a plan.
 
     A `plan` of None means O1. If the script itself uses mixed precision, `plan` has no effect, and `low` only sets the
-    format of the stand-in for apex. When the session opens, `sinks` is called with the rank of the process, and returns
+    format of the drop-in for apex. When the session opens, `sinks` is called with the rank of the process, and returns
     the sinks of the session. With `observe` the session observes tensors at every 50th step. `ended` is called with the
     Ran at the end, also after an error; by then the session is closed and the patches of torch are removed.
 
@@ -103,7 +103,8 @@ def run(  # noqa: PLR0913  # what the command has
 def _run_file(path: Path) -> None:
     """Runs a script in a new `__main__` module, as `python` does.
 
-    Only folders, zip files and .pyc files are run by runpy, which sets `sys.argv[0]` to the full path.
+    `runpy.run_path` sets `sys.argv[0]` to the full path, which `python` does not do. So it is used only for folders,
+    zip files and .pyc files.
     """
     if path.is_dir() or path.suffix == ".pyc" or zipfile.is_zipfile(path):
         runpy.run_path(str(path), run_name="__main__")
