@@ -139,13 +139,15 @@ def _place(place: _Place) -> str:
 
 
 def compare(saved: BenchResult, result: BenchResult, *, rows: int = 1) -> tuple[BenchChange, ...]:
-    """Returns one change for each row of `result`, and for each row that only `saved` has and that did not fail there.
+    """Returns the changes from `saved` to `result`: one for each row that is in either of them.
 
-    Step times are compared relative to a yardstick, so that a machine which is slower as a whole changes nothing. The
+    Rows that failed in `saved` and are not in `result` get no change.
+
+    A row's step times are divided by those of a yardstick, so that the speed of the machine as a whole cancels out. The
     yardstick is another row whose steps alternate with the row's own in the same process: torch.amp, if possible in the
     same format, otherwise O0. If the results have no common yardstick, times are compared in milliseconds. `rows` is
-    the number of rows in all comparisons of a run: if nothing has changed, the probability is 95% that none of them is
-    reported as slower or faster.
+    the number of rows in all comparisons of a run: if nothing has changed, the probability is 95% that none of these
+    rows is reported as slower or faster.
     """
     before, now = ({run.name: run for run in each.runs} for each in (saved, result))
     if saved.peak_method != result.peak_method:  # what was counted another way is not more or less
@@ -235,7 +237,8 @@ def _centre(values: Sequence[float], processes: Sequence[int]) -> _Centre:
 def _blocks(values: Sequence[float]) -> list[float]:
     """Splits values of consecutive steps into at most `BLOCKS` blocks and returns the median of each.
 
-    What slows a machine lasts for several steps, so neighbouring steps are not independent measurements; blocks are.
+    A disturbance that slows down the machine lasts for several steps. So the times of neighbouring steps are not
+    independent of each other, but the medians of blocks are.
     """
     count = min(BLOCKS, len(values) // _BLOCK)
     edges = [round(i * len(values) / count) for i in range(count + 1)]

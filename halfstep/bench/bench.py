@@ -201,7 +201,11 @@ def _deal(batches: Iterator[Batch], lanes: Sequence[Lane], device: torch.device,
 
 
 def _start(experiment: Experiment, tally: Tally, seed: int, stack: ExitStack) -> Variant | None:
-    """Starts a row; if its plan does not fit the workload, the row gets the error and the other rows go on."""
+    """Returns a row's variant, ready to train; None if the row failed earlier or fails now.
+
+    An exception, for example because the plan does not fit the workload, becomes the row's error, so that the other
+    rows go on. When `stack` is closed, it closes the variant.
+    """
     if tally.error is not None:
         return None
     variant = None

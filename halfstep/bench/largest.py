@@ -26,7 +26,8 @@ def largest_batches(
     keeps the rows that are complete.
 
     Raises:
-        WorkloadError: nothing to do, or batch sizes were given.
+        WorkloadError: `asked` lacks models, rows or steps, sets a batch size, or has an unknown model or setting; or
+            `limit` is below 1.
         DataError: the data of a model is missing.
     """
     if asked.batches or "batch" in asked.settings:

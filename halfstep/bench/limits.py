@@ -48,7 +48,11 @@ class NoEnergy:
 
 
 class DeviceEnergy:
-    """A context manager that measures the energy a GPU takes inside it, by NVML's counter (in millijoules)."""
+    """A context manager that measures the energy that a GPU uses in the `with` block.
+
+    On exit, `joules` is set to this energy, read from NVML's counter. The constructor raises an exception if NVML or
+    the counter is not available.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.joules: float | None = None
@@ -68,7 +72,8 @@ class DeviceEnergy:
 def energy_meter(device: torch.device) -> DeviceEnergy | NoEnergy:
     """Returns a context manager that measures a device's energy.
 
-    After it, `joules` is the energy used inside, or None if the device does not report its energy.
+    After the `with` block, the context manager's `joules` is the energy that the device used in the block, or None if
+    the device does not report its energy.
     """
     if device.type != "cuda":
         return NoEnergy()

@@ -15,11 +15,11 @@ _RESTART = "halfstep: the peak begins anew"
 
 
 class CpuBytes:
-    """A context manager that counts the bytes that torch's CPU allocator provides inside it.
+    """A context manager that counts the bytes that torch allocates on the CPU in the `with` block.
 
-    Each storage counts once. Temporary memory of operations counts too: on a CPU without bf16 units, for example, a
-    product of bf16 matrices also allocates its result in fp32. `peak`, the most bytes held at a time since the last
-    `restart`, is set on exit.
+    On exit, `peak` is set to the most bytes held at one time, since the start of the block or the last `restart`. Each
+    storage counts once. Temporary memory of operations counts too: on a CPU without bf16 units, for example, a product
+    of bf16 matrices also allocates its result in fp32.
 
     >>> with CpuBytes() as count:
     ...     kept = torch.zeros(100) + torch.ones(100)
@@ -36,7 +36,7 @@ class CpuBytes:
         return self
 
     def restart(self) -> None:
-        """Forgets the peak so far."""
+        """Starts to measure the peak anew; bytes that are still held count towards it."""
         with record_function(_RESTART):
             pass
 
@@ -48,7 +48,11 @@ class CpuBytes:
 
 
 class CudaBytes:
-    """A context manager that counts the bytes that CUDA's caching allocator provides on a device inside it."""
+    """A context manager that counts the bytes that torch allocates on a CUDA device in the `with` block.
+
+    On exit, `peak` is set to the most bytes held at one time, since the start of the block or the last `restart`. Bytes
+    that were held before the block do not count.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -61,7 +65,7 @@ class CudaBytes:
         return self
 
     def restart(self) -> None:
-        """Forgets the peak so far."""
+        """Starts to measure the peak anew; bytes that are still held count towards it."""
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def __exit__(self, *error: object) -> None:

@@ -92,7 +92,9 @@ class Tally:
 
 
 def mean_of_last(values: Sequence[float], share: float = 0.1) -> float | None:
-    """Returns the mean of the last `share` of the values, of at least one value; None if there are no values.
+    """Returns the mean of the last values; None if there are no values.
+
+    `share` is the fraction of the values to average; it is rounded down to a whole number of values, but at least one.
 
     >>> mean_of_last([9.0] * 18 + [1.0, 3.0])
     2.0
@@ -129,7 +131,9 @@ def foreseen(what: str) -> Iterator[None]:
 
 
 def first_batch(workload: Workload, seed: int) -> Batch:
-    """Returns the first batch of a workload, before anything is measured.
+    """Returns the first batch of a workload with the given seed.
+
+    Benchmarks call this before they measure anything, so that a workload without data fails at once.
 
     Raises:
         WorkloadError: the workload has no batch, or its own code failed.

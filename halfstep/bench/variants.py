@@ -25,7 +25,10 @@ PEER = "torch.amp"
 
 @dataclass(frozen=True)
 class Facts:
-    """Skipped steps, the current loss scale, and the bytes held between steps by weights, gradients and so on."""
+    """Facts about a training run so far: its skipped steps, current loss scale and memory.
+
+    `memory` has the bytes held between steps, by what holds them: weights, masters, gradients or optimizer state.
+    """
 
     skipped: int
     scale: float
@@ -69,7 +72,10 @@ class Entry:
 
 
 def entries(levels: Iterable[str], lows: Iterable[Format], facts: DeviceFacts, *, peer: bool) -> list[Entry]:
-    """Returns the rows of a benchmark: O0 once, and for each format every other level, then torch.amp if `peer` is set.
+    """Returns the rows of a benchmark: O0 once, then for each format the remaining levels and torch.amp.
+
+    O0 is left out if it is not in `levels`, torch.amp if `peer` is False. `facts` tell which formats the device must
+    emulate; torch.amp cannot, so its row in such a format is refused.
 
     Raises:
         PlanError: an unknown level, or a format that no level trains in.
@@ -163,7 +169,7 @@ class AmpVariant:
         return loss.detach()
 
     def observe(self) -> None:
-        """Counts a skipped step, recognized by a lower scale: nothing else lowers it."""
+        """Counts the last step as skipped if it lowered the loss scale; only skipped steps lower the scale."""
         before, self._scale = self._scale, self._scaler.get_scale()
         self._skipped += self._scale < before
 
@@ -181,7 +187,8 @@ Variant = SessionVariant | AmpVariant
 def timed_step(variant: Variant, batch: Batch, base_lr: Sequence[float], factor: float) -> tuple[Tensor, float]:
     """Makes one training step and returns its loss and its time in milliseconds.
 
-    Before it, and not timed, the learning rate of each parameter group is set to its `base_lr` times `factor`.
+    Before the step, the learning rate of each parameter group is set to its `base_lr` times `factor`; this is not
+    timed.
     """
     for group, lr in zip(variant.optimizer.param_groups, base_lr, strict=True):
         group["lr"] = lr * factor

@@ -18,15 +18,16 @@ INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
 
 def print_changes(changes: Sequence[BenchChange], file: Path, saved: Machine) -> None:
-    """Prints what changed since the result in a file."""
+    """Prints what changed since the benchmark saved in `file`; `saved` is the machine that it ran on."""
     stdout().print(against_table(changes, file=str(file), saved=saved))
 
 
 def end(runs: Iterable[BenchRun], changes: Sequence[BenchChange] | None, *, complete: bool) -> None:
-    """Exits with the code of a finished benchmark; returns for code 0. `changes` are None if nothing was compared.
+    """Ends `halfstep bench` with its exit code; for code 0, returns instead.
 
-    The codes, of which the first that applies is used: 130 if not `complete`, 1 if all rows failed, 3 if a row is worse
-    than the saved one, 1 if no row could be compared.
+    The first code that applies is used: 130 if the benchmark is not `complete`, 1 if all rows failed, 0 if `changes` is
+    None since there is no saved benchmark, 3 if a row is worse than the saved one, 1 if no row could be compared with a
+    saved one, otherwise 0.
     """
     if not complete:
         raise typer.Exit(INTERRUPTED)

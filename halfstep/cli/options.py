@@ -102,7 +102,9 @@ def open_job(
 
 
 def check_writable(path: Path | None, option: str = "--json") -> None:
-    """Refuses a file that cannot be written, before hours of training; leaves no file behind. Does nothing for None.
+    """Raises an error if a file cannot be written, and leaves no new file behind; does nothing for None.
+
+    Commands call this first, so that hours of training do not end with a result that cannot be saved.
 
     Raises:
         WorkloadError: the folder does not exist, or the file cannot be opened or replaced.
@@ -133,10 +135,10 @@ def write_json(path: Path, text: str) -> None:
 
 
 def html_pages(asked: str) -> ModuleType:
-    """Returns the module that makes HTML pages; `asked` is the option that requires it, for the error.
+    """Returns the module that makes HTML pages; `asked` is the option that needs a page.
 
     Raises:
-        WorkloadError: a package of the extra [report] is not installed; names the package.
+        WorkloadError: a package of the extra [report] is not installed; the message names `asked` and the package.
     """
     try:
         import halfstep.report.html as pages
@@ -146,10 +148,12 @@ def html_pages(asked: str) -> ModuleType:
 
 
 def check_page(path: Path | None, json: Path | None) -> None:
-    """Refuses a page that could not be made or written, before the measurements that it would show.
+    """Raises an error if an HTML page cannot be made, or cannot be written to `path`; does nothing for None.
+
+    Commands call this before they measure anything. `json` is the file for the results.
 
     Raises:
-        WorkloadError: see `html_pages` and `check_writable`, or the page would overwrite the results.
+        WorkloadError: see `html_pages` and `check_writable`, or `path` and `json` are the same file.
     """
     if path is not None:
         if json is not None and path.resolve() == json.resolve():
@@ -169,6 +173,9 @@ def write_page(
     facts: list[tuple[str, str]],
 ) -> None:
     """Writes the HTML page of a measurement.
+
+    `headline` is a sentence that sums up the results, and `table` has the header and the rows of a table. `facts` are
+    pairs of name and value, such as the command and the machine.
 
     Raises:
         WorkloadError: the disk is full, or the folder was removed; the file is unchanged.

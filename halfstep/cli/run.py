@@ -119,9 +119,10 @@ class _Recorded:
         self._log: RunLog | None = None
 
     def sinks(self, rank: int) -> Sequence[Sink]:
-        """Returns the sinks for a session: the run's log in the process of rank 0, no sinks in other processes.
+        """Returns the sinks for a session, the functions that get the record of each step.
 
-        Further sessions of the same run append to the same log.
+        In the process of rank 0 this is the run's log, in other processes there are no sinks. Further sessions of the
+        same run append to the same log.
         """
         if self._log is not None:
             self._log.close()

@@ -29,7 +29,7 @@ def bf16_is_fast(rates: Rates) -> bool:
 def fp16_is_fast(rates: Rates) -> bool:
     """Returns whether native fp16 is faster than emulated fp16 in matrix products, convolutions and attention.
 
-    It must be faster in all three, since one that is slower would slow down the whole model.
+    It must be faster in all three, since a single slow kind of operation would slow down the whole model.
     """
     return all(
         _against_fp32(rates, work, "fp16", NATIVE) > _FASTER * _against_fp32(rates, work, "fp16", EMULATED)

@@ -138,7 +138,10 @@ def _cuda_settings() -> Iterator[Setting]:
 
 
 def read_tools(device: torch.device) -> dict[str, str]:
-    """Returns for each tool that halfstep's fast kernels need what was found of it; for a GPU also its driver."""
+    """Returns a dict from the name of each tool that halfstep's fast kernels need to a text on what was found.
+
+    The tools are a C++ compiler and Triton; for a CUDA device the dict also has its driver.
+    """
     compiler = find_compiler()
     driver = {} if device.type != "cuda" else {"CUDA driver": _driver()}
     return driver | {

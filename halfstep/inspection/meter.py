@@ -74,8 +74,8 @@ class Call:
 class Meter(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class has no annotations
     """A dispatch mode that records each operation of a step with its place and cost.
 
-    At the places in `low_at`, it also changes the step: a forward operation that mixes low and fp32 inputs gets all of
-    them low. This shows what a step costs without the fp32 values that begin there.
+    It also changes the step at the places in `low_at`: if a forward operation there has low and fp32 inputs, its fp32
+    inputs are cast to low. This shows what the step would cost if these operations did not return fp32 values.
     """
 
     def __init__(self, roots: Sequence[nn.Module], device: torch.device, low_at: Collection[Place] = ()) -> None:
@@ -122,9 +122,9 @@ class Meter(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class has n
         return result
 
     def _follow(self, note: Note, func: Any, tensors: list[Tensor], made: list[Tensor]) -> None:
-        """Records that an operation wrote the tensors in `made`.
+        """Records what an operation wrote; `tensors` are its inputs, and `made` are its results.
 
-        A forward operation is also passed on to `streams`, which follows fp32 values through the forward.
+        A forward operation is also passed on to `streams`, which follows fp32 values through the forward pass.
         """
         changes = schema_of(func).is_mutable
         outputs = made or (tensors[:1] if changes else [])

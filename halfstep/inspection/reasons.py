@@ -106,8 +106,8 @@ def kept_full(step: Step, module: str | None, call: Call) -> Reason | None:
 def _rules_over(step: Step, module: str | None) -> list[Rule]:
     """Returns all rules that must be edited so that a module runs low.
 
-    These are the rules that keep the module full, and further rules: an edited rule may match other modules, and two
-    rules on one module must agree, so each rule that keeps such a module full must be edited, too.
+    These are, first, the rules that keep the module full. An edited rule also makes other modules that it matches run
+    low. As two rules on one module must agree, each other rule that keeps one of those modules full must be edited too.
     """
     sites = [site for number, root in enumerate(step.session.runtime.roots) for site in find_sites(root, number)]
     number, name = in_model(module)

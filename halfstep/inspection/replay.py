@@ -25,9 +25,10 @@ Change = Callable[[Shape], Shape]
 
 
 def gain(call: Call, change: Change) -> float:
-    """Returns the seconds that at least 90% of the runs of a call save if `change` is applied to its tensors.
+    """Returns how many seconds a call saves if `change` is applied to its tensors.
 
-    The result is negative if fewer runs save time, so that noise does not count as a gain. It is 0 if the changed call
+    The call is repeated, with and without the change in turn; 90% of the repetitions save at least the returned time.
+    So it is negative if fewer than 90% save time, and noise does not count as a gain. It is 0 if the changed call
     fails.
     """
     try:
@@ -37,9 +38,9 @@ def gain(call: Call, change: Change) -> float:
 
 
 def gain_of_casts(call: Call, dtype: torch.dtype) -> float:
-    """Returns the seconds, as `gain` does, that a custom operation saves if its inputs are first cast to `dtype`.
+    """Returns how many seconds a custom operation saves if its inputs are first cast to `dtype`; measured as in `gain`.
 
-    The time of the casts is included; they are the casts that an op change in the plan would make.
+    The time of the casts is included. They are the casts that an op change in the plan would add.
 
     Raises:
         Exception: whatever the operation raises, for example because its inputs are random numbers or low.

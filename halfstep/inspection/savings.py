@@ -124,18 +124,19 @@ def _wide_streams(step: Step, again: Again) -> Iterator[Saving]:
 
 
 def _casting(step: Step, streams: Sequence[Stream]) -> float:
-    """Returns the total seconds of all casts in the modules that cast values of one of these fp32 streams.
+    """Returns the total seconds of all casts in those modules that cast values of these fp32 streams to low.
 
-    It ranks the sources of fp32 streams by what they cost.
+    `streams` have one source; the result serves to rank the sources by cost.
     """
     modules = {name for stream in streams for name in stream.casts}
     return sum(call.seconds for call in step.meter.calls if call.is_cast and call.note.module in modules)
 
 
 def _without(sources: Sequence[Sequence[Stream]], again: Again) -> list[float]:
-    """Returns for each source of fp32 streams the seconds that a step saves without them, the median of a few rounds.
+    """Returns for each source of fp32 streams how many seconds a step saves without the streams of this source.
 
-    A round measures the step as it is, then once for each source with the first operations of its streams run low.
+    Each value is the median of a few rounds. A round measures the step as it is, and then once more for each source,
+    with the operations at which the streams of this source begin run low.
     """
     saved: list[list[float]] = [[] for _ in sources]
     start = perf_counter()

@@ -149,7 +149,9 @@ def vocabulary(tokens: Iterable[list[str]], limit: int) -> dict[str, int]:
 
 
 def encode(tokens: Iterable[list[str]], ids: dict[str, int], length: int) -> Tensor:
-    """Returns the ids (N, length) of the last `length` words: 1 for unknown words, short reviews padded left with 0.
+    """Returns the ids of the last `length` words of each review, as a tensor of shape (N, length).
+
+    Unknown words get the id 1. Reviews with fewer words are padded on the left with 0.
 
     >>> encode([["a", "x"], ["x", "x", "a", "a"]], {"a": 2}, 3).tolist()
     [[0, 2, 1], [1, 2, 2]]
@@ -162,7 +164,7 @@ def encode(tokens: Iterable[list[str]], ids: dict[str, int], length: int) -> Ten
 
 
 def read_reviews(path: Path | None) -> tuple[list[Review], list[Review]]:
-    """Returns the training and test reviews, each as a (label, text) pair.
+    """Returns two lists of (label, text) pairs: the training reviews and the test reviews.
 
     `path` is an aclImdb folder, or a folder with two files that have one review per line; or it is a folder that holds
     one of these folders as `aclImdb` or `imdb`.

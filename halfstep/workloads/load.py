@@ -58,9 +58,9 @@ def load_workload(name: str, settings: Mapping[str, str] | None = None, *, data:
 
 
 def load_model(name: str, settings: Mapping[str, str] | None = None, *, data: Path | None = None) -> Workload:
-    """Returns the workload for the name of a model in `MODELS` or of a workload.
+    """Returns the workload `name`: a model in `MODELS`, or any name that `load_workload` accepts.
 
-    A model is a workload with some settings of its own, which `settings` override.
+    A model is a workload with preset settings, such as the depth of a ResNet; `settings` override them.
 
     Raises:
         WorkloadError, DataError: as in `load_workload`.

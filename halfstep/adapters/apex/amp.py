@@ -165,10 +165,11 @@ def _own(optimizer: Any) -> Any:
 def _check_models(models: Sequence[nn.Module]) -> list[nn.Module]:
     """Checks models and returns those that have fp16 or bf16 parameters or buffers.
 
+    Such a model raises an error, unless `allow_incoming_model_not_fp32` of the AmpState is set. If `hard_override` of
+    the AmpState is set, a warning is printed instead.
+
     Raises:
-        RuntimeError: a model is wrapped for data parallelism, or has fp16 or bf16 values although
-            `allow_incoming_model_not_fp32` is not set. If `hard_override` is set, such values cause only a printed
-            warning.
+        RuntimeError: a model is wrapped for data parallelism, or has fp16 or bf16 values that are not allowed.
     """
     loaded_low = []
     for model in models:
@@ -215,8 +216,8 @@ def scale_loss(
 
     The gradients are unscaled at the end of the block. With `delay_unscale` they stay scaled, so that later backward
     passes can add to them. `optimizers` is an optimizer, or a list or tuple of optimizers, all passed to one call of
-    `initialize`. `delay_overflow_check` has no effect, since the step itself checks for overflow. `model` has no
-    effect, as in apex.
+    `initialize`. `delay_overflow_check` has no effect, since `optimizer.step()` always checks for overflow.
+    `model` has no effect, as in apex.
 
     Raises:
         RuntimeError: `initialize` was not called, or no single call of it got all of these optimizers.

@@ -28,19 +28,20 @@ _ENTRIES = ("optimizer_state_dict", "fp32_from_fp16", "session")
 
 
 class FP16_Optimizer:  # apex's name
-    """Steps the optimizer of a network cast to low precision, such as an `FP16Model`, with masters and a loss scale.
+    """Wraps the optimizer of a network that was cast to fp16 or bf16, and adds fp32 masters and a loss scale.
 
     It opens a halfstep session over the optimizer's parameters. The low-precision parameters must be all fp16 or all
     bf16. Each of them gets an fp32 master, which starts with the parameter's value. Parameters in fp32 get no master.
-    After `backward`, `p.grad` holds unscaled fp32 gradients. The forward pass runs in the formats to which the network
-    was cast. With `verbose` each skipped step is printed, which waits for the device at every step.
+    After `backward`, the gradients of all parameters are unscaled and in fp32. The forward pass runs in the formats to
+    which the network was cast, for example by `FP16Model`. With `verbose` a message is printed for each skipped step;
+    for this, every step waits for the device.
 
     Unlike in apex, steps with non-finite gradients are skipped under a static scale too, `state_dict` allows an exact
     resume, and closures work.
 
     Raises:
         SetupError: the parameters are a mix of fp16 and bf16, `init_optimizer` is not an optimizer, or
-            `dynamic_loss_args` has an unknown name or comes with a static scale.
+            `dynamic_loss_args` has an unknown name or is passed without `dynamic_loss_scale=True`.
         PlanError: an argument of the loss scale is out of range.
     """
 
@@ -131,8 +132,8 @@ class FP16_Optimizer:  # apex's name
     def clip_master_grads(self, max_norm: float, norm_type: float = 2) -> Tensor:
         """Clips the unscaled gradients in place; returns their norm before clipping.
 
-        If a gradient is not finite, the norm is infinite or NaN. apex returned -1 in this case, and had to wait for the
-        device to know it.
+        If a gradient is not finite, the norm is infinite or NaN. apex returned -1 in this case, and waited for
+        the device at every call to detect it.
         """
         params = [p for group in self.param_groups for p in group["params"]]
         return clip_grad_norm_(params, max_norm, norm_type)

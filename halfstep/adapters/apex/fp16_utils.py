@@ -1,6 +1,6 @@
 """`apex.fp16_utils`: functions that cast networks and copy masters; also exports LossScaler and FP16_Optimizer.
 
-Functions that cast to fp16 in apex take a `dtype` here, so that one argument switches a loop to bf16.
+Functions that cast to fp16 in apex take a `dtype` here, so that they can also cast to bf16.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
 def network_to_half(network: nn.Module, dtype: torch.dtype = torch.float16) -> nn.Sequential:
     """Casts a network to fp16 or `dtype`, except batch norms with `affine=True`, which become fp32.
 
-    Returns an nn.Sequential: a module that casts the input, then the network.
+    Returns an nn.Sequential of two modules: the first casts the input, and the second is the network.
     """
     return nn.Sequential(tofp16(dtype), BN_convert_float(network.to(dtype)))
 
@@ -141,7 +141,8 @@ def model_grads_to_master_grads(
 ) -> None:
     """Copies gradients from model parameters to masters, without unscaling them.
 
-    If a parameter has no gradient, its master gets None, or zeros in its part of a flat master.
+    If a parameter has no gradient, the `grad` of its master becomes None. With `flat_master`, the parameter's part of
+    the flat master's `grad` becomes 0.
     """
     if flat_master:
         flat = [torch.zeros_like(p) if p.grad is None else p.grad for p in model_params]

@@ -1,4 +1,4 @@
-"""`apex.fp16_utils.loss_scaler`: loss scales for training loops that unscale, check and skip themselves."""
+"""`apex.fp16_utils.loss_scaler`: loss scales for training loops that unscale gradients and skip steps on their own."""
 
 from __future__ import annotations
 

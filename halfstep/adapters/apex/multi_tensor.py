@@ -83,9 +83,9 @@ def multi_tensor_axpby(
 def multi_tensor_l2norm(
     chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, per_tensor: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Returns two fp32 tensors: the L2 norm of all elements, shape (1,), and of each tensor in the list, shape (N,).
+    """Returns two fp32 tensors: the L2 norm over all tensors, of shape (1,), and the norm of each, of shape (N,).
 
-    Without `per_tensor` the second one is empty. `noop_flag` is set to 1 if the norm is not finite.
+    Without `per_tensor` the second one is empty. `noop_flag` is set to 1 if the norm over all tensors is not finite.
     """
     tensors = [t for (t,) in _rows("multi_tensor_l2norm", tensor_lists, ("tensors",))]
     device = tensors[0].device if tensors else noop_flag.device
@@ -177,10 +177,13 @@ def update_scale_hysteresis(  # noqa: PLR0913  # apex's
     growth_interval: int,
     hysteresis: int,
 ) -> Tensor:
-    """Adapts a loss scale in place, and returns it; all tensors have one element.
+    """Adapts a loss scale in place after a step, and returns it; all tensors have one element.
 
-    The scale backs off at the `hysteresis`-th overflow in a row and at each further one; a clean step restarts that
-    count. It grows after `growth_interval` clean steps in a row, unless the result would be infinite.
+    `found_inf` is above 0 if the step overflowed. The scale is multiplied by `backoff_factor` at the `hysteresis`-th
+    overflow in a row and at each further one; a step without overflow restarts that count. The scale is multiplied by
+    `growth_factor` after `growth_interval` steps in a row without overflow, unless the result would be infinite.
+    `growth_tracker` counts these steps, and `hysteresis_tracker` counts down from `hysteresis`; both are updated in
+    place.
     """
     found = found_inf > 0
     left = torch.where(found, hysteresis_tracker - 1, torch.full_like(hysteresis_tracker, hysteresis))

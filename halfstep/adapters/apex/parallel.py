@@ -1,4 +1,4 @@
-"""`apex.parallel`: torch's DistributedDataParallel and SyncBatchNorm with apex's signatures, Reducer, and LARC."""
+"""`apex.parallel`: LARC, Reducer, torch's SyncBatchNorm, and torch's DistributedDataParallel with apex's arguments."""
 
 from __future__ import annotations
 

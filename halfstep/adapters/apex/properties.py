@@ -149,7 +149,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
 
 
 def _contradiction(opt_level: str, name: str, value: Any) -> str | None:
-    """Returns a message that says why a level does not allow this value of an option; None if it does."""
+    """Returns a message that says why a level does not allow this value of an option; None if the level allows it."""
     if name == "patch_torch_functions" and value and opt_level != "O1":
         return "Currently, patch_torch_functions=True should only be set by selecting opt_level='O1'."
     if opt_level != "O1":
@@ -182,9 +182,10 @@ def make_plan(
     scaling: Scaling,
     changes: Iterable[OpChange],
 ) -> Plan:
-    """Returns the Plan for these properties; `low` is the low-precision format at O1.
+    """Returns the Plan for the options in `properties`.
 
-    `changes` are the changes to op lists that scripts made by registering functions.
+    `low` is the low-precision format at O1; at O2 and O3 it is `properties.cast_model_type`. `changes` are the changes
+    to op lists that scripts made by registering functions.
 
     Raises:
         ValueError: `cast_model_outputs` is neither fp32 nor the low format.
@@ -225,7 +226,7 @@ def _output(dtype: torch.dtype | None, low: torch.dtype) -> PlanOutput:
 def make_scaling(loss_scale: str | float, least: float | None, most: float) -> Scaling:
     """Returns the Scaling for the argument `loss_scale` of `initialize`, "dynamic" or a number.
 
-    `least` and `most` bound a dynamic scale; if `least` is None, the bound is the smallest scale that halfstep allows.
+    `least` and `most` bound a dynamic scale; None for `least` means the smallest scale that halfstep allows.
 
     Raises:
         PlanError: `least` is above `most`, or one of them is out of range.

@@ -115,7 +115,8 @@ class Trained:
     """One call of `initialize`: its session, and the steps whose overflow has not been printed yet.
 
     The session keeps this object in its list of watchers and calls `after_step` after each step. On a CUDA device an
-    overflow is printed up to a step late, so that no step waits for the device.
+    overflow is printed up to a step late, so that no step waits for the device. `pending`, an error by which a watcher
+    can stop the training, is always None here.
     """
 
     pending: BaseException | None = None
@@ -137,7 +138,8 @@ class Trained:
     ) -> None:
         """Records whether a step was skipped, and the scale of each of its losses before and after the step.
 
-        Prints the overflows of this and earlier steps whose numbers have reached the host.
+        Then prints the overflows of this and earlier steps, if their numbers have been copied to the host. `scales` has
+        the scales before the step, by loss id. `parts` and `stopping`, which all watchers get, are not used.
         """
         if STATE.verbosity > 0 and scales and not _is_capturing(record.skipped):
             now = [self.session.runtime.scales.of(loss_id).value for loss_id in scales]
@@ -187,7 +189,10 @@ class Trained:
 
 
 def _nothing() -> None:
-    """Does nothing; optimizers get it in place of the methods that scripts call to make apex create masters."""
+    """Does nothing.
+
+    Optimizers get it under the names of apex's methods that create masters, because some scripts call these methods.
+    """
 
 
 def _is_capturing(t: Tensor) -> bool:
@@ -258,7 +263,7 @@ class Handle:
             self._stack.enter_context(casting.region())
 
     def is_active(self) -> bool:
-        """Returns whether ops are cast by list: after `init` or at O1, outside of `disable_casts`."""
+        """Returns whether torch ops are cast by op list, after `init` or at O1; False inside `disable_casts`."""
         return self._is_active
 
     @property
