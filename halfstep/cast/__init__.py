@@ -1,1 +1,1 @@
-"""The dtype of values: op casting, module casting, and emulation of a format that the device lacks."""
+"""Casts tensors to the formats of a plan, in ops and at module boundaries; emulates a format that the device lacks."""

@@ -25,14 +25,17 @@ _CASTING = (nn.Linear, nn.Bilinear, *_CONVOLUTIONS, nn.RNNBase, nn.MultiheadAtte
 def read_as_planned(roots: Sequence[nn.Module], pairs: Iterable[tuple[nn.Module, ModuleFormats]], plan: Plan) -> Undo:
     """Casts the weights of sharded modules to the plan's formats in each forward; returns a function that undoes this.
 
+    `roots` are the models, and `pairs` has their modules, each with its formats.
+
     FSDP2 gathers weights in low precision. Weights that the plan stores in fp32 are cast back to fp32; their values
-    stay rounded. Modules whose own operations would cast them to low again, such as `nn.Linear`, use the low weights
-    directly. Weights that are sharded but not gathered (tensor parallel) are rounded if the plan stores them low.
-    Forward hooks make these casts, after FSDP2 has put the gathered weights into a module and before it takes them out.
+    stay rounded. Modules whose own operations would cast their weights to low again, such as `nn.Linear`, use the low
+    weights directly. Weights that are sharded but not gathered (tensor parallel) are rounded if the plan stores them
+    low. Forward hooks make these casts, after FSDP2 has put the gathered weights into a module and before it takes them
+    out.
 
     Raises:
-        SetupError: an `mp_policy` contradicts the plan, or the weights in the first forward do; the message names the
-            module or the parameter, and the line to write.
+        SetupError: an `mp_policy` contradicts the plan. The hooks raise it too, if the dtype of a weight in a forward
+            contradicts the plan. The message names the module or the parameter, and the line to write.
     """
     fsdp = [each for each in fsdp_modules(roots) if isinstance(each, nn.Module)]
     for each in fsdp:

@@ -31,7 +31,7 @@ Mode = AbstractContextManager[Any]
 
 
 class Casting:
-    """The casts of one session; a session whose plan runs ops as written has none."""
+    """The casts of one session; under a plan that runs ops as written, its methods cast nothing."""
 
     def __init__(self, plan: Plan, device: torch.device, *, emulate: bool, wide_backward: WideBackward) -> None:
         table = plan.ops == "table"
@@ -77,10 +77,12 @@ class Casting:
         """Puts a gate around the forward of each module; returns a function that removes the gates.
 
         A gate casts the inputs and outputs of its module, and runs the forward under the plan. `modules` lists parents
-        before their children. A module that is called from outside of the model's forward also runs under the plan: its
-        inputs and outputs are cast as those of the whole model are. `before` is called before each training forward
-        that is called from outside. `full` returns the fp32 value of a stored parameter. `look` is called with each
-        output tensor that is to become fp32, before the cast, and returns the tensor to cast.
+        before their children. A module that user code calls directly, and not through the model's forward, also runs
+        under the plan: its inputs and outputs are cast as those of the whole model are.
+
+        `before` is called before each training forward of the model or of a module that user code calls directly.
+        `full` returns the fp32 value of a stored parameter. `look` is called with each output tensor that a gate casts
+        to fp32, before the cast, and returns the tensor to cast.
         """
         with ExitStack() as stack:
             if self._engine is None:
@@ -261,10 +263,11 @@ def _as_root(formats: ModuleFormats, plan: Plan) -> ModuleFormats:
 def _called_first(device_type: str, cast: CastOut | None, again: CastOut | None) -> CastOut | None:
     """Returns an output cast for a module that is called from outside of the model's forward.
 
-    It applies `cast`. The exception is a call from inside the model that an activation checkpoint repeats, outside of
-    `session.backward`: it looks like a call from outside, but must return what it returned at first, so `again` is
-    applied. Such a call is recognized by autocast being on for the device during a backward pass. Autocast alone does
-    not show it, since a caller outside of the model may have an autocast region of its own.
+    The output cast applies `cast`, except in one case. If a backward pass runs outside of `session.backward`, an
+    activation checkpoint may repeat a call from inside the model. The repeated call looks like a call from outside, but
+    its output must have the same format as in the forward, so `again` is applied. A repeated call is recognized by two
+    facts together: autocast is on for the device, and a backward pass is running. Autocast alone is not enough, because
+    a caller outside of the model may have switched it on.
     """
     if cast is None and again is None:
         return None

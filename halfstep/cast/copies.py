@@ -42,7 +42,7 @@ class CheckpointHook:
 
 
 class StandIn:
-    """The function that is called in place of a module's forward; a copied or pickled module has none."""
+    """The function that is called in place of a module's forward; copies and pickles of the module leave it out."""
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         self.forward = forward
@@ -128,8 +128,8 @@ def plain_copies(models: Iterable[nn.Module], *, shared: Iterable[Tensor] = ()) 
 def reduction_of(self: nn.Module, protocol: Any) -> Any:
     """Pickles the module as an ordinary fp32 module of the user's class, which loads without halfstep.
 
-    Parameters that are stored low are replaced by fp32 copies. Other parameters and all buffers are pickled themselves,
-    so that an optimizer in the same pickle still refers to the same tensors as the model.
+    Parameters that are stored low are replaced by fp32 copies. Other parameters and all buffers are not copied, so that
+    an optimizer in the same pickle still refers to the same tensors as the model.
     """
     gate: Gate | None = self.__dict__.get(GATE)
     as_stored = (p for p in self.parameters() if gate is None or gate.full(p).dtype is p.dtype)
@@ -143,9 +143,10 @@ def reduction_of(self: nn.Module, protocol: Any) -> Any:
 def class_of(self: nn.Module) -> type:
     """Returns the class of the module, or the user's class if the pickler asks for it.
 
-    A pickle that rebuilds a module from its class alone loads with `weights_only`; others do not. Before the pickler
-    writes such a pickle, it checks that `__class__` is the class that it writes, which is the user's. It reads
-    `__class__` once, right after `__reduce_ex__`; `reduction_of` prepares the module for this read.
+    This is the getter of `__class__` in the classes that halfstep makes. `weights_only` loads a pickle only if it
+    rebuilds the module from the module's class alone. Before the pickler writes such a pickle, it reads `__class__`
+    once and checks that it is the class to write, here the user's class. `reduction_of` marks the module, and the next
+    read in the same thread returns the user's class.
     """
     if self.__dict__.get(_PICKLED) == threading.get_ident():
         del self.__dict__[_PICKLED]

@@ -162,8 +162,8 @@ class Emulation(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
     def _lstm(self, x: Tensor, *args: Any) -> Any:
         """Computes an LSTM layer: as one fp32 operation if gradients are on, otherwise time step by time step.
 
-        With gradients (in bf16 only), the backward pass needs the workspace of the whole layer. Without gradients,
-        results are rounded in each time step, as in torch without oneDNN's LSTM kernel.
+        With gradients, the backward pass needs the workspace of the whole layer; torch then calls this operation only
+        in bf16. Without gradients, results are rounded in each time step, as in torch without oneDNN's LSTM kernel.
         """
         weight_ih, weight_hh, bias_ih, bias_hh, hidden, cell, reverse = args[:7]
         if torch.is_grad_enabled():

@@ -93,10 +93,10 @@ def _parameters(self: nn.Module, recurse: bool = True) -> Iterator[nn.Parameter]
 
 
 def _explaining(methods: dict[str, FunctionType], inside: Inside) -> dict[str, FunctionType]:
-    """Returns wrappers of the methods, by name; they add to an error about mixed formats what to do about it.
+    """Returns wrappers of the methods, by name, that add advice to torch's errors about mixed formats.
 
-    They do so for calls from outside of the model's forward. Autocast is off there, so halfstep's kernels, which are
-    autocast kernels, do not run.
+    The wrappers do so if they are called from outside of the model's forward. Autocast is off there, so halfstep's
+    kernels, which are autocast kernels, do not run.
     """
     is_on = torch.is_autocast_enabled
 
@@ -251,9 +251,10 @@ def make_class(  # noqa: C901  # two forwards, one of which is a hot path
 def _writing_through(metaclass: Any) -> Any:
     """Returns a metaclass for the classes that halfstep makes; it passes attribute writes on to the user's class.
 
-    User code, such as `type(self).count += 1`, and torch's parametrizations write to the class of a module. Only
-    attributes that halfstep's class defines itself are written to halfstep's class: otherwise, code that restores a
-    method would put a function of halfstep's into the user's class. The classes are pickled as the user's class.
+    User code, such as `type(self).count += 1`, and torch's parametrizations write to the class of a module. An
+    attribute that halfstep's class defines itself, such as `forward`, is an exception: it is written to halfstep's
+    class. Otherwise, code that restores a method would put one of halfstep's functions into the user's class. A pickle
+    of a class that halfstep made refers to the user's class.
     """
 
     def own(cls: type, name: str) -> bool:
@@ -312,7 +313,10 @@ def put_in_place(stand_ins: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> C
 
 
 class Entrances:
-    """Gives the modules of one session classes that enter the plan; modules of one class share a few such classes."""
+    """Puts gates around the modules of one session, by changing each module's class to a subclass that calls the gate.
+
+    Modules of the same class that are installed with the same options share a subclass.
+    """
 
     def __init__(self) -> None:
         self._classes: dict[tuple[type[nn.Module], Inside | None, Inside | None, bool], type[nn.Module]] = {}
@@ -322,8 +326,8 @@ class Entrances:
     ) -> Callable[[], None]:
         """Puts a gate around the module's forward; returns a function that removes it.
 
-        With `door`, a call goes through the gate only if the plan is not entered yet. With `explain`, the module's
-        other methods add to an error about mixed formats what to do about it.
+        With `door`, a call goes through the gate only if the plan is not entered yet. With `explain`, advice is added
+        to errors about mixed formats in the module's other methods.
         """
         base = type(module)
         at_call = makes_weights(module) or (door is not None and "forward" in module.__dict__)

@@ -1,7 +1,8 @@
-"""Casts the calls of Python functions that op changes name, by replacing the attribute that holds the function.
+"""Casts the arguments of the Python functions named in a plan's op changes, by wrapping these functions.
 
-torch's dispatcher does not see such calls. Names that modules bound earlier (`from my_ops import swish`) are replaced
-too. A function that a closure, a default argument or an object holds cannot be replaced and runs as written.
+torch's dispatcher does not see calls of Python functions, so a wrapper replaces the function in its module or class.
+The wrapper also replaces it in modules that imported it earlier (`from my_ops import swish`). Where a closure, a
+default argument or an object holds the function, it cannot be replaced, and runs as written.
 """
 
 from __future__ import annotations

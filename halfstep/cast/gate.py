@@ -1,4 +1,4 @@
-"""The gate around a module's forward: its casts and calls, and functions that run a forward or `__call__` with them."""
+"""The gate around a module's forward: its casts and callbacks, and the functions that run a call through a gate."""
 
 from __future__ import annotations
 
@@ -128,7 +128,8 @@ def explain(error: RuntimeError, where: str, why: str) -> None:
 def run_in_region(gate: Gate, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
     """Runs a module's `__call__` under the plan, so that its hooks run there too.
 
-    The forward inside goes through the gate itself, which casts and calls `begin` and `before`.
+    This function only enters the plan. `__call__` then runs the forward, which goes through the gate: there inputs and
+    outputs are cast, and `begin` and `before` are called.
     """
     with nullcontext() if gate.around is None else gate.around():
         token = gate.enter()
@@ -190,7 +191,10 @@ def run_uncompiled() -> Callable[..., Any]:
 
 
 def run_traced(gate: Gate, forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Runs a forward in a form that torch.compile traces."""
+    """Runs a forward under the plan with the gate's casts, in a form that torch.compile can trace.
+
+    The gate's `begin`, `before` and `around` are not called.
+    """
     given = args, kwargs
     if gate.cast_in is not None:
         args, kwargs = gate.cast_in(args, kwargs)
@@ -200,13 +204,16 @@ def run_traced(gate: Gate, forward: Callable[..., Any], module: nn.Module, args:
 
 
 def stays_as_written(module: nn.Module, args: Any, kwargs: Any, *, inside: bool) -> bool:
-    """Returns whether a call runs as written, without the plan, because the model's own code asked for that.
+    """Returns whether a call runs as written, without the plan, because the model's own code has changed autocast.
 
-    It is asked only for calls that find autocast off, or on in a format other than the plan's. `inside` says whether
-    the plan's marker is on. In a forward, this means that the call comes from inside the plan, where only the model's
-    own code can have changed autocast. In a backward pass it does not: the marker may be on outside of every forward,
-    and off while an activation checkpoint repeats a call from inside the plan. There, a repeated call runs as it did at
-    first.
+    This function is called if the thread does not have all the settings of `Inside`. `inside` says whether the plan's
+    marker is on. In a forward, the marker is on only inside the plan, where only the model's own code can have changed
+    autocast.
+
+    In a backward pass, the marker does not tell where a call comes from: it may be on outside of every forward, and off
+    while an activation checkpoint repeats a call from inside the plan. There, the gate's record of calls tells how the
+    call ran in the forward, and the repeated call runs in the same way. The marker decides only for a call that is not
+    on record.
     """
     gate: Any = module._halfstep_gate
     if gate is None or torch.compiler.is_compiling():
@@ -219,7 +226,11 @@ def stays_as_written(module: nn.Module, args: Any, kwargs: Any, *, inside: bool)
 
 
 def with_marker(marker: str, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Makes a call with the plan's marker on: modules inside then know that the model's own code set autocast."""
+    """Makes a call with the plan's marker on, so that modules inside do not take it for a call from outside.
+
+    It is for calls that run as written because the model's own code has changed autocast. Without the marker, a module
+    inside would enter the plan.
+    """
     if torch.is_autocast_enabled(marker):
         return call(module, *args, **kwargs)
     torch.set_autocast_enabled(marker, True)

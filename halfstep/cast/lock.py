@@ -1,4 +1,4 @@
-"""A lock for state that a process has once; finalizers, which may run while anybody holds it, can use it too."""
+"""A lock for process-wide state; finalizers can use it too, even if they run while a thread holds it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from types import TracebackType
 
 
 class DeferringLock:
-    """A reentrant lock for a `with`; work handed to `defer` while it is held is done just before it is released.
+    """A reentrant lock, used in a `with` statement; finalizers pass their work to `defer`, which never waits.
 
-    Finalizers use `defer`. A finalizer that waited for the lock could wait for ever; one that took it could change what
-    its own thread is using.
+    Work passed to `defer` while the lock is held is done just before the lock is released. A finalizer can run at any
+    point of any thread. If it waited for the lock, it could wait forever. If its own thread held the lock, it could
+    enter the lock again and change what the thread is using.
     """
 
     def __init__(self) -> None:

@@ -221,7 +221,7 @@ def refuse_removal(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple
 
 
 def cast_buffers(module: nn.Module, dtype: torch.dtype) -> Undo:
-    """Casts a module's own floating buffers to `dtype`; returns a function that restores their first dtypes."""
+    """Casts a module's own floating buffers to `dtype`; returns a function that casts them back to their old dtypes."""
     before = {name: b.dtype for name, b in buffers_of(module).items() if b is not None and b.dtype is not dtype}
     changed = {name: old for name, old in before.items() if old in CASTABLE}
     for name in changed:

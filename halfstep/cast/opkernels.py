@@ -261,11 +261,12 @@ def _refuse(site: OpSite) -> Act:
 
 
 def _gather(site: OpSite) -> Act:
-    """Returns a function that casts a low weight to fp32 before it reads rows, to sum their gradients in fp32.
+    """Returns a function for ops that read rows of a low weight, such as embedding: gradients are summed in fp32.
 
-    The rows are cast back to low. torch's CPU kernels add the gradients of a row one by one in the low format, where
-    for example a bf16 sum of ones stops at 256. Sparse gradients are not affected: the optimizer's step sums them.
-    Gathers from activations run as written, because they seldom read a row twice.
+    The function casts the weight to fp32, runs the op and casts the rows to low. The backward pass then sums the
+    gradients of a row in fp32. torch's CPU kernels for low weights add them one by one in the low format, where for
+    example a bf16 sum of ones stops at 256. Ops with sparse gradients run as written, because the optimizer's step sums
+    these gradients. Ops that index an activation run as written too, because they seldom read a row twice.
     """
     sparse = site.arguments.index("sparse") if "sparse" in site.arguments else None
 

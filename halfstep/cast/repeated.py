@@ -1,8 +1,9 @@
-"""Tells whether a call that an activation checkpoint repeats in the backward pass entered the plan at first.
+"""Remembers which calls entered the plan, because activation checkpoints repeat calls in the backward pass.
 
-A checkpoint restores autocast as it was around the first call. That alone does not tell: autocast may have been off
-both for a call that the model's own code runs as written, and for a call from outside that entered the plan. So the
-call is recognized by its arguments, which are in the same memory as at first.
+A repeated call must run as the original call did, but a checkpoint restores only autocast. Autocast does not tell
+whether the original call entered the plan. It may have been off in both cases: if the model's own code ran the call as
+written, and if the call came from outside and entered the plan. So a repeated call is recognized by its arguments,
+which are in the same memory as those of the original call.
 """
 
 from __future__ import annotations

@@ -74,7 +74,8 @@ def first_float_dtype(args: Any, kwargs: Any = None) -> torch.dtype | None:
 def tensors_of(obj: Any, inside: tuple[int, ...] = ()) -> list[Tensor]:
     """Returns the tensors that `map_tensors` finds, in order.
 
-    `inside` has the ids of the objects that contain `obj`; they are not entered again, so that a cycle ends.
+    `inside` has the ids of the objects that contain `obj`. They are not searched again, so that the search ends even if
+    an object contains itself.
     """
     if isinstance(obj, Tensor):
         return [obj]
@@ -87,8 +88,8 @@ def _change(fn: Change, obj: Any, convert: Convert | None, inside: tuple[int, ..
     """Returns `obj` with `fn` applied to each tensor in it, or None if nothing in it changes.
 
     None is returned in place of `obj` because torch.compile cannot compare tuples by `is`. `convert` is called with
-    custom batches in which no tensor is found. `inside` has the ids of the objects that contain `obj`; they are not
-    entered again, so that a cycle ends.
+    custom batches in which no tensor is found. `inside` has the ids of the dataclasses and custom batches that contain
+    `obj`. They are not searched again, so that the search ends even if one of them contains itself.
     """
     if isinstance(obj, Tensor):
         return _unless_same(fn(obj), obj)

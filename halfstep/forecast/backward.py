@@ -48,7 +48,7 @@ class Nodes:
     full: list[range] = field(default_factory=list)
 
     def forward_ended(self) -> None:
-        """Counts all nodes made after the forward, as by checkpoints in the backward pass, as nodes of the model."""
+        """Counts all nodes made from now on as nodes of the model, because checkpoints repeat its forward later."""
         self.model.append(range(next_sequence_number(), sys.maxsize))
 
 

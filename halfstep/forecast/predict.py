@@ -268,8 +268,8 @@ class _Sum:
     def count(self, values: Tensor, fmt: Format | None, *, arrived: bool = False) -> Tensor:
         """Rounds fp32 values to `fmt` (None: not at all), counts the zeros and overflows in the result, and returns it.
 
-        With `arrived`, values that were non-finite already count as overflows too: they overflowed earlier in the same
-        pass.
+        With `arrived`, values that were non-finite before the rounding count as overflows too, because they overflowed
+        earlier in the same pass.
         """
         result = values if fmt is None else rounded(values, fmt)
         self._zeros += values.numel() - result.count_nonzero()

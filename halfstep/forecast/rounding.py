@@ -1,4 +1,4 @@
-"""Rounds fp32 tensors to a format by casting, which is fast: the time is that of reading and writing memory."""
+"""Rounds fp32 tensors to a format by casting them, which takes little longer than reading and writing their memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from halfstep.formats import TF32, Format, round_nearest, saturate
 def rounded(values: Tensor, fmt: Format) -> Tensor:
     """Returns an fp32 tensor rounded to a format.
 
-    The result is that of `round_nearest`, but torch's own cast computes it many times faster.
+    The values are the same as from `round_nearest`, but torch's own cast computes them many times faster.
 
     >>> import torch
     >>> from halfstep.formats import E4M3

@@ -244,9 +244,9 @@ def scout(closure: Callable[[], Any], model: nn.Module, plan: Plan) -> Scouted:
 def _follow(
     low: dict[TensorName, bool], low_losses: Sequence[TensorName], stored_low: Collection[TensorName] | None
 ) -> None:
-    """Completes `low`, which says for each tensor whether it is low, for weights and gradients.
+    """Corrects the entries of `low` for weights and gradients; `low` says for each tensor whether it is low.
 
-    The gradients of the losses `low_losses` are low. A weight and its gradient are low if `stored_low` has the weight.
+    The gradient of each loss in `low_losses` is low. A weight and its gradient are low if `stored_low` has the weight.
     If `stored_low` is None, the plan stores no weights low; a weight then counts as low if its gradient is low.
     """
     low.update((place._replace(kind="activation_grad"), True) for place in low_losses)

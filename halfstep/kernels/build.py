@@ -85,10 +85,13 @@ class _Field(ctypes.Structure):  # as in update.h
 
 
 def check_layout(loaded: ctypes.CDLL, function: str, layout: Sequence[tuple[str, int, int]]) -> None:
-    """Checks that compiled code and Python agree about a memory layout: names, offsets and sizes, in the same order.
+    """Checks that a compiled library and Python agree on a memory layout: its fields' names, offsets, sizes and order.
+
+    `layout` has (name, offset, size) for each field as Python expects it. `function` is the library's function that
+    returns the same for the compiled code.
 
     Raises:
-        HalfstepError: the layout that `function` of the library returns is not `layout`.
+        HalfstepError: the layout that `function` returns is not `layout`.
     """
     call = getattr(loaded, function)
     call.argtypes, call.restype = (), ctypes.POINTER(_Field)
@@ -167,7 +170,7 @@ def _opened(path: Path, refused: list[str], where: str | None = None) -> ctypes.
     """Loads the library at `path`; returns None and adds the reason to `refused` if it cannot be loaded.
 
     `refused` holds the reasons why folders tried before this one could not be used. If it has any and the library
-    loads, a warning names the reasons and the folder used instead, as `where` if that is given.
+    loads, a warning gives these reasons and says where the library is: `where`, or by default the path of its folder.
     """
     try:
         opened = ctypes.CDLL(str(path))

@@ -158,9 +158,9 @@ def _private(folder: Path) -> Path:
 def refuse_shared(folder: Path) -> None:
     """Raises an error if another user owns, or can write to, a folder above `folder`, and so could replace `folder`.
 
-    If nobody else can, the path of a checked file still leads to that file when it is loaded. This matters because some
-    systems cannot load a file that is already open. The check stops at the first folder from the root that is closed to
-    other users: what is inside it is safe.
+    If no other user can replace the folder, the path of a file that was checked still leads to the same file when it is
+    loaded. This matters because some systems cannot load a file that is already open. The check stops at the first
+    folder from the root that is closed to other users: what is inside it is safe.
 
     Raises:
         OSError: another user could replace the folder; the message says what to do.
@@ -182,7 +182,7 @@ def refuse_shared(folder: Path) -> None:
 def _administrators() -> tuple[int, int]:
     """Returns the ids of the users whose folders are trusted: 0, which is root, and the owner of "/".
 
-    In a rootless container, root has another id, which is that of the owner of "/".
+    In a rootless container, root has an id other than 0, and owns "/".
     """
     return 0, os.lstat("/").st_uid
 
@@ -190,8 +190,8 @@ def _administrators() -> tuple[int, int]:
 def _fault(path: Path, status: os.stat_result, *, trusted: tuple[int, ...] = (), is_open: bool = False) -> str:
     """Returns why another user could change a file or folder, and how to fix that; "" if no other user could.
 
-    `trusted` are the ids of users, besides this one, who may own it. `is_open` says that others may have write
-    permission.
+    `trusted` are the ids of users that are allowed to own it, besides this user. With `is_open`, other users are
+    allowed to have write permission.
     """
     if not hasattr(os, "geteuid"):  # Windows: what is in a user's profile is the user's
         return ""

@@ -1,4 +1,4 @@
-"""Kernels for devices that need another Python package; it is imported when the first tensors on such a device come."""
+"""Kernels for devices that need another Python package (Triton for CUDA), which is imported when it is first needed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LOG = logging.getLogger("halfstep")
 
 
 def triton_can_read(grads: list[Tensor]) -> bool:
-    """Returns whether these gradients are on CUDA, Triton compiles for it, and its kernels read them."""
+    """Returns whether these gradients are on CUDA, Triton works on their device, and its kernels can read them."""
     if not grads or grads[0].device.type != "cuda":
         return False
     kernels = triton_kernels(grads[0].device)
@@ -25,13 +25,17 @@ def triton_can_read(grads: list[Tensor]) -> bool:
 
 
 def triton_read(grads: list[Tensor], scratch: Scratch) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the L2 norm of all gradients, whether any of them is non-finite, and a flag for each gradient."""
+    """Returns the L2 norm of all gradients, whether any of them is non-finite, and for each whether it is non-finite.
+
+    The results are a 0-dim fp32 tensor, a 0-dim bool tensor, and a 1-dim bool tensor with one element for each
+    gradient.
+    """
     result: tuple[Tensor, Tensor, Tensor] = _known(grads[0].device).read(grads, scratch)
     return result
 
 
 def triton_fits(batch: Batch, options: Options) -> bool:
-    """Returns whether `batch` is on CUDA, Triton compiles for it, and its kernels compute the update."""
+    """Returns whether `batch` is on CUDA, Triton works on its device, and its kernels can compute the update."""
     if batch.device.type != "cuda":
         return False
     kernels = triton_kernels(batch.device)

@@ -198,7 +198,9 @@ def update(kernel: str, batch: Batch, options: Options, factor: Tensor | None, f
 
 
 def call(loop: Any, kernel: str, structures: tuple[Any, Any], options: Options, *rest: Any) -> None:
-    """Calls a compiled loop for the optimizer `kernel`, with what `Table.point` returned as `structures`.
+    """Calls a compiled loop for the optimizer `kernel`.
+
+    `structures` are the two pointers that `Table.point` returned, and `rest` are further arguments of the loop.
 
     Raises:
         LookupError: the loop does not know this optimizer, or not with these options; nothing was done.

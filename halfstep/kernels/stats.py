@@ -43,8 +43,9 @@ def add_stats(tensors: Sequence[Tensor], rows: Tensor, places: Sequence[int], *,
     """Adds the statistics of each `tensors[i]` to `rows[places[i]]`. Reads nothing on the host.
 
     Tensors may have any layout. For a sparse tensor the stored values are counted; the real and imaginary parts of a
-    complex number count as two elements. Tensors are best on the device of `rows`, which must support float64 (MPS does
-    not). A value beyond fp32's exponents, which only fp64 has, counts in entry 0 or 255.
+    complex number count as two elements. A tensor on another device than `rows` is first copied to the device of
+    `rows`, which must support float64 (MPS does not). A value beyond fp32's exponents, which only fp64 has, counts in
+    entry 0 or 255.
 
     `sample` limits how many elements are read of each tensor, to the largest multiple of 64 up to `sample`, at least
     64. They are read in runs of 64 neighbours in memory, spread evenly, but without a period that the rows of a matrix

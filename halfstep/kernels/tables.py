@@ -1,4 +1,4 @@
-"""Tables on the device for a kernel launch over many tensors: addresses, sizes, and which tensor a block is of."""
+"""Tables on the device for kernels that process many tensors in one launch: addresses, sizes, each block's tensor."""
 
 from __future__ import annotations
 

@@ -62,10 +62,10 @@ def choose_low(facts: DeviceFacts) -> tuple[Format, str]:
 
 
 def needs_emulation(fmt: Format, facts: DeviceFacts) -> bool:
-    """Returns whether products in a format must be computed in fp32 and rounded: fp16 on a CPU not known to be fast.
+    """Returns whether products in a format are emulated by default, that is computed in fp32 and then rounded.
 
-    On such a CPU, torch's fp16 products take 50 to 130 times as long as fp32 products; fp16 convolutions are that slow
-    even on a CPU with fp16 units. bf16 is never emulated by default, because it runs on fp32 units if the CPU has none
-    for bf16.
+    fp16 is emulated on a CPU unless its own fp16 products are known to be faster. Without fp16 units, torch's fp16
+    products take 50 to 130 times as long as fp32 products. fp16 convolutions are that slow even on a CPU with fp16
+    units. bf16 is never emulated by default, because it runs on fp32 units if the CPU has no bf16 units.
     """
     return facts.kind == "cpu" and fmt == FP16 and units(fmt, facts) is None

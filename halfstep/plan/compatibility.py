@@ -260,10 +260,11 @@ def _is_full(p: Tensor) -> bool:
 def check_closures(optimizers: Sequence[Optimizer], plan: Plan) -> None:
     """Refuses optimizers that need a closure, if the plan stores weights low or scales the loss.
 
-    All of `optimizers` must be such optimizers.
+    `optimizers` must have only optimizers that need a closure.
 
     Raises:
-        SetupError: the plan does so and `optimizers` is not empty; the message names an optimizer and the reason.
+        SetupError: there is an optimizer, and the plan stores weights low or scales the loss; the message names the
+            optimizer and the reason.
     """
     for optimizer in optimizers:
         if plan.param == "full" and not plan.scale.active:

@@ -104,7 +104,7 @@ def _entries(value: Any) -> Any:
 
 
 def edit_to_dict(edit: Edit) -> dict[str, Any]:
-    """Returns an edit as a dict of strings and numbers, as in a plan file; the entry `edit` says of which kind it is.
+    """Returns an edit as a dict of strings and numbers, as in a plan file; its entry `edit` names the kind of edit.
 
     >>> edit_to_dict(OpChange("deny", "softmax"))
     {'edit': 'op_change', 'list': 'deny', 'op': 'softmax'}

@@ -16,12 +16,12 @@ _NAMED_NORM = re.compile(r".*Norm(\d+d?)?")  # T5LayerNorm, LlamaRMSNorm, Frozen
 
 
 def norm_kind(module: nn.Module) -> NormKind | None:
-    """Returns "torch" or "own", for whose code normalises in the module, or None if the module is not a norm.
+    """Returns "torch" or "own", depending on whose code normalises in the module; None if the module is not a norm.
 
     "torch" means torch's own kernels, which take low inputs with fp32 weights. "own" means the model's own code, in
-    which low and fp32 values would mix: a class with a name like a norm's, or a subclass of torch's with another
-    forward. A class that contains other layers with weights (PreNorm with its attention) is not a norm itself, but its
-    parts may be.
+    which low and fp32 values would mix. A norm is "own" if its class is named like a norm or is a subclass of one of
+    torch's norms, and its forward is not torch's. A class that contains other layers with weights (PreNorm with its
+    attention) is not a norm itself, but its parts may be.
 
     >>> norm_kind(nn.GroupNorm(1, 4))
     'torch'

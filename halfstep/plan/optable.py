@@ -1,8 +1,8 @@
 """The op table: which torch op runs low, full or with its widest input; the same on every device.
 
-Its rows are torch's autocast lists (ATen/autocast_mode.h and autocast_mode.cpp): the whole list for CUDA, and from the
-list for CPU the ops that have no low kernel. Ops that torch's lists lack, but whole models need, are rows of halfstep's
-own.
+Its rows come from torch's autocast lists (ATen/autocast_mode.h and autocast_mode.cpp): all rows of the list for CUDA,
+and those ops of the list for CPU that have no low kernel. Ops that whole models need, but that torch's lists lack, are
+rows of halfstep's own.
 """
 
 from __future__ import annotations

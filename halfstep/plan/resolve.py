@@ -252,9 +252,9 @@ def _decide(plan: Plan, site: Site, rule: Rule | None, above: _Decision, owner: 
 def _full_anyway(plan: Plan, module: nn.Module, owner: nn.Module | None) -> str | None:
     """Returns why a module computes in fp32 although no rule says so; None if it does not.
 
-    Such modules are quantized ones, and parametrizations, which compute a weight from one that is stored low. They use
-    inverses, exponentials and powers, which have no low kernel or make no sense in low precision. The results of
-    parametrizations have the format of their inputs, and their own parameters stay fp32.
+    Such modules are quantized ones, and parametrizations that compute a weight from a parameter that is stored low.
+    Parametrizations use inverses, exponentials and powers, which have no low kernel or make no sense in low precision.
+    Their results have the format of their inputs, and their own parameters stay fp32.
     """
     if plan.param == "low" and isinstance(owner, ParametrizationList):
         return "parametrizations full"

@@ -40,9 +40,10 @@ class Decision:
     """What a session will do: which models it trains, under which plan, and on which device and processor.
 
     `roots` are the models without their wrappers, and `assignment` has the formats that the plan gives their modules.
-    `emulate`: products of the low format are computed in a wider format. `mixed` is False if the plan casts and scales
-    nothing. `stepping`: whether the training loop calls the `step` of the session or of the optimizer. Parameters in
-    `already_low` are stored in the plan's low format before the session starts; they keep their values and their dtype.
+    `emulate` says whether products of the low format are computed in a wider format. `mixed` is False if the plan casts
+    and scales nothing. `stepping` says whose `step` the training loop calls: the session's or the optimizer's.
+    Parameters in `already_low` are stored in the plan's low format before the session starts; they keep their values
+    and their dtype.
     """
 
     roots: tuple[nn.Module, ...]
@@ -124,7 +125,7 @@ def decide_for_copies(decision: Decision, copies: Sequence[nn.Module], plan: Pla
 
 
 def say_what_steps_itself(decision: Decision, optimizers: Sequence[Optimizer]) -> None:
-    """Warns about optimizers that halfstep has no update for, if their own step costs more than in fp32 training."""
+    """Warns about optimizers without an update in halfstep, if their step needs more time or memory than in fp32."""
     if decision.plan.param == "low" or (decision.mixed and decision.device.type != "cpu"):
         for optimizer in optimizers:
             if row_of(optimizer) is None:

@@ -139,8 +139,8 @@ def parts_to_step(parts: Sequence[Part], awaiting: Sequence[Part], optimizer: Op
 class Replacements:
     """Finds parameters that were replaced in the model after their optimizer was made: the new ones would never train.
 
-    `parts` are all parts of a session. The models are searched only when a parameter has no gradient for the first
-    time.
+    `parts` are all parts of a session. A step searches the models only if a parameter has no gradient and had one at
+    every step before.
     """
 
     def __init__(self, roots: Iterable[nn.Module], parts: Sequence[Part]) -> None:
@@ -175,10 +175,11 @@ class Replacements:
 
 
 def step_each(updates: Sequence[Update]) -> tuple[int, BaseException | None]:
-    """Runs updates in order; returns how many were completed, and the first error.
+    """Runs updates in order; returns how many were made, and the first error (None: there was no error).
 
-    An update that was made returns None, or the error that a hook raised afterwards. An update that raises was not
-    made, and the following ones are then not made either. If the first update raises, its error is raised here.
+    An update is a function that changes the weights of one part. It returns None, or an error that a hook raised after
+    the weights had changed. If it raises an error itself, it was not made, and the following updates do not run. An
+    error that the first update raises is raised here.
     """
     count, failed = 0, None
     try:

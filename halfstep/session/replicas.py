@@ -116,11 +116,11 @@ class SharedState:
 class Agreed:
     """What a session needs to know to make a step; it is the same in all processes that train together.
 
-    `flags` has the parameters of each part, and tells for each parameter whether its gradient is not finite. The last
-    three fields have one entry per process, or are None if this process trains alone. `processes` tells whether a loss
-    of that process overflowed, and `stops` whether it requested all processes to stop. `apart` has two rows (2 x
-    processes): whether the loss scale of that process's gradients differs from that in process 0, and whether its
-    weights differ from those in process 0.
+    `flags` has a pair for each part: its parameters, and flags that tell which of them have a gradient that is not
+    finite. The last three fields have one entry per process, or are None if this process trains alone. `processes`
+    tells whether a loss of that process overflowed, and `stops` whether it requested all processes to stop. `apart` has
+    two rows (2 x processes): whether the loss scale of that process's gradients differs from the scale in process 0,
+    and whether its weights differ from those in process 0.
     """
 
     collected: list[Collected]
@@ -175,10 +175,10 @@ def agree(
 
 
 def read_by_shards(held: Collected, device: torch.device, scratch: Scratch) -> tuple[Reading, list[tuple[int, Tensor]]]:
-    """Returns the reading of this process's gradients, and their norms by the number of shards of their parameters.
+    """Returns the reading of this process's gradients, and their norms, one for each number of shards.
 
-    The norms are a list of (number of different shards, norm). Each norm is taken over all gradients whose parameters
-    are cut into that number of shards.
+    The norms are a list of (number, norm): the norm is taken over all gradients whose parameters are cut into that
+    number of different shards, which is 1 for a parameter that is not sharded.
     """
     numbers = [shards(p) for p in held.params]
     kinds = sorted(set(numbers)) or [1]
@@ -201,8 +201,9 @@ def read_by_shards(held: Collected, device: torch.device, scratch: Scratch) -> t
 def share_of_square(norms: Sequence[tuple[int, Tensor]], size: int) -> Tensor:
     """Returns what this process adds to the squared norm over `size` processes (0-dim float64).
 
-    `norms` are (number of different shards, norm of this process's shards of the gradients). Each shard is held by
-    `size / number` processes; each of them adds the squared norm divided by that count, so that it counts once.
+    `norms` are pairs (number, norm) from `read_by_shards`: the number of different shards, and the norm of this
+    process's shards of the gradients. Each shard is held by `size / number` processes. So each process adds its squared
+    norm times `number / size`, and the sum over all processes counts each shard once.
     """
     shares = [norm.double().square() * (number / size) for number, norm in norms]
     return shares[0] if len(shares) == 1 else torch.stack(shares).sum()

@@ -194,7 +194,7 @@ class Session:
         )
 
     def modules(self) -> Iterator[tuple[nn.Module, ModuleFormats]]:
-        """Yields every module with its formats in the assignment, and a module that several models share only once."""
+        """Yields every module with its formats in the assignment; a module that several models share comes once."""
         seen: set[int] = set()
         modules = [module for root in self._roots for module in root.modules()]
         for module, formats in zip(modules, self.assignment.modules, strict=True):
@@ -255,7 +255,7 @@ class Session:
         return part
 
     def _refuse_others(self, optimizer: Optimizer) -> None:
-        """Refuses a step by an optimizer that has weights stored low by the session but was not passed to it."""
+        """Refuses a step by an optimizer outside of the session that updates weights stored low by the session."""
         if any(optimizer is part.optimizer for part in self._parts):
             return
         low = [p for group in optimizer.param_groups for p in group["params"] if p in self._store]
@@ -367,8 +367,9 @@ class Session:
         """Returns gradients as `torch.autograd.grad` does, computed with the loss scale and then divided by it.
 
         The gradients are true ones in fp32 (float64 and complex keep their dtype), so that a penalty on them can be
-        added to the loss (`create_graph=True`). The scale is that of `loss_id`; if these gradients overflow, it backs
-        off once that loss is passed to `backward` with the same `loss_id`. `kwargs` are those of `torch.autograd.grad`.
+        added to the loss (`create_graph=True`). The loss scale is the one for `loss_id`. If these gradients overflow,
+        the scale backs off when the loss with the penalty is passed to `backward` with the same `loss_id`. `kwargs` are
+        those of `torch.autograd.grad`.
 
         Raises:
             SessionError: the session is closed, an output is not a tensor, or a non-scalar has no `grad_outputs`.
@@ -476,8 +477,8 @@ class Session:
     def trial(self, plan: Plan, copies: Sequence[nn.Module] | None = None) -> Iterator[Session]:
         """Opens a session with another plan over copies of the models, which it makes unless `copies` is passed.
 
-        Inside the context, `autocast` of this session is that of the trial. The trial reports the last step and the
-        optimizers of this session.
+        Inside the context, `autocast` of this session returns the trial's context. The trial reports the last step and
+        the optimizers of this session.
         """
         copies = plain_copies(self._roots) if copies is None else copies
         with Trial(decide_for_copies(self._decision, copies, plan), self) as trial:
@@ -746,7 +747,7 @@ class Trial(Session):
 def _told(failed: BaseException | None, tell: Callable[..., object], *args: Any) -> BaseException | None:
     """Calls `tell` with `args`; returns the error that it raises, or the earlier error `failed` if it raises none.
 
-    `failed` becomes the context of a new error that has none.
+    If the new error has no context of its own, `failed` becomes its context.
     """
     try:
         tell(*args)

@@ -1,7 +1,7 @@
-"""What `backward`, `unscale_` and `step` do in a session: under its plan, or as in a plain loop.
+"""The `backward`, `scaling`, `unscale_` and `step` of a session: under its plan, or as in a plain loop.
 
-A session has an object of one of the classes here. It is a `PlainTraining` if the plan casts and scales nothing. So the
-session itself does not look at the plan in these methods.
+A session calls them on one object: a `PlainTraining` if the plan casts and scales nothing, otherwise a `MixedTraining`
+or `TrueGradients`. So the session itself does not look at the plan in these methods.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class Stepped:
     """The outcome of a step.
 
     `record` is the record of the step, `parts` are those that made it, and `failed` is an error that a hook raised
-    afterwards, else None. `last` has the `LastStep` of each loss, by loss id. `flags` has the parameters of each part,
-    and tells for each parameter whether its gradient was not finite. `spoiled` tells for each process whether a loss
-    overflowed there; it is None if this process trains alone. `stopping` lists the processes that requested all to
-    stop.
+    afterwards, else None. `last` has the `LastStep` of each loss, by loss id. `flags` has a pair for each part: its
+    parameters, and flags that tell which of them had a gradient that was not finite. `spoiled` tells for each process
+    whether a loss overflowed there; it is None if this process trains alone. `stopping` lists the processes that
+    requested all to stop.
     """
 
     record: StepRecord
