@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Absorbed(Generic[T]):
-    """An overflow in the operation `origin` that the operation `by` turned into finite but wrong values.
+    """An overflow in the operation `origin`, absorbed by the operation `by`, whose result is finite but wrong.
 
     `values` are the fp32 values of the elements that became infinite in the result of `origin`, whose dtype is `dtype`.
     `got` is an element of the result of `by`, and `want` is its value in fp32. `off` is the relative error of the row
@@ -60,8 +60,8 @@ class Absorbed(Generic[T]):
 class _Origin(Generic[T]):
     """An operation that overflowed.
 
-    `of` is the object by which the user of the trail identifies the operation, such as a `Note`. `values` are the fp32
-    values of the elements that became infinite in its result, whose dtype is `dtype`.
+    `of` identifies the operation: it is what `here()` returned in `OverflowTrail.run`, such as a `Note`. `values` are
+    the fp32 values of the elements that became infinite in the operation's result, whose dtype is `dtype`.
     """
 
     of: T
@@ -217,9 +217,9 @@ def _floats(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: A
 def _worst_row(out: Tensor, exact: Tensor, touched: Tensor) -> tuple[float, float, float] | None:
     """Returns (value, fp32 value, relative error of the row) for the worst element of `out`.
 
-    This is the element with the largest difference to the fp32 result `exact`, in the row with the largest relative
-    error; rows are along the last dimension. Only elements that an overflow changed, marked in `touched`, count.
-    Rounding is not an error. Returns None if no row's error exceeds `TOLERANCE`.
+    This is the element that differs most from the fp32 result `exact`, in the row with the largest relative error; rows
+    are along the last dimension. Only elements that an overflow changed, marked in `touched`, count. Rounding is not an
+    error. Returns None if no row's error exceeds `TOLERANCE`.
     """
     if not bool(touched.any()):
         return None

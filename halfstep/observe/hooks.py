@@ -36,13 +36,13 @@ class _ForwardHook:
 
 
 class StepHooks:
-    """Hooks on modules from `put_on` to `remove`, which pass the outputs of forward passes with gradients to `saw`.
+    """Passes the outputs of modules to `saw` and their gradients to `saw_grad`, from `put_on` to `remove`.
 
     `saw(name, found)` gets the module's name and a list of (place, tensor) for the floating-point and complex tensors
     in its output; a place is a string such as "hidden.0". `saw_grad(name, place, gradient)` gets the gradient of each
     of these tensors.
 
-    A forward without gradients (evaluation) is not reported. An output that a checkpoint computes twice is reported
+    A forward with gradients off (evaluation) is not reported. An output that a checkpoint computes twice is reported
     once: the first time that gradients are on. A tensor that a module returns unchanged from a module inside it is
     reported for the inner one only. Nothing is reported while `active` is False.
     """
@@ -64,7 +64,10 @@ class StepHooks:
         self.saw_any = False
 
     def put_on(self, modules: Mapping[str, nn.Module]) -> None:
-        """Puts hooks on the modules, except scripted ones; if interrupted, `self.take_off()` removes the hooks."""
+        """Puts hooks on the modules, except scripted ones.
+
+        If this is interrupted, `self.take_off()` removes the hooks that were put on.
+        """
         for name, module in modules.items():
             if isinstance(module, torch.jit.ScriptModule):
                 self.closed_to_hooks.append(name)

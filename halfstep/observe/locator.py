@@ -49,7 +49,7 @@ class Place:
     ones. `function` is the torch function written in Python that called the operation, "" if none did.
 
     `again` is True if a checkpoint runs this part of a forward a second time. `foreign` is True if the operation ran in
-    a backward pass, in a hook or other nested function that is not part of a method of the models' modules.
+    a backward pass, in a nested function (such as a hook) that is not defined in a method of the models' modules.
     """
 
     module: str | None
@@ -127,10 +127,10 @@ class Locator:
         return next((each.tensor for each in everything if each.name == name and each.kind != "gradient"), None)
 
     def here(self) -> Place:
-        """Returns the place of the running operation, searched up the stack as far as the start of a pass.
+        """Returns the place of the running operation; searches the stack upwards, to the call that began the pass.
 
-        When a checkpoint runs a part of a forward again, the module's forward is not on the stack. The module is then
-        the `self` that a nested function on the stack refers to.
+        When a checkpoint runs a part of a forward again, the module's forward is not on the stack. Then a nested
+        function on the stack tells the module: it is the `self` that this function uses from its enclosing method.
         """
         frame: FrameType | None = sys._getframe(1)
         module = line = call = enclosing = outermost = None

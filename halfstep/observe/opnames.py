@@ -1,4 +1,4 @@
-"""Finds the public torch name of an operation; the dispatcher knows its parts by other names."""
+"""Finds the public torch name of an operation, which differs from its names in the dispatcher."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def tensors_in(output: Any) -> Iterator[tuple[str, Tensor]]:
     """Yields (place, tensor) for the floating-point and complex tensors in an output, each tensor once.
 
     Searches lists, tuples, mappings, dataclasses and the attributes of other objects that a model defines, at any
-    depth. The place is "" for a bare tensor, otherwise its keys and indices joined by dots.
+    depth. The place has the keys and indices that lead to the tensor, joined by dots; it is "" for a bare tensor.
 
     >>> [place for place, _ in tensors_in({"logits": torch.ones(1), "hidden": (torch.ones(1), torch.ones(1).int())})]
     ['logits', 'hidden.0']

@@ -107,11 +107,11 @@ class AbsorbedWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
         return torch.is_grad_enabled() or any(root.training for root in self._live_roots())
 
     def _weigh(self, known: int, given: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-        """Decides which overflows to report: those that an operation with gradients depends on.
+        """Reports those new overflows that an operation with gradients depends on, and holds back the others.
 
-        Overflows in the trail's `found` after the first `known` are new. If gradients were off, they are held back
-        until an operation with gradients reads a result that depends on them. `given` are the tensors that the current
-        operation read, and `outputs` those that it returned or wrote.
+        In the trail's `found`, the overflows after the first `known` are new. If gradients were off, an overflow is
+        held back until an operation with gradients reads a result that depends on it. `given` are the tensors that the
+        current operation read, and `outputs` those that it returned or wrote.
         """
         found, trains = self._trail.found, torch.is_grad_enabled()
         waiting = [each for each in found[known:] if not (trains and each.origin.trains)]
@@ -173,10 +173,11 @@ Watched = tuple[AbsorbedWatch, Callable[[], None]]
 
 
 def watch_absorbed(roots: Sequence[nn.Module], under: Under, undo: list[Callable[[], None]]) -> Watched:
-    """Returns a watch that sees all operations from now on, and a function that undoes `under`.
+    """Returns a watch that sees all operations from now on, and a function that leaves the context `under(watch)`.
 
-    `under` puts the watch above the mode that emulates a format. The returned function refers to the session. The
-    functions that end the watch are added to `undo`; they do not refer to the session and so do not keep it alive.
+    Within that context, the watch sees operations before a mode that emulates a format changes them. The returned
+    function refers to the session. The functions that end the watch are added to `undo`. They do not refer to the
+    session, and so do not keep it alive.
 
     The watch is pushed on the stack of modes at once: if it were pushed inside a forward, a `with` block around that
     forward would pop it. Until the watch ends, compiled code runs uncompiled.

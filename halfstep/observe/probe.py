@@ -35,7 +35,7 @@ class Watch(Protocol):
         """Yields the remaining updates, after the step."""
 
     def forget(self) -> None:
-        """Drops the observation if the step was not made."""
+        """Releases what `before` kept; called in place of `after` if the step was not made."""
 
 
 class Probe(AbstractContextManager["Probe"]):

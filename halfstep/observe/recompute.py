@@ -92,8 +92,8 @@ def recompute_unmasked(
 ) -> Exact | None:
     """Computes an operation again in fp32, with 1 in place of the infinities among the values it `read`.
 
-    Such infinities come from masks. Returns None if the operation cannot be computed again. Also returns None if it is
-    finite in its own format with these replacements: then the infinities alone caused the failure.
+    Such infinities come from masks. Returns None if the operation cannot be computed again. Also returns None if,
+    without the infinities, the result is finite even in the operation's own format: then they alone caused the failure.
     """
     dense = all(t.layout is torch.strided and not t.is_nested for t in read)
     if not dense or torch.Tag.nondeterministic_seeded in func.tags:

@@ -58,9 +58,9 @@ class Note:
 
     If the operation itself made its result non-finite, from arguments that were finite or infinite only in masks,
     `call` holds its formats and ranges. `exact` is then the result in fp32 (None: unknown, or the masks explain the
-    failure). `vanished` is a tiny number that the operation added or used as a bound although its result is 0 in
-    places. For a division by zero, `divided_by` is the number of zeros in the divisor and the number of all its
-    elements.
+    failure). `vanished` is a tiny number, such as an eps, that the operation added or used as a bound, if elements of
+    the result are 0 nevertheless. For a division by zero, `divided_by` is the number of zeros in the divisor and the
+    number of all its elements.
 
     `root` is True if the operation made the gradient with which a backward pass begins, or belongs to the first node of
     that pass. `of_gradient` is True if its result depends on that gradient. `received` is True if it received values
@@ -408,7 +408,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
             note.module = note.forward.module if note.module is None else note.module
 
     def operator(self, note: Note) -> str:
-        """Returns the public torch name of an operation; for a backward operation, that of its forward operation."""
+        """Returns the public torch name of an operation; a backward operation has the name of its forward operation."""
         if note.phase == "backward" and note.line is None and note.node not in (None, _ACCUMULATE):
             assert note.node is not None
             if note.forward is not None and is_backward_of(note.node, note.forward.aten):
@@ -460,9 +460,10 @@ def _as(leaf: Leaf, named: tuple[str, str, Tensor]) -> Leaf:
 
 
 def _placed(bad: NonFinite, kind: str, known: Tensor) -> NonFinite:
-    """Returns the counts `bad` with the index of the first non-finite element in the whole tensor `known`.
+    """Returns the counts `bad` of a tensor that was read, with the index of the first non-finite element in `known`.
 
-    The index is empty for a transposed view, unless `known` is a parameter or buffer.
+    `known` is that tensor, or the model's tensor that shares memory with it. If `kind` is "parameter" or "buffer", the
+    counts are for the whole of `known` too. Otherwise the index is empty unless `known` is dense and contiguous.
     """
     if kind in ("parameter", "buffer"):
         return nonfinite(known) or replace(bad, first=())
@@ -470,7 +471,10 @@ def _placed(bad: NonFinite, kind: str, known: Tensor) -> NonFinite:
 
 
 def _vanished(note: Note, outputs: list[Tensor]) -> float | None:
-    """Returns a tiny number that an operation added or used as a bound although its result is 0 in places."""
+    """Returns a tiny number, such as an eps, that an operation added or used as a bound.
+
+    Returns None if there is no such number, or if no element of the result is 0.
+    """
     if not note.aten.startswith(_BOUNDING):
         return None
     made = [source.scalars for source in note.sources if source is not None and source.aten == "scalar_tensor"]

@@ -22,7 +22,7 @@ _UNINITIALISED = tuple(
 
 
 def aten_name(func: Any, args: Sequence[Any]) -> str:
-    """Returns the dispatcher's name of an operation; for a convolution, a name with the dimensions, such as conv2d."""
+    """Returns the dispatcher's name of an operation; for a convolution, a name with its dimensions, such as conv2d."""
     name: str = schema_of(func).name.rpartition("::")[2]
     if name == "convolution":
         return f"conv{'_transpose' if args[6] else ''}{args[1].dim() - 2}d"
@@ -51,9 +51,10 @@ def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[T
 
 
 def is_unread(func: Any, given: tuple[Sequence[Any], Mapping[str, Any]], tensor: Tensor) -> bool:
-    """Tells whether an operation ignores the values of a tensor argument, because it overwrites or only updates it.
+    """Tells whether the values of a tensor argument have no effect on an operation's output.
 
-    Examples are a tensor passed as `out=`, and the running statistics of a batch norm in training mode.
+    Examples are a tensor passed as `out=`, which is overwritten, and the running statistics of a batch norm in training
+    mode, which are only updated.
     """
     args, kwargs = given
     if schema_of(func).name in _OVERWRITING:

@@ -17,7 +17,10 @@ from halfstep.torch_internals import fused_adam_, fused_adamw_
 
 @dataclass(frozen=True)
 class AdamOptions(Options):
-    """The options of a param group of `torch.optim.Adam`, or of `AdamW` if `decoupled` is true."""
+    """The options of a param group of `torch.optim.Adam`, or of `AdamW` if the inherited `decoupled` is true.
+
+    `corrected` says whether the running means are corrected for their bias.
+    """
 
     beta1: float
     beta2: float

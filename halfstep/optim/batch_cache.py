@@ -22,7 +22,7 @@ Group = dict[str, Any]
 
 
 class Placed:
-    """One parameter's entry in a batch: its index there, and the memory and state that it had when it was added."""
+    """A parameter in a batch: its index there, and the memory and state that it had when the batch was made."""
 
     __slots__ = (
         "address",
@@ -119,8 +119,8 @@ class BatchCache:
     ) -> bool:
         """Puts the gradients of a new step into the batches and returns True; returns False if the cache does not fit.
 
-        The cache does not fit if parameters, param groups or optimizer states have changed since `complete`. Some
-        batches may have new gradients even then, so the cache must not be used further.
+        The cache does not fit if parameters, param groups or optimizer states have changed since `complete`. If False
+        is returned, some batches may have new gradients already, so the caller must discard the cache.
         """
         groups = optimizer.param_groups
         if len(params) != len(self._order):  # parameters without elements stand nowhere
@@ -138,7 +138,10 @@ class BatchCache:
         return True
 
     def release(self) -> None:
-        """Replaces the gradients in the batches by weights, so that `zero_grad` can free the gradients' memory."""
+        """Drops the gradients from the batches, so that `zero_grad` can free their memory.
+
+        The weights take the places of the gradients until the next `take`.
+        """
         for batches, _ in self.groups:
             for batch in batches:
                 batch.grads[:] = batch.weights

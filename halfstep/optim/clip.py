@@ -19,8 +19,8 @@ def group_factors(
 
     `factor` (0-dim fp32; None means 1) unscales the gradients. The norm to clip is the L2 norm of the unscaled
     gradients of all groups together. The factor of a group is `factor` times the clip coefficient, or just `factor` if
-    the group has no `max_norm`. If the norm is not finite, multiplication by the result leaves non-finite gradients
-    non-finite. Nothing is read on the host.
+    the group has no `max_norm`. If the norm is infinite or NaN, the clip coefficient is 0 or NaN, so that a non-finite
+    gradient is still non-finite after clipping. Nothing is read on the host.
     """
     most = [options.max_norm for options in all_options]
     if not grads or not any(most):

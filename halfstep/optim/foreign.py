@@ -23,9 +23,9 @@ from halfstep.torch_internals import mark_stepped
 class ForeignStepper:
     """Runs an optimizer's own `step`, with fp32 stand-ins in place of its low-precision parameters.
 
-    A stand-in is a parameter with the fp32 value of the low one and with its unscaled gradient. The device cannot skip
-    a call of the optimizer. So `step` reads `found` on the host, once, and does not call the optimizer if `found` is
-    true.
+    A stand-in is a parameter that has the fp32 value and the unscaled gradient of a low-precision parameter. The device
+    cannot skip a call of the optimizer. So `step` reads its argument `found` (whether to skip the update) on the host,
+    once, and calls the optimizer only if `found` is false.
     """
 
     syncs = True
@@ -104,7 +104,7 @@ class ForeignStepper:
         return stand_in
 
     def _exchange(self, by: dict[Parameter, Parameter]) -> None:
-        """Puts `by[p]` in the place of each parameter `p` in `by`, in the optimizer's param groups and in its state.
+        """Replaces each parameter `p` in `by` with `by[p]`, in the optimizer's param groups and as a key of its state.
 
         The `params` lists and the state dict stay the same objects.
         """

@@ -36,10 +36,10 @@ def send_step(
     if there is no state yet, and all gradients and learning rates are zero. `torch.distributed.checkpoint.state_dict`
     makes such a step before it reads or loads a state.
 
-    An LR scheduler wraps `optimizer.step` when it is made. On its first `step()` it warns if `optimizer.step` does not
-    carry the mark of its wrapper. If the scheduler was made before this call, the new `step` gets that mark. If it is
-    made later, it wraps the new `step`, and its wrapper calls the new `step` even after the undo. So the new `step`
-    then calls the original one.
+    An LR scheduler wraps `optimizer.step` when it is made, and marks its wrapper. On its first `step()` it warns if
+    `optimizer.step` does not have this mark. If the scheduler was made before this call, the new `step` gets the mark
+    too. If the scheduler is made later, its wrapper calls the new `step`, and continues to do so after the undo.
+    Therefore, after the undo, the new `step` calls the original one.
     """
     original = original_step(optimizer)
     released = False

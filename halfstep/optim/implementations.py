@@ -31,10 +31,11 @@ class Implementation:
     `kernel(row, options)` returns the kernel that updates optimizers of this row of the table, or None if this
     implementation has no kernel for them. `fits(batch, options)` says whether this implementation supports the batch.
 
-    `run(kernel, batch, options, factor, found, scratch)` updates weights, extras and states in place. It first
-    multiplies every gradient by `factor` (0-dim fp32, or None for 1), rounded once to fp32. If `found` (0-dim bool) is
-    true, weights, extras and states stay the same bit for bit. Otherwise `batch.steps` is incremented before the
-    update, and `batch.fresh` is set to 0 after it. Nothing is read on the host.
+    `run(kernel, batch, options, factor, found, scratch)` updates the weights, the extras (masters or remainders) and
+    the optimizer states of `batch` in place, with `scratch` as working memory. It first multiplies every gradient by
+    `factor` (0-dim fp32, or None for 1), rounded once to fp32. If `found` (0-dim bool) is true, weights, extras and
+    states stay the same bit for bit. Otherwise `batch.steps` is incremented before the update, and `batch.fresh` (1 for
+    parameters without an update so far) is set to 0 after it. Nothing is read on the host.
     """
 
     kernel: Callable[[OptimizerRow, Options], Any]

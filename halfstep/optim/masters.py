@@ -80,7 +80,8 @@ class MasterStore:
         """Returns the layout of a parameter that will be updated; `name` returns its name for an error.
 
         Raises:
-            SessionError: as `layout` does, or `p` is low but not tracked: it was frozen when the session opened.
+            SessionError: `p` is tracked and something else has changed its dtype; or `p` is low but not tracked,
+                because it was frozen when the session opened.
         """
         layout = self.layout(p)
         if layout == "low" and p not in self:
@@ -165,13 +166,13 @@ class MasterStore:
     def load(self, p: Parameter, value: Tensor) -> Tensor:
         """Makes `value`, an entry of a checkpoint, the value of `p`; returns the stored weight, in the dtype of `p`.
 
-        A `value` in the low format lacks the bits that this format rounds away. So each element of the present fp32
-        value that rounds to its element of `value` is kept, and only the others are replaced. A `value` in another
-        dtype replaces all elements.
+        A `value` in the low format lacks the bits that were rounded away when it was saved. So each element of the
+        present fp32 value is kept if it rounds to the same low element as in `value`, and is replaced otherwise. A
+        `value` in another dtype replaces all elements.
 
-        torch then copies the returned weight into `p`, although `p` has these values already. This copy counts as a
-        change of `p`, and adopting it would lose the remainders of values that round to zero or infinity. To prevent
-        this, call `loaded` after the copy.
+        torch then copies the returned weight into `p`, although `p` has these values already. Because of this copy, `p`
+        looks as if other code had changed it. Adopting the change would lose the remainders of values that round to
+        zero or infinity. To prevent this, call `loaded` after the copy.
         """
         if p in self and value.dtype is self.low:
             value = self._reconciled(self.full(p), value.to(p.device))
@@ -199,10 +200,11 @@ class MasterStore:
 
     @contextmanager
     def widened(self) -> Iterator[None]:
-        """Stores tracked parameters in fp32 within a `with` block, and keeps the values that they have when it ends.
+        """Stores tracked parameters in fp32 within a `with` block; the values that they have at its end are kept.
 
-        Within the block `p.grad` is None; the gradients come back at the end. There each parameter also gets its old
-        low-precision storage back, because other code holds its address.
+        Within the block `p.grad` is None. At the end of the block, each parameter gets its gradient and its old
+        low-precision storage back, and the new value is written there. The storage must be the old one because other
+        code holds its address.
         """
         held = [(p, p.detach(), p.grad) for p in self]
         for p, _, _ in held:
@@ -222,8 +224,8 @@ class MasterStore:
     def note(self, params: Iterable[Parameter], *, writes_to_come: int = 0) -> None:
         """Records that the store or an update, not other code, has written the present values of tracked weights.
 
-        The next `writes_to_come` in-place writes that move the version counter of a weight do not count as changes by
-        other code either. They must write the values that the weight has already.
+        If `writes_to_come` is positive, exactly that many in-place writes to each weight must follow. They do not count
+        as changes by other code either, and must write the values that the weight has already.
         """
         for p in params:
             entry = self._entries.get(id(p))
@@ -247,9 +249,10 @@ class MasterStore:
     def _recovered(self, entry: _Entry) -> Tensor:
         """Returns the fp32 value of a weight that was cast to another dtype.
 
-        With `copy`, this is the master; after an in-place change of the weight, only elements of the master that still
-        round to the weight are used. With `split`, weight and remainder are joined where the weight is still a value of
-        the low format (a cast to fp32 or float64 changes no low value). All other elements are the weight as it is now.
+        With `copy`, this is the master. But if the weight was changed in place, elements of the master that no longer
+        round to the weight are replaced by those of the weight. With `split`, weight and remainder are joined. But
+        elements of the weight that are no longer values of the low format are returned as they are (a cast to fp32 or
+        float64 changes no low value). With `none`, the weight itself is returned.
         """
         p, extra = entry.param, entry.extra
         weight = p.detach()

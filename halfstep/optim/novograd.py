@@ -1,4 +1,4 @@
-"""NovoGrad, one of halfstep's own optimizers: gradients divided by a running norm, one number for each weight."""
+"""NovoGrad, one of halfstep's own optimizers: it divides gradients by a running norm, one number per weight tensor."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from halfstep.optim.own_step import check_numbers, own_step
 class NovoGrad(Optimizer):
     """NovoGrad, "Stochastic Gradient Methods with Layer-wise Adaptive Moments" (Ginsburg et al. 2019), as in apex.
 
-    Each weight has one running norm of its gradients, the root of a running mean of squared norms. The update is the
-    running mean of the gradients divided by the running norm, plus `weight_decay` times the weight. The paper instead
-    divides each gradient by the running norm, adds the weight decay, and takes the running mean of these sums: set
-    `reg_inside_moment` for that.
+    Each weight tensor has one running norm of its gradients, the root of a running mean of squared norms. The update is
+    the running mean of the gradients divided by the running norm, plus `weight_decay` times the weight. With
+    `reg_inside_moment` the order is that in the paper: each gradient is divided by the running norm, `weight_decay`
+    times the weight is added, and the running mean of these sums is the update.
 
     Args:
         params: parameters, named parameters, or param groups.
@@ -98,7 +98,7 @@ class NovoGradOptions(Options):
 
     @property
     def scalars(self) -> tuple[str, ...]:
-        """The name of the running norm, which is one number for each weight."""
+        """The name of the running norm, which is one number per weight tensor."""
         return ("norm",)
 
     @property

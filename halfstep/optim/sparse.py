@@ -16,7 +16,8 @@ from halfstep.torch_internals import sparse_indices, sparse_values
 class SparseRows:
     """Copies of some rows of a weight and its master, as a batch.
 
-    `tables` are the tensors that the rows come from, and `index` says which of their rows they are.
+    `tables` are the tensors from which the rows were copied: the weight, and its master or remainder if it has one.
+    `index` has the row numbers.
     """
 
     batch: Batch
@@ -32,8 +33,9 @@ class SparseRows:
 def touched_rows(
     layout: Layout, weight: Tensor, extra: list[Tensor], grad: Tensor, options: Options
 ) -> SparseRows | None:
-    """Returns the rows of `weight` and `extra` that the sparse `grad` reaches, or None if `grad` must be made dense.
+    """Returns the rows of `weight` that the sparse `grad` reaches, or None if `grad` must be made dense.
 
+    `extra` is a list with the master or the remainder of the weight, or an empty list; its rows are returned too.
     `grad` must be made dense if every row changes, because of weight decay or of state such as a momentum. It must also
     be made dense on devices other than the CPU, where the host would have to wait for the number of rows.
     """

@@ -180,7 +180,7 @@ def _is_number(value: Any, *, tensor: bool) -> bool:
 
 
 def _check_values(what: str, entry: Any) -> None:
-    """Refuses what cannot be a parameter's state: not a dict, tensors without plain storage, impossible step counts."""
+    """Refuses a state that is not a dict, has tensors without plain storage, or has an impossible step count."""
     if not isinstance(entry, dict):
         raise StateError(f"the optimizer state of {what} is {entry!r:.40}; expected a dict")
     for name, value in entry.items():
@@ -241,8 +241,9 @@ def _wrong(
 def _misfit(what: str, made: StateDict, expected: StateDict, entry: StateDict) -> str | None:
     """Returns an error message for the first tensor in `entry`, the loaded state, that has a wrong shape; else None.
 
-    `made` and `expected` are the loaded and the present state with small tensors in place of the real ones, after a
-    trial step if one was possible. A tensor has a wrong shape if its shape in `made` differs from that in `expected`.
+    `made` is the loaded state and `expected` the present one, both with small tensors in place of the real ones. If a
+    trial step was possible, both are as they are after it. A tensor has a wrong shape if its shapes in `made` and in
+    `expected` differ.
     """
     for name, want in expected.items():
         if name not in made or name not in entry or name == "step" or not isinstance(want, Tensor):

@@ -98,7 +98,7 @@ def has_row(cls: type[Optimizer]) -> bool:
 def row_of(optimizer: Optimizer) -> OptimizerRow | None:
     """Returns the row of `optimizer`; None if it has none, or has options that only its own `step` supports.
 
-    Such options are `differentiable`, and tensors in place of numbers, except for the learning rate.
+    Such options are `differentiable=True`, and a tensor as the value of any number except the learning rate.
     """
     row = TABLE.get(_class_of_row(type(optimizer)))
     if row is None:

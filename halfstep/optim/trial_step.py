@@ -32,9 +32,9 @@ def can_try_step(optimizer: Optimizer) -> bool:
 def try_step(optimizer: Optimizer, p: Tensor, group: Group, state: State) -> State:
     """Makes a step from `state` with the options of `group`, on small tensors; returns the state after it.
 
-    The step is made on a stand-in for `p`, whose value and gradient are zeros, on the CPU, in fp32 (complex64 if `p` is
-    complex). In the shapes of the stand-in and of the state, every size except 0 and 1 is replaced by a small one:
-    equal sizes stay equal, and different sizes stay different.
+    The step is made on the CPU, on a stand-in for `p`: a parameter of zeros with a gradient of zeros, in fp32
+    (complex64 if `p` is complex). In the shapes of the stand-in and of the state, every size except 0 and 1 is replaced
+    by a small one: equal sizes stay equal, and different sizes stay different.
 
     Raises:
         Exception: whatever the optimizer raises if it cannot step from `state`.

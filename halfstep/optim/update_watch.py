@@ -92,7 +92,7 @@ class UpdateWatch:
         factor: Tensor | None,
         coming: dict[Any, Coming],
     ) -> None:
-        """Adds `p` to the batch in `coming` whose parameters are stored alike; makes the batch if it is missing.
+        """Adds `p` to the batch in `coming` for its layout, device, dtype and density; makes the batch if missing.
 
         Leaves the optimizer's state as it is.
         """
@@ -132,7 +132,11 @@ class UpdateWatch:
 
 @dataclass(frozen=True)
 class Coming:
-    """The updates that a step will make to the parameters of one batch; `batch.steps` do not count that step yet."""
+    """The updates that a step will make to the parameters of one batch; `batch.steps` do not count that step yet.
+
+    The true gradients are `batch.grads` times `factor` (None means 1). If `skipped` (0-dim bool) is true, all updates
+    are 0.
+    """
 
     row: OptimizerRow
     params: list[Parameter]
@@ -148,7 +152,10 @@ class Coming:
 
     @torch.no_grad()
     def add_to(self, rows: Tensor, places: Sequence[int | None], *, sample: int | None) -> None:
-        """Adds the statistics of each update to its row: see `halfstep.kernels.update_stats.Updates.add_to`."""
+        """Adds the statistics of the update of `params[i]` to `rows[places[i]]`; skips it if `places[i]` is None.
+
+        For `sample` see `halfstep.kernels.stats.add_stats`.
+        """
         kernel, call = self.row.native_of(self.options), (self.batch, self.options, self.factor, self.skipped)
         if kernel is not None and fits(self.batch, self.options, rows):
             add_updates(kernel, *call, addresses_of(rows, places), sample=sample)
@@ -190,14 +197,17 @@ class Coming:
 
 @dataclass(frozen=True)
 class Made:
-    """The update of one parameter, in float64, that a step has made."""
+    """The update that a step has made to one parameter, in float64."""
 
     params: list[Parameter]
     stored: list[Tensor]
     update: Tensor
 
     def add_to(self, rows: Tensor, places: Sequence[int | None], *, sample: int | None) -> None:
-        """Adds the statistics of the update to its row: see `halfstep.kernels.update_stats.Updates.add_to`."""
+        """Adds the statistics of the update to `rows[places[0]]`; does nothing if `places[0]` is None.
+
+        For `sample` see `halfstep.kernels.stats.add_stats`.
+        """
         (place,) = places
         if place is not None:
             add_stats([in_last_places(self.update, self.stored[0])], rows, [place], sample=sample)
@@ -221,7 +231,7 @@ def _update_of(row: OptimizerRow, part: Batch, options: Options, factor: Tensor 
 
 
 def _picked(batch: Batch, places: Tensor) -> Batch:
-    """Returns a batch of one parameter with only the elements at `places`, which count elements in the order of memory.
+    """Returns a batch of one parameter with only the elements at `places`, which are positions in the order of memory.
 
     All tensors of `batch` must be dense.
     """

@@ -50,8 +50,8 @@ class Collected:
     def overflowed(self, found: Tensor) -> dict[int, Tensor]:
         """Returns, by loss id, whether the scale of that loss must back off (0-dim bool).
 
-        `found` tells whether a gradient is not finite. If the gradients are still scaled, it holds for every loss. If
-        they are true gradients, `found` is ignored, and only losses count that are known to have overflowed.
+        `found` tells whether a gradient is not finite. If the gradients are still scaled, this counts as an overflow of
+        every loss. If they are true gradients, `found` is ignored, and only overflows that were noted earlier count.
         """
         clean = torch.zeros_like(found)
         flags = {loss: self.flags[loss].to(found.device) if loss in self.flags else clean for loss in self.losses}
@@ -59,7 +59,7 @@ class Collected:
 
 
 class GradientAccumulator:
-    """Lets backward passes add up in one optimizer's `p.grad`, also across loss scales and after `unscale_`.
+    """Lets backward passes add up in one optimizer's `p.grad`, even under different loss scales or after `unscale_`.
 
     The scaled gradients of a step's first backward pass stay in `p.grad` in the parameters' own dtype. With
     `full_accumulate`, a second pass adds to them in fp32 (low-precision sums stop growing at 256 times their smallest
@@ -68,8 +68,8 @@ class GradientAccumulator:
     step take part as they would in fp32. Nothing waits for the device.
 
     If `reduced()` is true, gradients are all-reduced over processes. They are not unscaled between passes then, since a
-    later pass may be the first to reduce them. Those that `sums` all-reduces add up in fp32, the others in the
-    parameters' own dtype, as torch all-reduces them.
+    later pass may be the first to reduce them. Gradients that the communication hook `sums` all-reduces add up in fp32.
+    All others add up in the parameters' own dtype, in which torch all-reduces them.
 
     `left_over` is True if the last backward pass added to the previous step's gradients, which were never zeroed.
     `params` is called each time, so that parameter groups added later take part. Call `before_backward` before each
@@ -127,10 +127,10 @@ class GradientAccumulator:
             self._losses += (loss_id,)
 
     def after_backward(self, loss_id: int, scale: Tensor, found: Tensor | None = None) -> None:
-        """Adds the gradients that were held apart to those that the backward pass left in `p.grad`.
+        """Adds the gradients that `before_backward` took out of `p.grad` to those that the backward pass left there.
 
         `found` (0-dim bool) marks the loss as overflowed whatever its gradients are, for example because the loss is
-        not finite. It counts only if the loss reached one of the parameters.
+        not finite. It is ignored if no parameter has a gradient after the pass.
         """
         reached = _first_gradient(self._present)
         if found is not None and reached is not None:
@@ -199,7 +199,7 @@ class GradientAccumulator:
         self._forget()
 
     def _forget(self) -> None:
-        """Forgets scales, losses and overflows; a gradient that a caller put into `p.grad` counts as true."""
+        """Forgets scales, losses and overflows; a gradient that a caller then puts into `p.grad` counts as true."""
         self._flags, self._losses, self._scales, self._stale = {}, (), {}, True
         self._scale, self._source, self._true = self._one, None, False
         self._mark = None
@@ -242,14 +242,20 @@ class GradientAccumulator:
         self._carry(scale)
 
     def _hold(self, params: Iterable[Parameter]) -> None:
-        """Moves fp32 gradients out of `p.grad` into `sums`, to make room for low-precision ones of the next pass."""
+        """Moves fp32 gradients from `p.grad` into the communication hook `sums`.
+
+        After this, the next backward pass can put low-precision gradients into `p.grad`.
+        """
         for param in self._widened.intersection(params):
             self._sums.hold(param)
             self._named.add(param)
             self._widened.discard(param)
 
     def _add_held(self) -> bool:
-        """Adds to `p.grad` what `_hold` took out, unless the all-reduce has added it; returns whether there was any."""
+        """Adds the gradients that `_hold` took out of `p.grad` to the new ones there; returns whether it added any.
+
+        Leaves out gradients that the all-reduce has already added to the new ones.
+        """
         left = self._sums.release(self._present)
         for param, held in left.items():
             new, param.grad = param.grad, None

@@ -101,9 +101,11 @@ class _Slot:
     """One buffer of one module, looked up by its name.
 
     `alias` is a second tensor on the memory of the buffer last seen here, or None if that buffer is not guarded. While
-    it exists, the memory is not reused for another buffer. Restoring writes through `alias`, which does not share the
-    buffer's version counter. A write that changed the counter between the step of one optimizer and the backward pass
-    of another loss would raise an error there, because BatchNorm saves its statistics for backward.
+    `alias` exists, the memory is not reused for another buffer.
+
+    Restoring writes through `alias`, which does not share the buffer's version counter. BatchNorm saves its statistics
+    for the backward pass. If one optimizer's step moved their version counters, a later backward pass of another loss
+    would raise an error.
     """
 
     __slots__ = ("alias", "buffers", "name")

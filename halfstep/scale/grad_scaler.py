@@ -36,7 +36,7 @@ class GradScaler(OpenGradScaler):
 
     The state dict has torch's five entries, plus `min_scale`, `max_scale`, `hysteresis` and `_overflows_left` if one of
     the first three is not the default. torch's GradScaler can load it. This class can load the state of torch's
-    GradScaler, and keeps its own range then.
+    GradScaler; its own range and hysteresis then stay as they are.
 
     Raises:
         PlanError: `init_scale` is outside the range, or `hysteresis` is not an integer of 1 or more.

@@ -17,8 +17,8 @@ from halfstep.torch_internals import leaf_of
 def unscaled_leaves(outputs: Collection[Tensor], scale: Tensor, but: Collection[int]) -> Iterator[None]:
     """Within a `with` block, unscales the gradients of the leaves of `outputs`, except leaves whose id is in `but`.
 
-    The backward pass inside the block must start from `scale` (0-dim fp32). New gradients are divided by `scale` before
-    they are added to those that the leaves already have.
+    The backward pass inside the block must be of `outputs` times `scale` (0-dim fp32). New gradients are divided by
+    `scale` before they are added to those that the leaves already have.
     """
     value = scale.clone()  # which a step of an optimizer within the pass may change
     with ExitStack() as stack:

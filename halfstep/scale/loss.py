@@ -18,7 +18,8 @@ def check_loss(loss: Any, kwargs: dict[str, Any]) -> None:
     """Refuses a loss that no backward pass can start from; `kwargs` are those of `Tensor.backward`.
 
     Raises:
-        SessionError: the loss is not a tensor, not a scalar (without `gradient`), complex, or requires no gradient.
+        SessionError: the loss is not a tensor, is complex, requires no gradient, or is not a scalar although `kwargs`
+            have no `gradient`.
     """
     if not isinstance(loss, Tensor):
         raise SessionError(f"backward() expected the loss as a tensor, got {type(loss).__name__}")
