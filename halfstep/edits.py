@@ -80,8 +80,8 @@ class Rule:
 
     `buffers` says how the floating-point buffers of these modules are stored: "keep" (unchanged), "low" or "full".
     `input` says how the floating-point inputs of the matched modules are cast: "keep" (not at all), "low", or "policy".
-    With "policy" they are cast to fp32 if the module computes full; they are cast to low if its weights are low and the
-    calling module has another policy.
+    With "policy", inputs are cast to fp32 if the module computes full. They are cast to low if the module's weights are
+    low and the calling module has another policy.
 
     Raises:
         PlanError: a pattern that is not text or can match nothing, a policy that is not a Policy, an unknown `buffers`

@@ -35,9 +35,10 @@ _NOT_MEASURED = "not measured on this class; the limits for attention are those 
 class Processor:
     """A class of processors and what was measured on it.
 
-    `bf16`: whether native bf16 products are faster than fp32 ones; `fp16`: whether native fp16 products are faster than
-    emulation (fp32 products rounded to fp16); `wide_backward`: by head width, the sequence length up to which the
-    backward pass of attention is faster in fp32; `source`: where this was measured.
+    `bf16` says whether native bf16 products are faster than fp32 ones. `fp16` says whether native fp16 products are
+    faster than emulation (fp32 products rounded to fp16). `wide_backward` has (head width, length) pairs: for attention
+    with such heads, the backward pass is faster in fp32 if the sequence is not longer than that. `source` says where
+    this was measured.
     """
 
     name: str
@@ -188,7 +189,9 @@ def processor_of(architecture: str, flags: frozenset[str], *, vectors: str, low_
 
 
 def cpu_flags(capabilities: Mapping[str, Any]) -> frozenset[str]:
-    """Returns the names of the instruction sets that are True in `torch.cpu.get_capabilities()`, which also has sizes.
+    """Returns the names of the instruction sets that are True in `torch.cpu.get_capabilities()`.
+
+    Its other entries, such as cache sizes, are left out.
 
     >>> cpu_flags({"avx512_bf16": True, "amx_bf16": False, "l2_cache_size": 1})
     frozenset({'avx512_bf16'})

@@ -97,7 +97,10 @@ class Point:
 
 @dataclass(frozen=True)
 class Sweep:
-    """A benchmark over models and batch sizes: its arguments as text, and the `points` measured so far of `total`."""
+    """A benchmark over models and batch sizes: `points` are those measured so far, `total` is how many there will be.
+
+    `asked` has the arguments of the benchmark as text.
+    """
 
     schema: int
     asked: dict[str, str]
@@ -126,11 +129,13 @@ class BenchChange:
     """How one row of a benchmark differs from the same row of a saved benchmark.
 
     `verdict` is "alike", "slower", "faster", "too few steps", or "new" if the saved benchmark has no such row. A row
-    that worked in the saved benchmark can also be "gone", "failed" or "diverged" (its loss is not finite); a row that
-    failed there can be "failed before too". `time` is the step time divided by the saved step time, and lies between
-    `low` and `high` in 19 of 20 repetitions. Both step times are in units of the step time of row `yardstick`, or in
-    milliseconds if `yardstick` is None. `memory` is the peak memory divided by the saved one, and 1.0 if they differ by
-    at most 1%.
+    that worked in the saved benchmark can also be "gone", "failed" or "diverged" (its loss is not finite). A row that
+    failed in both is "failed before too".
+
+    `time` is the step time divided by the saved step time; its 95% confidence interval is from `low` to `high`. So that
+    the speed of the machine cancels out, each step time is first divided by that of the row `yardstick` in the same
+    benchmark. If `yardstick` is None, the step times are compared in milliseconds. `memory` is the peak memory divided
+    by the saved peak memory, and 1.0 if they differ by at most 1%.
     """
 
     name: str
@@ -213,8 +218,8 @@ class Examination:
     """What a machine is, how fast it computes, and which level and format to train in, with the reason.
 
     `processor` is the class of the processor, and `source` says where the choices for this class come from. `tools`
-    says what was found of the tools that fast kernels need, and of the GPU driver. `saved` is the file that `--save`
-    wrote.
+    maps the names of tools that fast kernels need, such as "Triton", to texts that say what was found. `saved` is the
+    file that `--save` wrote.
     """
 
     machine: Machine
@@ -237,8 +242,8 @@ class Examination:
 class OpRow:
     """The calls of one operation on the same formats, added up over one step.
 
-    `formats` has the formats of its inputs and of its output, as "bf16, bf16 -> bf16". `flops` counts products only, a
-    multiply-add as two; `bytes` counts reads and writes; `share` is the row's time over that of all rows.
+    `formats` has the formats of its inputs and of its output, as "bf16, bf16 -> bf16". `flops` counts products only,
+    and a multiply-add counts as two. `bytes` counts reads and writes. `share` is the row's share of the total time.
     """
 
     operator: str
@@ -253,7 +258,7 @@ class OpRow:
 
 @dataclass(frozen=True)
 class CastRow:
-    """The casts of a step from one format to another: how many, their bytes, and how many read a parameter."""
+    """The casts of a step from one format to another; `of_parameters` is the number of those that read a parameter."""
 
     source: str
     target: str

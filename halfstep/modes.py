@@ -1,7 +1,8 @@
 """Restores autocast in a dispatch mode, where torch switches it off, and makes compiled code run eagerly.
 
-Compiled code must run eagerly because it ignores hooks that were added after its compilation. torch.compile has only
-one such switch (its stance) for the whole process, so all requests to set it are counted here.
+Compiled code must run eagerly while it is observed, because it ignores hooks that were added after its compilation.
+torch.compile has one switch for this, its stance, which acts on the whole process. Therefore all requests to run
+eagerly are counted here.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def is_composite(func: Any) -> bool:
 def _mixed(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Tells whether the inputs of an operation include both low and fp32 tensors.
 
-    The inputs of an LSTM with fp32 weights do, for example, when autocast is off.
+    An example is an LSTM with fp32 weights that is called on low tensors while autocast is off.
     """
     dtypes = {leaf.dtype for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
     return torch.float32 in dtypes and not dtypes.isdisjoint(LOW_DTYPES)
@@ -111,10 +112,10 @@ def _autocast_as_called(func: OpOverload) -> Iterator[None]:
 
 
 def take_off(mode: TorchDispatchMode, thread: int) -> None:
-    """Removes `mode` from the mode stack of `thread`, even from below later modes; does nothing in other threads.
+    """Removes `mode` from the mode stack of `thread`, also if other modes are above it; does nothing in other threads.
 
-    If a later mode leaves its `with` block first, torch pops the top of the stack, which may be `mode` instead of the
-    later mode. In that case the later mode is still on the stack, and is removed here.
+    If the `with` block of an earlier mode has ended, torch has popped the top of the stack, which may have been `mode`
+    instead of the earlier mode. In that case the earlier mode is still on the stack, and is removed here.
     """
     stack = mode_stack()
     if threading.get_ident() != thread or not stack:

@@ -145,7 +145,7 @@ class Limits:
     top: float
 
     def times(self, factor: float) -> Limits:
-        """Returns these limits times `factor`; they are the limits of values that are stored divided by `factor`."""
+        """Returns these limits times `factor`: the limits of values that are divided by `factor` before rounding."""
         return Limits(self.zero * factor, self.normal * factor, self.top * factor)
 
 
@@ -163,10 +163,10 @@ def limits_of(fmt: Format) -> Limits:
 def count_below(histogram: Array, amax: Array, limit: float, edges: Edges = EDGES) -> Array:
     """Returns how many elements in each row of a histogram are smaller than `limit` in magnitude.
 
-    `histogram` (..., entries) counts elements by magnitude. `edges` are the lower and the upper edges of the entries,
-    as exponents of 2; within an entry, elements are assumed to be evenly spread on a logarithmic scale. `amax` (...) is
-    the largest magnitude of each row. All shares of lost, subnormal or saturated elements come from this function, also
-    those of the report page.
+    The last dimension of `histogram` has the number of elements in each interval of magnitudes. `edges` are the lower
+    and the upper ends of these intervals, as exponents of 2. Within an interval, elements are assumed to be evenly
+    spread on a logarithmic scale. `amax` has the largest magnitude of each row. All shares of lost, subnormal and
+    saturated elements, in records and on the report page, are computed from this function.
     """
     low, high = edges
     share = np.clip((math.log2(limit) - low) / (high - low), 0.0, 1.0)
@@ -454,7 +454,7 @@ class Recorder(Protocol):
     """A sink that takes all records: it is called with StepRecords, as all sinks are; `record` takes the others."""
 
     def __call__(self, record: StepRecord, /) -> None:
-        """Takes the record of a step; called on the step path, so it must not wait for the device."""
+        """Takes the record of a step; it is called during the step, so it must not wait for the device."""
 
     def record(self, record: SessionStart | Observation | Verdict | Finding, /) -> None:
         """Takes a record that is already on the host."""
@@ -468,8 +468,8 @@ class Rounded:
     that become zero, and `saturated` the share of all elements that are beyond the format's largest value. For
     gradients, both shares include elements that became zero or overflowed earlier in the backward pass. `snr_db` is the
     signal-to-noise ratio of the rounding in decibels: the sum of the squared fp32 values over the sum of their squared
-    errors, infinite if all values are exact. `low` is false if the plan keeps these tensors in fp32; losses in them
-    then come only from earlier tensors. `stats` counts the fp32 values, without the scale.
+    errors, infinite if all values are exact. `low` is false if the plan keeps these tensors in fp32; `lost` and
+    `saturated` then come only from the rounding of earlier tensors. `stats` counts the fp32 values, without the scale.
     """
 
     module: str

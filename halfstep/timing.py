@@ -32,11 +32,11 @@ def take_turns(
     most: int = 25,
     turn: float = _TURN,
 ) -> dict[str, list[float]]:
-    """Returns the seconds of one call of each function, round after round: entry i of each list is from round i.
+    """Returns a list for each function, by name: entry i has the seconds of one call, the mean over round i.
 
-    In each round the functions take turns. In its turn, a function is called repeatedly until about `turn` seconds have
-    passed, or once if a call takes longer. If it is called repeatedly, some calls before that are not timed, since the
-    first ones after another function's turn are slower, until caches and threads have settled.
+    In each round, every function gets one turn. A turn is as many calls as take about `turn` seconds, or a single call
+    if that takes longer. Before a turn of several calls, the function is called some more times without timing, because
+    the first calls after another function's turn are slower until caches and threads have settled.
 
     There are `least` to `most` rounds, which together take about `seconds`. A function that takes more than twice its
     equal share of that time drops out after `least` rounds, so that one slow function does not use up the time of all.

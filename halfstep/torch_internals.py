@@ -238,7 +238,7 @@ def mark_stepped(optimizer: Optimizer, stepped: bool = True) -> None:
 
 
 def was_stepped(optimizer: Optimizer) -> bool:
-    """Tells whether an optimizer has the mark by which LR schedulers know that it was stepped."""
+    """Tells whether an optimizer is marked as stepped; LR schedulers check the mark."""
     return bool(getattr(optimizer, _STEPPED, False))  # absent until the first step or scheduler
 
 
@@ -298,9 +298,9 @@ class OpenGradScaler(torch.amp.GradScaler):
 class OpenAutocast(TorchAutocast):
     """`torch.autocast` that can make another instance with the same settings.
 
-    In code that torch.compile traces, this class makes plain `torch.autocast` instances. There, the state of a subclass
-    is reset only at the end of the traced code, but the state of `torch.autocast` at the end of its `with` block, so
-    nesting one in the other would fail.
+    In code that torch.compile traces, this class makes plain `torch.autocast` instances, since instances of a subclass
+    cannot be nested with them there: the tracer ends a `torch.autocast` at the end of its `with` block, but a subclass
+    only at the end of the traced code.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -337,11 +337,12 @@ def forget_compiled() -> None:
 
 
 def end_stance(stance: Any) -> None:
-    """Ends a stance that `torch.compiler.set_stance` returned, by changing it in place into the stance before it.
+    """Ends a stance that `torch.compiler.set_stance` returned, and restores the stance before it.
 
-    Setting the earlier stance anew would instead undo a `with set_stance(...)` that was entered since, and the end of
-    that `with` would restore the stance that was to end. Relies on internals of torch that tests/torch_behaviours.py
-    checks.
+    To do so, overwrites the fields of the ended stance with those of the stance before it. Calling `set_stance` with
+    the earlier stance would be wrong inside a `with set_stance(...)` block that has begun since then: it would override
+    the stance of the block, and the end of the block would bring back the ended stance. Relies on internals of torch
+    that tests/torch_behaviours.py checks.
     """
     for field in fields(stance.stance):
         object.__setattr__(stance.stance, field.name, getattr(stance.prev, field.name))
@@ -369,10 +370,10 @@ def set_cache_tag(tag: Any) -> None:
 
 
 def _process_wide_tag() -> Any:
-    """Returns torch's config entry for the tag of its caches, whose default value applies to all threads.
+    """Returns torch's config entry for the tag of its caches, or None if setting the tag affects all threads.
 
-    Returns None if a value that is set in the config applies to all threads anyway (torch 2.11). Since torch 2.13, such
-    a value applies to one context only, not to other threads or notebook cells.
+    Setting it affects all threads in torch 2.11. Since torch 2.13, setting it affects one context only, and not other
+    threads or notebook cells; only the default value of the entry applies to all of them.
     """
     entry = getattr(torch.compiler.config, "_config", {}).get("cache_key_tag")
     per_context = isinstance(getattr(entry, "user_override", None), ContextVar)
@@ -439,10 +440,10 @@ _POLICY = "_mp_policy"
 
 
 def class_index_above(base: type) -> dict[str, int]:
-    """Returns the class attributes that a subclass of `base` needs if FSDP2 made `base`, and else an empty dict.
+    """Returns class attributes for a subclass of `base`, from which FSDP2 finds the original class of a module.
 
-    FSDP2 reads them to find a module's own class, for example when a container of modules is sliced. Relies on
-    internals of torch that tests/torch_behaviours.py checks.
+    FSDP2 needs the original class, for example, when a container of modules is sliced. The dict is empty if FSDP2 did
+    not make `base`. Relies on internals of torch that tests/torch_behaviours.py checks.
     """
     return {_CLASS_INDEX: getattr(base, _CLASS_INDEX) + 1} if hasattr(base, _CLASS_INDEX) else {}
 
@@ -459,7 +460,7 @@ def holds_unreduced(module: Any) -> bool:
 
 
 def offloads(module: Any) -> bool:
-    """Tells whether FSDP2 keeps shards of a module on the CPU, also if they are gathered on another device.
+    """Tells whether FSDP2 keeps shards of a module on the CPU, even if they are gathered on another device.
 
     Relies on internals of torch that tests/torch_behaviours.py checks.
     """

@@ -63,7 +63,7 @@ def count(what: str, value: object) -> int:
 
 
 def instance(what: str, value: object, kind: type, example: str) -> None:
-    """Raises a PlanError unless `value` is an instance of `kind`; the message shows `example`, code for a value."""
+    """Raises a PlanError unless `value` is an instance of `kind`; the message has `example`, code of a valid value."""
     if not isinstance(value, kind):
         raise PlanError(
             f"{what} is {value!r} of type {type(value).__name__}; expected a {kind.__name__}, such as {example}"

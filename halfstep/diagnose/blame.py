@@ -109,7 +109,7 @@ def blame(session: Session, closure: Callable[[], Tensor], *, loss_id: int = 0) 
 def _verdict(rehearsal: Rehearsal, last: StepFacts, tell: Callable[[Finding], None]) -> Verdict | None:
     """Returns why a closure fails at the loss scale of the last step; None if it does not fail or the cause is unknown.
 
-    In these two cases, what was observed instead is passed to `tell` as findings.
+    In these two cases, calls `tell` with findings on what was observed.
     """
     plan, scale = rehearsal.plan, last.scale
     run = _first_run(rehearsal, scale)
@@ -321,7 +321,8 @@ class _Search:
     """Searches for edits under which the closure's numbers are finite, the smallest changes first.
 
     Edits that leave room (values stay well below the limits of their formats, and the loss scale well above its floor)
-    are preferred to edits that only just work.
+    are preferred to edits that only just work. `scale` is the session's loss scale. `full_loss` is the loss in fp32, to
+    which the loss under the edits must be close. `left` is how many more edits may be tried.
     """
 
     rehearsal: Rehearsal

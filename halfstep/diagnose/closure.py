@@ -48,7 +48,7 @@ def compute_loss(closure: Callable[[], Any], params: Sequence[nn.Parameter]) -> 
 def leaves_kept(loss: Tensor, params: list[nn.Parameter]) -> Iterator[list[Tensor]]:
     """Yields the leaves whose gradients the backward pass of a loss writes: `params`, and other leaves of its graph.
 
-    Clears the gradients of the other leaves, and restores them at the end.
+    The gradients of the other leaves are cleared first, and restored at the end of the `with` block.
     """
     leaves = {id(leaf): leaf for leaf in [*params, *leaves_of([loss])]}
     own = {id(p) for p in params}

@@ -130,7 +130,7 @@ class Diagnosis:
 
     @staticmethod
     def stale(names: Sequence[str]) -> Diagnosis:
-        """Returns the diagnosis of gradients that are left over from an earlier step."""
+        """Returns the diagnosis of gradients left over from an earlier step; `names` are those of the parameters."""
         module = names[0].rpartition(".")[0]
         return Diagnosis(Kind.STALE_GRADIENTS, module, "zero_grad", "backward", names=tuple(names))
 
@@ -258,8 +258,9 @@ def _format(note: Note) -> Format | None:
 
 
 def _vanished(note: Note, low: Format) -> float | None:
-    """Returns a tiny number, such as an eps, that was added or used as a bound before the operation and is 0 in `low`.
+    """Returns a tiny number, such as an eps, that rounds to 0 in `low` and so may have caused the failure.
 
+    An operation shortly before this one added the number or used it as a bound, and still had results that are 0.
     Returns None if there is no such number.
     """
     if low not in LOW_FORMATS:

@@ -1,4 +1,4 @@
-"""The guardian: notices that steps keep being skipped, records one of the next steps, and explains its failure.
+"""The guardian: notices that steps keep being skipped, records the next one that is skipped, and explains it.
 
 It looks for skipped steps only at every eighth step of an optimizer, and one step late, so that no step waits for the
 device.
@@ -61,11 +61,12 @@ class Watching(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class ha
     """A recorder that watches training steps; an error in the recorder ends the recording, but not the step.
 
     `spent` is the cost, in arbitrary units, of all model calls since the last backward pass. `ended` is True once the
-    recorder failed or there were `too_many` operations. `carried` has an entry for each backward pass: the index of the
-    first note that can belong to the pass, and the loss scale.
+    recorder failed or met too many operations; in the second case, `too_many` is True as well. `carried` has an entry
+    for each backward pass: the index of the first recorded operation that can belong to the pass, and its loss scale.
 
-    Before the first forward, only operations with gradients enabled are recorded, because weights and masks may be
-    combined there. `waiting` becomes False if there are too many of them, as in a loop that prepares a data set.
+    Before the first forward, operations are recorded if gradients are enabled, because user code may combine weights or
+    masks there. If there are too many of them, as in a loop that prepares a data set, this recording stops and
+    `waiting` becomes False.
     """
 
     def __init__(self, roots: Sequence[nn.Module]) -> None:
@@ -116,7 +117,7 @@ class Watching(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class ha
         return result
 
     def scale_of(self, note: Note | None, otherwise: Tensor) -> float:
-        """Returns the loss scale of the backward pass that an operation belongs to, or `otherwise` if it is unknown."""
+        """Returns the loss scale of the backward pass that `note` is part of, or `otherwise` if that is unknown."""
         begun = [scale for first, scale in self.carried if note is not None and first <= note.index]
         return float(begun[-1] if begun else otherwise)
 
@@ -332,10 +333,10 @@ class Guardian:
     def _judge(self, found: Diagnosis, scale: float, *, shared: float | None) -> tuple[Verdict, str] | None:
         """Returns the verdict on the recorded step and a phrase on what a lower loss scale would do.
 
-        Returns None if the loss scale is going to fall and a lower scale cures this failure. If processes communicated
-        during the step, `shared` is its lowest loss scale. In that case None is also returned until that scale is at
-        its floor: all processes must stop at the same step, and a lower scale may still cure the failure of another
-        process.
+        Returns None if the loss scale is going to fall and a lower scale cures this failure. `shared` is the lowest
+        loss scale of the step if processes communicated during it, otherwise None. Until `shared` has fallen to the
+        floor, None is returned too: all processes must stop at the same step, and a lower scale may still cure the
+        failure of another process.
         """
         plan = self._runtime.plan
         found = replace(found, untried="halfstep.blame(session, closure) tries it")
@@ -390,7 +391,7 @@ class Guardian:
         _LOG.warning(text)
 
     def _stop(self, stopping: Sequence[int], step: int) -> None:
-        """Raises the pending error, or one that names the processes that found the failure."""
+        """Raises the pending error; if there is none, an error about `step` that names the processes `stopping`."""
         self.close()
         error, self.pending = self.pending, None
         if error is None:

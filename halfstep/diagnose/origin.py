@@ -28,9 +28,9 @@ class Origin:
 
 
 def find_origin(recorder: OpRecorder, sinks: Sequence[Tensor]) -> Origin | None:
-    """Returns the origin of the non-finite values in `sinks`; None if all are finite.
+    """Returns the origin of the non-finite values in `sinks`, such as the loss; None if all are finite.
 
-    An operation counts only if its result reached a sink: values that a mask excludes do not.
+    An operation counts only if its non-finite result reached a sink. A result that a mask excluded does not count.
     """
     bad = [sink for sink in sinks if nonfinite(sink) is not None]
     if not bad:
@@ -50,7 +50,7 @@ def last_origin(recorder: OpRecorder) -> Origin | None:
 
 
 def reached_from(notes: Iterable[Note]) -> list[Note]:
-    """Returns the notes and all notes that their non-finite values came from, in the order in which they ran."""
+    """Returns these operations and all that their non-finite values came from, in the order in which they ran."""
     found: dict[int, Note] = {}
     waiting = list(notes)
     while waiting:
@@ -84,7 +84,10 @@ def _earliest(recorder: OpRecorder, reached: list[Note]) -> Origin:
 
 
 def _first_to_compute(recorder: OpRecorder, note: Note, reached: list[Note]) -> Note:
-    """Returns the first operation that computes with a value from outside; copies and casts of it do not count."""
+    """Returns the first operation that computes with a value that no recorded operation made.
+
+    `note` is the first operation that reads the value. Operations that only copy or cast the value are passed over.
+    """
     while recorder.operator(note) in ("to", "clone", "copy", "detach") or note.aten == "_unsafe_view":
         following = [each for each in reached if note in each.parents]
         if not following:

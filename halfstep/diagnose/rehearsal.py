@@ -54,9 +54,9 @@ class Rehearsal:
 
     @contextmanager
     def gradients(self, loss: Tensor, scale: float | None) -> Iterator[list[Tensor]]:
-        """Runs the backward pass at a loss scale (None: unscaled) and yields all gradients.
+        """Runs the backward pass at a loss scale (None: unscaled) and yields the gradients of all leaves of the loss.
 
-        Gradients of tensors other than the models' parameters are restored at the end.
+        Gradients of leaves other than the models' parameters are restored at the end of the `with` block.
         """
         with leaves_kept(loss, self.params) as leaves:
             for leaf in leaves:

@@ -69,7 +69,7 @@ class Streams:
         self._streams: list[Stream] = []
 
     def look(self, note: Note, given: Sequence[Tensor]) -> None:
-        """Examines one operation of a forward and its input tensors; skips views, which write nothing."""
+        """Examines one operation of a forward and its input tensors; skips views and non-floating-point results."""
         if note.dtype is None:
             return
         pairs = [(t, source) for t, source in zip(given, note.sources, strict=True) if t.is_floating_point()]

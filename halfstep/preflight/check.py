@@ -34,7 +34,7 @@ ALIGNED = 8  # elements of 16 bits: the multiple that tensor cores compute faste
 
 @dataclass(frozen=True)
 class Part:
-    """A module of a session: its name as rules spell it, and the formats that the assignment gives it."""
+    """A module of a session: its name as rules spell it, and the formats that the plan gives it."""
 
     name: str
     module: nn.Module

@@ -48,7 +48,11 @@ UNTRIED = "so no edit could be tried; make the closure use the same batch on eve
 
 @dataclass(frozen=True)
 class Failure:
-    """What ended the traced step: the error, where it was raised, and the operation that raised it, if known."""
+    """The error that ended the traced step, where it was raised, and the operation that raised it, if known.
+
+    `module` is the module in which it was raised, and `line` the line of the user's code; each is None if not known.
+    `formats` has the formats of the operation's floating-point inputs.
+    """
 
     error: Exception
     module: str | None
@@ -144,7 +148,7 @@ class StepTracer(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class 
             self._constants[name, note.module, note.line, note.exact.value] = (note, fmt, False)
 
     def look_at_literal(self, made: Tensor, values: Sequence[float]) -> None:
-        """Examines a low tensor made from numbers: they may all be 0 in its format, or the largest may exceed it."""
+        """Notes the largest of the numbers that a low tensor was made from, if it became 0 or overflowed."""
         place, fmt = self.locator.here(), as_format(made.dtype)
         note = Note(len(self.notes), "tensor", place.module, "forward", place.line, [], place.function)
         largest = max(values, key=abs, default=0.0)

@@ -1,1 +1,1 @@
-"""Shows records and plans: as tables in the terminal, as JSON, as run logs, as HTML pages, and live."""
+"""Shows and stores records and plans: terminal tables, a live progress line, JSON, run logs and HTML pages."""

@@ -31,9 +31,10 @@ AFTER: tuple[Column, ...] = (
 
 
 def bench_table(result: BenchResult, *, width: int) -> Group:
-    """Returns a table with a row for each run, followed by what the figures mean and why runs are missing.
+    """Returns a table with a row for each run, and notes below it.
 
-    Columns that do not fit into `width` are put into further tables below the first.
+    The notes explain the figures and say why runs are missing. Columns that do not fit into `width` characters are put
+    into further tables below the first.
     """
     runs = [run for run in result.runs if run.error is None]
     columns = (*BEFORE, *_validation(result), *AFTER)
@@ -45,9 +46,10 @@ def bench_table(result: BenchResult, *, width: int) -> Group:
 
 
 def _fitting(names: Sequence[str], cells: Mapping[str, Sequence[str]], width: int) -> Iterator[list[str]]:
-    """Yields the column headers in groups: each group's columns fit into `width` next to the column of row names.
+    """Yields the column headers in groups, one for each table; the columns of a group fit into `width` characters.
 
-    `names` is the column of row names, and `cells` has the column of each header. Columns begin with their header.
+    `names` is the column of row names, which is part of each table. `cells` maps each header to the cells of its
+    column, the header included.
     """
     group: list[str] = []
     taken = _width(names)

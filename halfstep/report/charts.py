@@ -30,10 +30,10 @@ def bars(
     axis: str,
     line: float | None = None,
 ) -> Chart:
-    """Returns a chart of grouped bars: at each place on the x axis one bar for each name in `values`.
+    """Returns a chart of grouped bars: at each place on the x axis, one bar for each name in `values`.
 
-    `places` are one or two rows of labels for the x axis, `axis` is the title of the y axis. A dotted line is drawn at
-    the height `line` (None: no line).
+    `places` has the labels of the x axis, in one or two rows. `values` has the heights of each name's bars (None: no
+    bar). `axis` is the title of the y axis. If `line` is given, a dotted line is drawn at that height.
     """
     traces = [
         {

@@ -12,7 +12,7 @@ Rows = tuple[list[str], list[list[str]]]
 
 
 def products_rows(rates: Sequence[Rate]) -> Rows:
-    """Returns the header and the cells of a table of rates, with a row for each matrix size and format."""
+    """Returns the header and the cells of a table of speeds, with a row for each matrix size and format."""
     rows = [
         [rate.work, rate.format, ABSENT if rate.rate is None else f"{rate.rate:,.1f}",
          "1.00" if rate.vs_fp32 is None else f"{rate.vs_fp32:.2f}"]
@@ -22,7 +22,7 @@ def products_rows(rates: Sequence[Rate]) -> Rows:
 
 
 def products_headline(rates: Sequence[Rate]) -> str:
-    """Returns one sentence that names the fastest format for the largest size."""
+    """Returns one sentence that names the fastest format for products of the largest matrices."""
     largest = [rate for rate in rates if rate.work == rates[-1].work]
     best = max(largest, key=lambda rate: rate.rate or 0.0)
     size = f"{best.work} x {best.work}"
@@ -32,7 +32,7 @@ def products_headline(rates: Sequence[Rate]) -> str:
 
 
 def products_charts(rates: Sequence[Rate]) -> list[Chart]:
-    """Returns two charts by size: the rate of each format, and its ratio to fp32."""
+    """Returns two charts over the matrix size: the speed of each format, and its ratio to the speed of fp32."""
     sizes = [int(each) for each in dict.fromkeys(rate.work for rate in rates)]
     names = list(dict.fromkeys(rate.format for rate in rates))
     by = {(rate.format, int(rate.work)): rate for rate in rates}

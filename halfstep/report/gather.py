@@ -34,16 +34,17 @@ _SUBNORMAL = 23  # octaves that share entry 0 of a histogram
 
 @dataclass
 class Sums:
-    """Statistics of all tensors of one kind, summed by module; `modules` names the rows, row 0 is the whole network.
+    """Statistics of all tensors of one kind: a row for each module, named in `modules`; row 0 is the whole network.
 
     `histogram` (row, exponent) counts true values, which are values without the loss scale, by exponent from `FIRST`
     on. `largest` (row) is the largest true magnitude. `formats` are the formats in which the tensors were stored.
     `sampled` says that only some elements of a tensor were read.
 
-    `shares` (row, group of steps, measure) counts values with the loss scale. The measures, in the order of `MEASURES`,
-    are: nonzero values; lost values, which the low format rounds to zero; small values, which are below the format's
-    smallest normal value (lost values included); all values; zeros; and saturated values, which are beyond the format's
-    largest value (infinities and NaN included). An update is lost if adding it does not change the stored weight.
+    `shares` (row, group of steps, measure) counts values as they were observed, multiplied by the loss scale. The
+    measures, in the order of `MEASURES`, are: nonzero values; lost values, which the low format rounds to zero; small
+    values, which are below the format's smallest normal value (lost values included); all values; zeros; and saturated
+    values, which are beyond the format's largest value (infinities and NaN included). An update is lost if adding it
+    does not change the stored weight.
     """
 
     modules: list[str] = field(default_factory=lambda: [NETWORK])
@@ -54,9 +55,10 @@ class Sums:
     largest: Array = field(default_factory=lambda: np.zeros(0))
 
     def judge(self, limits: Limits, scale: float) -> Array:
-        """Returns the shares of each row's nonzero values that, times `scale`, are lost, subnormal and saturated.
+        """Returns three shares of each row's nonzero values: those lost, subnormal and saturated at a loss scale.
 
-        The result has the shape (row, 3). `limits` are those of the format that the values are rounded to.
+        The result has the shape (row, 3). The true values are multiplied by `scale` and then compared with `limits`,
+        which are the limits of a format.
         """
         low = np.arange(FIRST, FIRST + OCTAVES, dtype=np.float64)
         given = (self.histogram, self.largest)

@@ -336,7 +336,7 @@ def _streak(course: _Course) -> list[StepValues]:
 
 
 def _streak_before(steps: Sequence[StepValues], end: int) -> int | None:
-    """Returns the number of the first of the consecutive skipped steps that end with step `end`.
+    """Returns the number of the first step in the unbroken series of skipped steps that ends with step `end`.
 
     Returns None if step `end` was not skipped.
     """

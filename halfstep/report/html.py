@@ -43,7 +43,11 @@ def charts_html(
     notes: Sequence[str] = (),
     facts: Sequence[tuple[str, str]] = (),
 ) -> str:
-    """Returns the page of a measurement as HTML: headline, table (header and rows), notes and charts."""
+    """Returns the page of a measurement as HTML.
+
+    The page has, from top to bottom: headline, title, table (header and rows), notes, charts, and `facts`, which are
+    (name, value) pairs such as the machine.
+    """
     header, rows = table
     return _render(
         "charts.html", charts, title=title, headline=headline, header=header, rows=rows, notes=notes, charts=charts,

@@ -72,9 +72,10 @@ def _modules(found: Inspection) -> Iterator[str]:
 
 
 def _kernels(found: Inspection) -> Iterator[str]:
-    """Yields a line for each kind of work in CUDA kernels, with its time and the share of it spent on tensor cores.
+    """Yields a line for each kind of work that CUDA kernels do, such as "convolution".
 
-    The line also names the slowest kernels that do not use tensor cores.
+    A line has the time of these kernels, the share of this time that is spent on tensor cores, and the names of the
+    slowest kernels that do not use tensor cores.
     """
     for work in dict.fromkeys(row.work for row in found.kernels):
         rows = [row for row in found.kernels if row.work == work]

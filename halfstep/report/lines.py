@@ -37,7 +37,7 @@ Time = Annotated[float, msgspec.Meta(ge=0, lt=253402300800)]  # seconds since 19
 
 
 class Start(Struct, frozen=True, tag_field="type", tag="start"):
-    """The line that a process writes when it opens the log: the first one, or a later one if it continues the log."""
+    """The line that is written whenever a log is opened: the first line, and one more each time it is continued."""
 
     schema: int
     time: Time

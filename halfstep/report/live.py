@@ -68,9 +68,9 @@ class LiveLine(AbstractContextManager["LiveLine"]):
             self._draw(self._last)
 
     def record(self, record: SessionStart | Observation | Verdict | Finding) -> None:
-        """Prints verdicts, findings and, the first time at each place, absorbed overflows, all above the line.
+        """Prints a verdict, a finding or an absorbed overflow above the line; ignores other records.
 
-        An absorbed overflow is one that a later operation made finite.
+        An absorbed overflow is one that a later operation made finite. Only the first one at each place is printed.
         """
         text = ""
         if isinstance(record, (Verdict, Finding)):

@@ -197,11 +197,11 @@ def _shift(steps: Sequence[StepValues]) -> int:
 
 
 def _focus(gathered: Gathered, event: Event | None) -> dict[str, Any] | None:
-    """Returns the kind of tensor and the module that the page shows first for a verdict; None if nothing fits.
+    """Returns what the page shows first for a verdict: a kind of tensor and a module; None if nothing fits.
 
-    The module is the observed one that is closest to the verdict's. Kinds in which that module has values beyond the
-    range of the low format are preferred, since a verdict names an operation, whose result may not be the module's
-    output. `saturated` in the result says whether there is such a kind.
+    The module is the observed module that is closest to the verdict's module. A kind in which it has values beyond the
+    range of the low format is preferred; the entry `saturated` of the result says whether there is one. Other kinds may
+    show nothing of the failure: the operation that the verdict names need not compute the module's output.
     """
     if event is None or not isinstance(event.record, Verdict):
         return None
@@ -276,9 +276,9 @@ def _kind(kind: str, sums: Sums, formats: Sequence[Format], moves: Sequence[int]
 
 
 def _totals(sums: Sums) -> dict[str, Any]:
-    """Returns each row's counts over all steps, and its lost, subnormal, zero and saturated shares.
+    """Returns, for each row, the numbers of nonzero and of all values in all steps, and shares of these values.
 
-    The shares are of the values with the loss scales that the run used.
+    The entry `run` has the shares that were lost, small, subnormal, zero or saturated at the loss scales of the run.
     """
     counted = sums.shares.sum(1)
     shares = _shares(counted)
@@ -291,7 +291,10 @@ def _totals(sums: Sums) -> dict[str, Any]:
 
 
 def _shares(counted: Array) -> dict[str, Array]:
-    """Returns shares by name from counts, whose last dimension is `MEASURES`; a share is NaN if nothing was counted."""
+    """Returns the shares of lost, small, zero and saturated values, by name; NaN where nothing was counted.
+
+    `counted` has the numbers of values, with `MEASURES` as its last dimension.
+    """
     by = dict(zip(MEASURES, np.moveaxis(counted, -1, 0), strict=True))
     with np.errstate(invalid="ignore"):
         return {

@@ -20,11 +20,14 @@ LevelRun = tuple[BenchResult, BenchRun]
 def recommendation(results: Sequence[BenchResult], *, losses: bool = False) -> str:
     """Returns one sentence that recommends what to train with, with the figures that support it.
 
-    Each result has the rows of one model and batch size. The fastest O0 row, compiled or not, is compared with the
-    fastest other row; O0 is recommended unless the other is clearly faster. A row counts only if its losses stayed
-    finite and, if it trained for at least `JUDGED` steps, its final loss is near O0's. An O3 row with fewer steps
-    is the last choice, since O3 has no masters and its loss cannot be judged yet. A result in which one of the two
-    ran out of memory is not compared; the sentence says how many there are. `losses` adds the final losses; it is
+    Each result is a benchmark of one model and batch size. Its rows are configurations, such as "O1 bf16"; rows with
+    the same name are taken together over all results. The fastest O0 row, compiled or not, is compared with the fastest
+    other row, and O0 is recommended unless the other row is clearly faster.
+
+    A row is left out if one of its losses was not finite, or if, after at least `JUDGED` steps, its final loss was
+    clearly higher than O0's. An O3 row with fewer steps is recommended only if there is no other choice, since O3 has
+    no masters and its loss cannot be judged yet. The sentence also says in how many results one or both of the
+    compared rows ran out of memory; these results do not enter the comparison. `losses` adds the final losses; it is
     for a single result only.
     """
     rows = _compared(results)
@@ -49,10 +52,10 @@ def recommendation(results: Sequence[BenchResult], *, losses: bool = False) -> s
 
 
 def _compared(results: Sequence[BenchResult]) -> dict[str, list[LevelRun]]:
-    """Returns by name, O0 first, the rows that can be compared: (result, run) pairs, one for each usable result.
+    """Returns the rows that can be compared, O0 first: a dict from a row's name to its (result, run) pairs.
 
-    A result is usable if any of its runs can be compared with O0. A row is returned only if its runs can be compared in
-    all usable results. The dict is empty if no row but O0 is left.
+    There is one pair for each usable result. A result is usable if any of its runs can be compared with O0. A row is
+    returned only if its runs can be compared in all usable results. The dict is empty if no row but O0 is left.
     """
     failed = {run.name for result in results for run in result.runs if not (run.out_of_memory or _learns(result, run))}
     judged = [result for result in results if any(_beside(result, run) for run in result.runs)]

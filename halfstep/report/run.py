@@ -100,7 +100,7 @@ def read_log(path: str | os.PathLike[str]) -> Run:
 
 
 def shown(path: str | os.PathLike[str]) -> str:
-    """Returns a path as printable text, also if the file's name is not valid UTF-8."""
+    """Returns a path as printable text, even if the file's name is not valid UTF-8."""
     return os.fsencode(path).decode(errors="replace")
 
 

@@ -113,7 +113,10 @@ def _row(run: Run, process: int) -> ProcessRow:
 
 
 def _overflows(run: Run) -> Iterator[tuple[int, str]]:
-    """Yields (step, place) of each value that is not finite; within a step the most specific place comes first.
+    """Yields (step, place) of each value that is not finite.
+
+    The places in verdicts come first, then observed tensors, then losses. So, of the pairs with the same step, the
+    first has the most precise place.
 
     Gradients are observed after they are summed over all processes, so a gradient does not show which process made the
     value. Losses and activations are the process's own.
