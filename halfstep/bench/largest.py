@@ -1,4 +1,7 @@
-"""Finds the largest batch that fits into a memory limit, for each model and row; each batch runs in its own process."""
+"""Finds the largest batch that fits into a memory limit, for each model and each row of a benchmark (level and format).
+
+Each batch size is tried in a process of its own.
+"""
 
 from __future__ import annotations
 

@@ -95,8 +95,7 @@ def _parameters(self: nn.Module, recurse: bool = True) -> Iterator[nn.Parameter]
 def _explaining(methods: dict[str, FunctionType], inside: Inside) -> dict[str, FunctionType]:
     """Returns wrappers of the methods, by name, that add advice to torch's errors about mixed formats.
 
-    The wrappers do so if they are called from outside of the model's forward. Autocast is off there, so halfstep's
-    kernels, which are autocast kernels, do not run.
+    Advice is added if a method is called outside the model's forward: autocast is off there, so no inputs are cast.
     """
     is_on = torch.is_autocast_enabled
 

@@ -27,7 +27,7 @@ CastOut = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 def inputs_to(dtype: torch.dtype) -> Values:
-    """Returns a function of (args, kwargs) that casts their floating tensors to `dtype`; float64 and complex stay."""
+    """Returns a function that casts the floating tensors of (args, kwargs) to `dtype`, except float64 and complex."""
 
     def cast(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return cast_floats(args, dtype), cast_floats(kwargs, dtype) if kwargs else kwargs

@@ -1,9 +1,9 @@
 """Remembers which calls entered the plan, because activation checkpoints repeat calls in the backward pass.
 
-A repeated call must run as the original call did, but a checkpoint restores only autocast. Autocast does not tell
-whether the original call entered the plan. It may have been off in both cases: if the model's own code ran the call as
-written, and if the call came from outside and entered the plan. So a repeated call is recognized by its arguments,
-which are in the same memory as those of the original call.
+A call enters the plan if it switches the plan's casts on. A repeated call must run as the original call did, but a
+checkpoint restores only the state of autocast. That does not tell whether the original call entered the plan: autocast
+was off before the call also if the model's own code runs this call without casts. So a repeated call is recognized by
+its arguments, which are in the same memory as those of the original call.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ _MANY = 64  # calls of one module at least, before those whose memory is gone ar
 
 
 class Calls:
-    """Remembers for the calls of one module whether they entered the plan, if an activation checkpoint may repeat them.
+    """Remembers which calls of one module entered the plan (switched its casts on), so that repeated calls do the same.
 
-    A call is recognized by the memory of its arguments; this memory is not kept alive. If several calls had the same
-    arguments, the last one is repeated first, as in a backward pass.
+    Only calls that an activation checkpoint may repeat are remembered. A call is recognized by the memory of its
+    arguments; this memory is not kept alive. If several calls had the same arguments, the last one is repeated first,
+    as in a backward pass.
     """
 
     def __init__(self) -> None:

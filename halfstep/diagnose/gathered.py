@@ -67,10 +67,10 @@ def on_gathered_copy(session: Session, build: Callable[[], Any], ask: Callable[.
 
 
 def _built(build: Callable[[], Any], roots: Sequence[nn.Module], device: torch.device) -> list[nn.Module]:
-    """Checks that the device has room for the models, builds them and returns them on the device.
+    """Calls `build` for unsharded copies of the models `roots`, and returns the copies on the device.
 
     Raises:
-        SetupError: there is not enough memory, or `build` returned other models.
+        SetupError: the device has not enough memory for them, or `build` did not return as many unsharded models.
     """
     needed = PER_ELEMENT * sum(p.numel() for root in roots for p in root.parameters())
     free = free_bytes(device)

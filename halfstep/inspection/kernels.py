@@ -40,7 +40,10 @@ def work_of(kernel: str) -> tuple[str, bool] | None:
 
 
 def kernel_rows(ran: Iterable[tuple[str, float]]) -> tuple[KernelRow, ...]:
-    """Returns a row for each kernel name that computes products, the slowest first; `ran` has names and seconds."""
+    """Returns a row for each kernel that computes matrix products, slowest first.
+
+    `ran` has the name and the seconds of each run of a kernel.
+    """
     seconds: dict[str, list[float]] = defaultdict(list)
     for name, took in ran:
         seconds[name].append(took)

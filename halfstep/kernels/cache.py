@@ -190,8 +190,8 @@ def _administrators() -> tuple[int, int]:
 def _fault(path: Path, status: os.stat_result, *, trusted: tuple[int, ...] = (), is_open: bool = False) -> str:
     """Returns why another user could change a file or folder, and how to fix that; "" if no other user could.
 
-    `trusted` are the ids of users that are allowed to own it, besides this user. With `is_open`, other users are
-    allowed to have write permission.
+    `trusted` are the ids of users that are allowed to own it, besides this user. With `is_open`, write permission for
+    others is no fault: they cannot replace what this user owns in it, as in /tmp.
     """
     if not hasattr(os, "geteuid"):  # Windows: what is in a user's profile is the user's
         return ""

@@ -82,7 +82,7 @@ class Tables:
         return self._kept(joined, make)
 
     def owners(self, ends: array[int]) -> Tensor:
-        """Returns for each block the index of its tensor (int32); `ends` are cumulative counts from `block_ends`."""
+        """Returns, for each block, the index of its tensor (int32); `ends` are cumulative counts from `block_ends`."""
 
         def make() -> Tensor:
             blocks = torch.arange(ends[-1], device=self._device)

@@ -107,9 +107,9 @@ class OverflowTrail(Generic[T]):
         self._shadows: dict[int, _Shadow[T]] = {}  # keyed by the memory of a tensor, which its views share
 
     def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Callable[[], T]) -> Any:
-        """Runs an operation for a dispatch mode and returns its result.
+        """Runs an operation for a dispatch mode, follows overflows through it, and returns its result.
 
-        `here()` returns the object by which the caller identifies the operation.
+        `here()` returns the object by which the caller identifies the operation, should it be where one began.
         """
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         backward = in_backward()

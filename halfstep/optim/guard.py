@@ -1,4 +1,4 @@
-"""Replaces `optimizer.step` by a function that raises or that makes the session's step; LR schedulers still work."""
+"""Replaces `optimizer.step` with a function that raises, or with one that calls `session.step`; LR schedulers work."""
 
 from __future__ import annotations
 

@@ -294,9 +294,9 @@ def _explained(rehearsal: Rehearsal, failure: Failure) -> Finding:
 
 
 def _failed(failure: Failure, edits: tuple[Edit, ...], reason: str) -> Finding:
-    """Returns a failure as a finding, with the `edits` under which the step runs.
+    """Returns a failure as a finding, with the `edits` that make the step run.
 
-    If `edits` is empty, `reason` says why no edit was tried; it is "" if edits were tried and none helped.
+    If no such edits are known, `reason` says why none were tried; it is "" if some were tried and did not help.
     """
     place = place_of(failure.module, failure.line)
     said = _HINT.sub("", str(failure.error)).strip()

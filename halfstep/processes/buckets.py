@@ -66,7 +66,7 @@ class WideSums:
         self.take_over()
 
     def take_over(self) -> None:
-        """Registers this hook with the wrappers added since the last call, except those with a hook of their own."""
+        """Makes this object the communication hook of DDP wrappers added since the last call, unless they have one."""
         for reference, low in self._pending:
             wrapper = reference()
             if wrapper is not None and self._register(wrapper):

@@ -459,7 +459,10 @@ class _Join:
 
 
 class _Joined(JoinHook):
-    """The join hook of a wrapper: runs torch's join hook, then sends weights, masters and optimizer states."""
+    """The join hook of a DDP wrapper: after torch's own, it sends the session's state from a process that joined last.
+
+    That state is the weights, masters and optimizer states.
+    """
 
     def __init__(self, hook: JoinHook, wrapper: DistributedDataParallel, replicas: Replicas) -> None:
         self._hook, self._wrapper, self._replicas = hook, wrapper, replicas

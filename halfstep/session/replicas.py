@@ -132,7 +132,10 @@ class Agreed:
     apart: Tensor | None = None
 
     def rest(self, count: int) -> Agreed:
-        """Returns a copy without the first `count` parts, which have stepped; its `stops` and `apart` are None."""
+        """Returns a copy without the first `count` parts, whose optimizers have stepped.
+
+        `stops` and `apart` of the copy are None, since the session has acted on them.
+        """
         collected, readings, flags = self.collected[count:], self.readings[count:], self.flags[count:]
         return replace(self, collected=collected, readings=readings, flags=flags, stops=None, apart=None)
 

@@ -306,7 +306,11 @@ def updates_of(
 def watched(
     probes: Probes, part: Part, held: Collected, factor: Tensor | None, found: Tensor, store: MasterStore
 ) -> Update:
-    """Returns a function that makes the update of a part while the probes watch."""
+    """Returns a function that updates the weights of one optimizer (a part) and lets the probes measure the updates.
+
+    `held` has the parameters and their gradients, which are multiplied by `factor` (None for no factor); `found` tells
+    whether the step is skipped because a gradient is not finite.
+    """
 
     def update() -> BaseException | None:
         watch = partial(UpdateWatch, part.optimizer, part.stepper, store, found)

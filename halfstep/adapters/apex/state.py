@@ -76,10 +76,10 @@ class AmpState:
         return own if self.handle.casting is None else [*own, self.handle.casting]
 
     def of(self, optimizers: Sequence[Optimizer]) -> Trained:
-        """Returns the `Trained` of the call of `initialize` that got all of these optimizers.
+        """Returns the `Trained` made by the call of `initialize` that these optimizers were passed to.
 
         Raises:
-            RuntimeError: `initialize` was not called, or no single call of it got all of these optimizers.
+            RuntimeError: `initialize` was not called, or these optimizers were not all passed to one call.
         """
         if not hasattr(self, "opt_properties"):
             raise RuntimeError(NOT_INITIALIZED)
