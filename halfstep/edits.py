@@ -39,6 +39,7 @@ class Policy:
     """The width of a module's parameters, of its computation and of its output.
 
     "full" is fp32, "low" is the plan's low-precision format; an output of "input" has the format of the module's input.
+    `halfstep.FULL` is `Policy("full", "full", "input")`, and `halfstep.LOW` is `Policy("low", "low", "low")`.
 
     Raises:
         PlanError: an unknown width, or low parameters with full computation, which no op accepts.
@@ -217,10 +218,10 @@ _USED_BY = {"none": ("kind",), "static": ("kind", "init")}  # the fields of the 
 class Scaling:
     """The kind of loss scale and, for a dynamic one, its schedule (Micikevicius et al. 2018, section 3.2).
 
-    A static scale is always `init`. A dynamic scale starts at `init` and stays within [`min`, `max`]. It is multiplied
-    by `growth` after `growth_interval` steps in a row without overflow. It is multiplied by `backoff` once `hysteresis`
-    overflows have occurred since it last grew. Scales and their inverses are normal fp32 numbers, so scales are in
-    [2**-126, 2**126].
+    `kind` is "none", "static" or "dynamic". A static scale is always `init` and uses no other field. A dynamic scale
+    starts at `init` and stays within [`min`, `max`]. It is multiplied by `growth` after `growth_interval` steps in a
+    row without overflow. It is multiplied by `backoff` at the `hysteresis`-th overflow since it last grew, and at every
+    overflow after that one. Scales and their inverses are normal fp32 numbers, so scales are in [2**-126, 2**126].
 
     Raises:
         PlanError: a value that is out of range, or that this kind of scale does not use.

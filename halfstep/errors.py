@@ -61,7 +61,7 @@ class LogError(HalfstepError, ValueError):
 
 
 class WorkloadError(HalfstepError, ValueError):
-    """A workload that is unknown, has no setting of the given name, or lacks what every workload must have."""
+    """A workload (a model and data for `halfstep bench` to train) that is unknown, or cannot be run as requested."""
 
     page = GUIDE
 

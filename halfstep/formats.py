@@ -44,7 +44,9 @@ class Format:
 
     @property
     def usable_eps(self) -> float:
-        """The smallest power of ten that is at least 8 times the smallest subnormal: an eps that does not round to 0.
+        """The smallest power of ten that is at least 8 times the smallest subnormal.
+
+        An optimizer or a norm can use it as its `eps` in this format: it does not round to 0.
 
         >>> FP16.usable_eps
         1e-06

@@ -60,8 +60,8 @@ def initialize(  # noqa: PLR0913  # the one public entry; each keyword is a docu
     by default inputs keep their format and products cast their operands.
 
     `optimizer=None` is for inference. `emulate=True` computes products of the low format in a wider one and rounds them
-    exactly; None does so only for fp16 on a CPU where native fp16 was not measured to be fast. Each sink in `sinks` is
-    called with each StepRecord; a `Recorder`, such as a RunLog, also gets all other records.
+    exactly. By default, only fp16 on a CPU is emulated, unless `halfstep doctor --save` found native fp16 fast there.
+    Each sink in `sinks` is called with each StepRecord; a `Recorder`, such as a RunLog, also gets all other records.
 
     If steps keep being skipped for a reason that no lower loss scale cures, `step` raises a NumericsError that says
     what broke; with `on_failure="warn"` this is only logged, once. With `stepping="optimizer"` your loop keeps its own

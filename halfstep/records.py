@@ -75,7 +75,8 @@ class Status:
     `scales` maps each loss id that was used to its loss scale. `memory` has the bytes of weights, masters (copies, or
     the additional 16 bits of split masters), gradients and optimizer state. `nonfinite_gradients` names the parameters
     whose infinite or NaN gradients caused the last step to be skipped. `spoiled_by` has the ranks of the processes
-    whose own loss was infinite or NaN in the last step; it is empty if one process trains alone, and within `join()`.
+    whose own loss was infinite or NaN in the last step; it is empty if one process trains alone, and inside
+    DistributedDataParallel's `join()`.
     """
 
     level: str
@@ -197,17 +198,20 @@ def _stat(meaning: str, merge: Callable[[Any, Any], Any] = operator.add) -> Any:
 class TensorStats:
     """Counts, sums and an exponent histogram of one tensor, or of several merged; `a + b` merges two.
 
-    The fields of this class decide which statistics exist. The rows of `kernels/stats.py`, the lines of a log and
-    `a + b` are derived from the fields, and `kernels/stats.cpp` is checked against them when it is loaded.
+    `count`, `zeros`, `negatives`, `infinities` and `nans` are numbers of elements. `exponents` has 256 counts of the
+    finite nonzero elements: entry e counts those with 2**(e - 127) <= |x| < 2**(e - 126), so entry 127 has those from 1
+    to 2, and entry 0 has the subnormals of fp32. `total`, `squares` and `amax` are the sum, the sum of the squares and
+    the largest magnitude of the finite elements.
     """
+
+    # These fields decide which statistics exist: the rows of kernels/stats.py, the lines of a log and `a + b` are
+    # derived from them, and kernels/stats.cpp is checked against them when it is loaded.
 
     count: int = _stat("elements, finite or not")
     zeros: int = _stat("elements that are zero")
     negatives: int = _stat("elements below zero, minus infinity included")
     infinities: int = _stat("elements that are infinite")
     nans: int = _stat("elements that are NaN")
-    # Entry e counts those with 2^(e - BIAS) <= |x| < 2^(e - BIAS + 1), as the exponent field of fp32 has it, and entry
-    # 0 the subnormals of fp32.
     exponents: tuple[int, ...] = _stat("256 counts of the finite nonzero elements by exponent", _add_each)
     total: float = _stat("sum of the finite elements")
     squares: float = _stat("sum of the squares of the finite elements")
@@ -243,9 +247,9 @@ class TensorStats:
     def lost(self, fmt: Format | torch.dtype | str, scale: float = 1.0) -> float:
         """Returns the share of finite nonzero elements that, times `scale`, round to zero in `fmt`.
 
-        A value of exactly half the smallest subnormal rounds to zero too (ties to even). The histogram recognises such
-        values only if no element is larger, for example in the gradient of a mean, where all are equal. Otherwise they
-        count as kept.
+        A value of exactly half the smallest subnormal rounds to zero too (ties to even). The histogram keeps only
+        exponents, so it recognises such values only if they are the largest (`amax`), as in the gradient of a mean,
+        where all are equal. Otherwise they count as kept.
 
         >>> from halfstep.observe.stats import measure
         >>> gradients = measure(torch.tensor([1.0, 1e-3, 1e-8, 1e-8]))
@@ -324,8 +328,9 @@ class Observation:
     from the stored weight to the next larger value of its format: an update below one half does not change the stored
     weight.
 
-    For kind `ABSORBED` the elements are the fp32 values that overflowed in `format`, and `absorbed` says in which
-    operation they overflowed and what it led to; for other kinds `absorbed` is None.
+    For kind `ABSORBED` (an overflow that a later operation made finite again) the elements are the fp32 values that
+    overflowed in `format`, and `absorbed` says in which operation they overflowed and what it led to; for other kinds
+    `absorbed` is None.
     """
 
     step: int
@@ -451,7 +456,11 @@ def absorbed_finding(seen: Observation) -> Finding:
 
 @runtime_checkable
 class Recorder(Protocol):
-    """A sink that takes all records: it is called with StepRecords, as all sinks are; `record` takes the others."""
+    """The protocol of sinks that get all records of a session, not only those of its steps.
+
+    A session calls any sink with each StepRecord. If the sink also has a method `record`, the session passes all other
+    records to it.
+    """
 
     def __call__(self, record: StepRecord, /) -> None:
         """Takes the record of a step; it is called during the step, so it must not wait for the device."""

@@ -84,10 +84,10 @@ def blame(session: Session, closure: Callable[[], Tensor], *, loss_id: int = 0) 
     """Returns which operation made the first non-finite value in the loss or the gradients; None if all are finite.
 
     `closure` computes a loss and returns it. blame runs it, and the backward pass, several times with the same random
-    numbers. The loss scale is the current one of the loss `loss_id`; if its last step was skipped, it is the scale of
-    that step. Cures are tried on a copy of the model. Afterwards weights, buffers, attributes of modules, gradients,
-    optimizer, scale and random state are as before. If the closure raises an error because a number is not finite, the
-    verdict explains that number.
+    numbers; it must use the same batch each time, so do not fetch one inside. The loss scale is the current one of the
+    loss `loss_id`; if its last step was skipped, it is the scale of that step. Cures are tried on a copy of the model.
+    Afterwards weights, buffers, attributes of modules, gradients, optimizer, scale and random state are as before. If
+    the closure raises an error because a number is not finite, the verdict explains that number.
 
     Under DistributedDataParallel a single process may call blame between steps, because blame does not communicate. If
     the forward itself communicates (as with SyncBatchNorm), call it on all processes at once, with batches that all

@@ -43,7 +43,7 @@ class Probe(AbstractContextManager["Probe"]):
 
     It observes the first step after it was made, then each step whose number is divisible by `every`. If a session has
     several optimizers and only some of them make that step, the probe also observes the following steps until each
-    optimizer has stepped, but at most `LONGEST` steps in a row. Between observed steps nothing is attached to the
+    optimizer has stepped, but at most 8 (`LONGEST`) in a row. Between observed steps nothing is attached to the
     model. The statistics stay on the device; `flush()` reads them all at once.
     """
 

@@ -12,7 +12,8 @@ from halfstep.records import BINS, COUNTS, DOUBLES, TensorStats
 def measure(tensor: Tensor, *, sample: int | None = None) -> TensorStats:
     """Returns the statistics of one tensor, read on the host.
 
-    `sample` limits how many elements are read, as in `halfstep.kernels.stats.add_stats`.
+    `sample` limits how many elements are read, to a multiple of 64 and at least 64: runs of 64 neighbours in memory,
+    spread evenly over the tensor. `stats.exponents[127]` counts the elements from 1 to 2 in magnitude, see TensorStats.
 
     >>> stats = measure(torch.tensor([1.0, -3.0, 0.0, float("inf")]))
     >>> stats.zeros, stats.negatives, stats.infinities, stats.exponents[127], stats.exponents[128], stats.amax

@@ -32,7 +32,8 @@ class Lamb(Optimizer):
         grad_averaging: whether a step adds (1 - beta1) times the gradient to its running mean; if False, the gradient.
         max_grad_norm: the norm to which all gradients together are clipped; None for no clipping.
         decoupled_weight_decay: if False, `weight_decay` times the weight is added to the gradient instead.
-        always_adapt: if False, updates without weight decay keep Adam's length, as is usual for biases and norms.
+        always_adapt: if False, updates without weight decay keep Adam's length, as is usual for biases and
+            normalisation parameters.
 
     Raises:
         ValueError: a number is out of its range.

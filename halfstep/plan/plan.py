@@ -22,10 +22,11 @@ class Plan:
     """How a model trains: which format, what is stored in it, which ops run in it, and how the update is kept precise.
 
     `low` is the low-precision format, bf16 or fp16 (a torch.dtype or a name is accepted too). `param` is the width of
-    stored weights, and `norms` the width of normalisation parameters if weights are low. `ops` says whether the op
-    table is used. `master` says how the fp32 values of low weights are kept. `scale` is the loss scale. `input` says
-    whether the model's inputs keep their format (products then cast their operands) or are cast to low first. `output`
-    is the width of what the model returns ("keep": unchanged).
+    stored weights, and `norms` the width of normalisation parameters if weights are low. `ops` is "table" if the op
+    table chooses the format of each op, and "none" if ops run as written. `master` says how the fp32 values of low
+    weights are kept: as a "copy", "split" into the bf16 weights and 16 further bits, or not at all ("none"). `scale` is
+    the loss scale. `input` says whether the model's inputs keep their format (products then cast their operands) or are
+    cast to low first. `output` is the width of what the model returns ("keep": unchanged).
 
     Raises:
         PlanError: an invalid field, or fields that contradict each other; the message says why.

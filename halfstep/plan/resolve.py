@@ -31,9 +31,9 @@ QUANTIZED = ("torch.ao.nn.quantized.", "torch.nn.quantized.")
 class ModuleFormats:
     """The formats that a plan gives one module.
 
-    `param` is the format of the module's own fp32 parameters (None if it has none). `compute` is the format that its
-    ops run in if the op table leaves a choice (None if nothing is cast). `buffers` is the format of its floating
-    buffers (None: unchanged).
+    `param` is the format in which the plan stores the module's own parameters (None if it has none). `compute` is the
+    format in which ops of the op table's allow list run (None if nothing is cast). `buffers` is the format of its
+    floating buffers (None: unchanged).
 
     If `boundary` is True, each call of the module casts floating inputs to `input` (None: unchanged) and outputs to
     `output` ("input": the format of the first floating input; None: unchanged). If `door` is True, the plan also
@@ -65,7 +65,7 @@ class Assignment:
     modules: tuple[ModuleFormats, ...]
 
     def names(self) -> tuple[str, ...]:
-        """Returns the dotted names of all modules; with several models, each name begins with the model's number."""
+        """Returns the dotted names of all modules; with several models, as in "1.encoder"."""
         several = any(formats.model > 0 for formats in self.modules)
         return tuple(
             ".".join([*([str(formats.model)] if several else []), *filter(None, [uncompiled(formats.name)])])
@@ -131,8 +131,9 @@ def resolve(plan: Plan, model: nn.Module | Sequence[nn.Module], *, made_low: Ite
     this plan applies, and they are fp32 again then.
 
     The rule that matches the module or its nearest ancestor decides; without such a rule, the plan decides.
-    `plan.output` decides what the model itself returns. If weights are low and `plan.norms` is "full", torch's norm
-    classes keep fp32 parameters and the model's own norm classes compute in fp32, unless a rule matches the norm.
+    `plan.output` decides what the model itself returns. If weights are low and `plan.norms` is "full", norms have fp32
+    parameters: torch's norm classes take low inputs with them, and classes of the model's own whose name ends in "Norm"
+    compute in fp32. A rule that matches a norm decides instead.
 
     Raises:
         PlanError: a rule matches nothing, two rules disagree on a module, a tied parameter or a shared module would get

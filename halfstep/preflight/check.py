@@ -67,7 +67,7 @@ class Setup:
 def check(
     session: Session, closure: Callable[[], Any] | None = None, *, scaler: torch.amp.GradScaler | None = None
 ) -> tuple[Finding, ...]:
-    """Returns what would go wrong in a session, most severe first; each finding has a place, evidence and a cure.
+    """Returns what would go wrong in a session, most severe first: places, evidence and, where known, cures.
 
     `closure` takes a batch, computes and returns the loss, and does not call backward. One step of it is traced,
     forward and backward, to find operations that fail and constants that vanish or overflow. To try an edit that may

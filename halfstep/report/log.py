@@ -58,7 +58,7 @@ class RunLog(AbstractContextManager["RunLog"]):
         self._write_steps()
 
     def record(self, record: SessionStart | Observation | Verdict | Finding) -> None:
-        """Receives any other record; verdicts and findings are stored with the number of the last step.
+        """Logs a record that is not a StepRecord; verdicts and findings are stored with the number of the last step.
 
         Raises:
             LogError: the log already belongs to a session, or the object is not a record of halfstep.

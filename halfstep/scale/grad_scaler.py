@@ -189,7 +189,7 @@ class GradScaler(OpenGradScaler):
         return state
 
     def on_device(self, device: torch.device) -> None:
-        """Creates the count of overflows left before the scale backs off, on the device of the scale."""
+        """Called when the scale is created on `device`: creates the count of overflows left before it backs off."""
         self._overflows_left = torch.full((), self._init_overflows_left, dtype=torch.int32, device=device)
 
     def _get_overflows_left(self) -> int:

@@ -398,6 +398,8 @@ class Session:
     def step(self, optimizer: Optimizer | None = None, *, max_norm: float | None = None) -> StepRecord:
         """Updates the weights from the gradients of the `backward` calls since the last step, unless one is non-finite.
 
+        Gradients stay in `p.grad`: call `optimizer.zero_grad()` before the next backward pass, as without halfstep.
+
         `optimizer` picks one of several; without it all optimizers that have gradients step, or skip, together.
         `max_norm` clips the global L2 norm of all their true gradients, as `clip_grad_norm_` does. `step` does not wait
         for the device.
@@ -457,10 +459,11 @@ class Session:
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
-        """Returns a context to run a closure in: no watcher or probe sees it, and the closure cannot take a step.
+        """Returns a context to run a closure in, as blame and check do: nothing of it is observed or recorded.
 
         Raises:
-            SessionError: the session is closed, or this was called inside such a closure.
+            SessionError: the session is closed, or this was called inside such a closure. Inside the context, `step`
+                raises it too.
         """
         self._check_open()
         if self._rehearsing:
@@ -477,8 +480,8 @@ class Session:
     def trial(self, plan: Plan, copies: Sequence[nn.Module] | None = None) -> Iterator[Session]:
         """Opens a session with another plan over copies of the models, which it makes unless `copies` is passed.
 
-        Inside the context, `autocast` of this session returns the trial's context. The trial reports the last step and
-        the optimizers of this session.
+        Inside the context, `autocast` of this session returns the trial's context. The trial's `last_step()` and
+        `optimizers` are those of this session.
         """
         copies = plain_copies(self._roots) if copies is None else copies
         with Trial(decide_for_copies(self._decision, copies, plan), self) as trial:
@@ -493,7 +496,7 @@ class Session:
             watcher.close()
 
     def last_step(self, loss_id: int = 0) -> StepFacts:
-        """Returns what is known about the last step with gradients of a loss, on the host; waits for the device."""
+        """Returns facts about the last step that used gradients of the loss `loss_id`; waits for the device."""
         last = self._last.get(loss_id)
         skipped = last is not None and bool(last.skipped)
         now = self._scales.read(loss_id)
