@@ -101,6 +101,7 @@ EPS = [
     *(vanishing(make.__name__, lambda x, make=make: zero_row(x) / (zero_row(x).abs() + make(1e-8, dtype=x.dtype)),
                 "made from", "1e-08") for make in (torch.as_tensor, torch.asarray)),
     Row("a sum that begins at 0", lambda x: sum(x.unbind(), x.new_tensor(0.0)) + x.new_tensor([1.0, 1e-9] * 4)),
+    Row("a tensor made from no number", torch.as_tensor),
     Row("new_tensor in bf16", lambda x: x / (x.abs() + x.new_tensor(1e-8)), low="bf16"),
     Row("bf16 has it", plus(1e-8), low="bf16"),
     Row("just above half the smallest subnormal", plus(2.0**-25 * 1.01)),
@@ -181,6 +182,7 @@ MASKS = [
     Row("a cast in bf16", lambda x: (x + HIDDEN.to(x.dtype)).softmax(-1), low="bf16"),
     Row("finfo.min", lambda x: (x + torch.finfo(x.dtype).min * (x < 0)).softmax(-1)),
     Row("written as infinite", lambda x: x.masked_fill(x < -5, -torch.inf)),
+    Row("the largest value in a tensor", lambda x: x.minimum(x.new_tensor([65504.0]))),
     Row("a cast of integers that fit", integers(65504)),
     beyond("a cast of integers", integers(70_000), "a cast to fp16: 70000 becomes inf"),
 ]  # fmt: skip
