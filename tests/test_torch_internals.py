@@ -266,3 +266,4 @@ def test_a_function_is_a_users_unless_torch_defines_it_and_tells_what_it_keeps()
     made = (own, torchs, x.sin())
     assert [torch_internals.is_users_function(each.grad_fn) for each in made] == [True, False, False]
     assert sorted(float(each[0]) for each in torch_internals.saved_by(own.grad_fn)) == [2.0, 3.0]
+    assert [float(each[0]) for each in torch_internals.saved_by((x * torch.full((2,), 5.0)).grad_fn)] == [5.0]
