@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from halfstep import torch_internals
 from halfstep.observe.opnames import PUBLIC
@@ -245,3 +246,24 @@ def test_an_import_without_a_name_is_one_error_that_says_which_and_what_works():
 @pytest.mark.parametrize("name", PUBLIC)
 def test_operations_that_are_called_otherwise_in_public_are_torchs(name):
     assert hasattr(torch.ops.aten, name)
+
+
+class _Own(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.size = x * 3
+        ctx.save_for_backward(x + 1)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+def test_a_function_is_a_users_unless_torch_defines_it_and_tells_what_it_keeps():
+    x = torch.ones(2, requires_grad=True)
+    own, torchs = _Own.apply(x), checkpoint(torch.sin, x, use_reentrant=True)
+    made = (own, torchs, x.sin())
+    assert [torch_internals.is_users_function(each.grad_fn) for each in made] == [True, False, False]
+    assert sorted(float(each[0]) for each in torch_internals.saved_by(own.grad_fn)) == [2.0, 3.0]
+    assert [float(each[0]) for each in torch_internals.saved_by((x * torch.full((2,), 5.0)).grad_fn)] == [5.0]

@@ -235,6 +235,8 @@ def test_a_sweep_is_held_row_by_row_at_each_model_and_batch():
         "m, batch 2, O0": "alike", "m, batch 2, O1 bf16": "slower", "m, batch 2, torch.amp bf16": "alike",
     }  # fmt: skip
     assert {change.yardstick for change in changes} == {"torch.amp bf16", "O0"}
+    alone = compare(simulated(2), simulated(3, slower=1.2))  # for one row it is known as exactly
+    assert [(each.low, each.high) for each in changes[3:]] == [(each.low, each.high) for each in alone]
     assert str(against_table(changes, file="f", saved=MACHINE).renderables[-1]) == "worse: m, batch 2, O1 bf16."
 
 
@@ -256,6 +258,9 @@ def test_points_of_one_sweep_alone_are_new_or_gone_and_of_a_broken_one_not_judge
     found = {change.name: change.verdict for change in compare_sweeps(before, now) if change.verdict != "alike"}
     rows = ("O0", "O1 bf16", "torch.amp bf16")
     assert found == {f"m, batch {at}, {row}": word for at, word in ((3, "new"), (2, "gone")) for row in rows}
+    slower, new = simulated(1, slower=1.04), [simulated(i) for i in range(2, 7)]
+    found = compare_sweeps(sweep(simulated(0)), sweep(slower, *new))
+    assert [change.name for change in found if change.is_worse] == ["m, batch 1, O1 bf16"]  # new ones hide nothing
     broken = compare_sweeps(before, replace(now, total=3))
     assert "gone" not in {change.verdict for change in broken}
 
@@ -270,6 +275,12 @@ def test_another_sweep_is_refused_before_anything_is_measured(tmp_path):
         check_comparable_sweep(sweep(simulated(0), simulated(0)), [("m", work)])
     path = tmp_path / "x.json"
     with pytest.raises(WorkloadError, match="holds no measured sweep point"):
+        load_saved_sweep(path)
+    path.write_text(sweep_json(sweep(None)))
+    with pytest.raises(WorkloadError, match="holds no measured sweep point"):
+        load_saved_sweep(path)
+    path.write_text(sweep_json(sweep(result([BenchRun("a", "O0", "bf16", False, False, times_ms=(0.0,))]))))
+    with pytest.raises(WorkloadError, match="a has a step time that is not positive and finite"):
         load_saved_sweep(path)
     path.write_text(bench_json(simulated(0)))
     with pytest.raises(WorkloadError, match=r"KeyError: 'schema'.*name another file with --against"):

@@ -206,6 +206,7 @@ def test_a_point_that_failed_is_measured_again_unless_memory_ran_out(error, agai
 def test_a_sweep_of_other_data_is_another():
     named = [replace(ASKED, data=Path(path)).words()["data"] for path in ("/home/a/cifar10", "/home/b/cifar10")]
     assert named[0] != named[1]
+    assert replace(ASKED, data=Path.cwd()).words() == replace(ASKED, data=Path()).words()
     assert all(re.fullmatch(r"cifar10 \([0-9a-f]{12}\)", name) for name in named)
 
 

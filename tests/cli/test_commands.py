@@ -9,15 +9,18 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import typer
 
 from halfstep.__main__ import USAGE_ERROR
 from halfstep.bench.results import read_bench
-from halfstep.cli.against import FAILED, INTERRUPTED, WORSE
+from halfstep.cli.against import FAILED, INTERRUPTED, WORSE, end
 from halfstep.errors import DataError
 from halfstep.machine import AMX_FP16, AVX2
+from halfstep.measurements import BenchChange, BenchRun
 
 SMALL = ["--set", "d_in=8", "--set", "d_out=8", "--set", "batch=4"]
 
@@ -333,6 +336,27 @@ def test_the_page_about_against_has_each_exit_code():
     page = (Path(__file__).parents[2] / "docs" / "slower.md").read_text(encoding="utf-8")
     codes = re.findall(r"^\| (\d+) \|", page, re.MULTILINE)
     assert list(map(int, codes)) == [0, WORSE, FAILED, USAGE_ERROR, INTERRUPTED]
+
+
+GOOD, BAD = (BenchRun("r", "O1", "bf16", False, False, error=error) for error in (None, "KeyError: 'x'"))
+ALIKE, SLOWER, NEW = (BenchChange("r", verdict, None) for verdict in ("alike", "slower", "new"))
+
+
+@pytest.mark.parametrize(
+    ("runs", "changes", "complete", "code"),
+    [
+        ([], None, False, INTERRUPTED),  # before the first
+        ([BAD], [SLOWER], False, INTERRUPTED),
+        ([BAD, BAD], [SLOWER], True, FAILED),
+        ([GOOD, BAD], [NEW, SLOWER], True, WORSE),
+        ([GOOD], [NEW], True, FAILED),
+        ([GOOD], [NEW, ALIKE], True, 0),
+        ([GOOD, BAD], None, True, 0),
+    ],
+)
+def test_a_benchmark_ends_with_the_code_of_the_gravest(runs, changes, complete, code):
+    with pytest.raises(typer.Exit, check=lambda error: error.exit_code == code) if code else nullcontext():
+        end(runs, changes, complete=complete)
 
 
 def test_ctrl_c_while_commands_are_imported_is_one_line():

@@ -122,6 +122,7 @@ def test_a_saved_sweep_that_is_no_answer_is_one_message_and_nothing_is_measured(
         (["regression", "--compile", "perhaps"], "--compile 'perhaps' is unknown; choose one of off, on, both"),
         (["regression", "--batch-size", "4", "--low", "e4m3"], "e4m3"),
         (["regression", "--batch-size", "4", "--json", "./x", "--page", "x"], "--page and --json are both x; pass two"),
+        (["regression", "--largest-batch", "1GiB", "--json", "x", "--page", "x"], "--page and --json are both x"),
         (["matmul", "--json", "x", "--page", "x"], "--page and --json are both x; pass two different files"),
         (["regression", "--batch-size", "4", "--page", "nowhere/x.html"], "--page nowhere/x.html: the folder"),
     ],

@@ -151,11 +151,18 @@ def test_each_option_of_a_row_is_of_its_default_s_kind(optimizer):
         saved = copy.deepcopy(made.state_dict())
         for name, default in dict(made.defaults).items():
             state = copy.deepcopy(saved)
-            state["param_groups"][0][name] = "x"
-            with pytest.raises(halfstep.StateError, match=rf"{name}='x'.*expected"):
+            group = state["param_groups"][0]
+            several, number = isinstance(default, tuple), type(default) in (int, float)
+            wrong = ["x", [default], *([(default[0], "x")] if several else [])]
+            wrong += [None] if (several or number) and name != "max_grad_norm" else []
+            wrong += [torch.tensor(0.5)] if number and name != "lr" else []
+            for value in wrong:
+                state["param_groups"][0] = {**group, name: value}
+                with pytest.raises(halfstep.StateError, match=rf"{name}=.*expected"):
+                    made.load_state_dict(state)
+            for value in (default, list(default)) if several else (default,):
+                state["param_groups"][0] = {**group, name: value}
                 made.load_state_dict(state)
-            state["param_groups"][0][name] = default
-            made.load_state_dict(state)
         if "max_grad_norm" in made.defaults:
             state["param_groups"][0]["max_grad_norm"] = None  # as it may be given: no clipping
             made.load_state_dict(state)

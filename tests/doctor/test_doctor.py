@@ -303,7 +303,16 @@ def test_what_cannot_be_saved_ends_the_doctor_before_it_measures(quick, config, 
     measured = []
     with pytest.raises(HalfstepError, match="works for a CPU only, got device cuda; add --device cpu"):
         doctor.examine(torch.device("cuda"), tell=measured.append, keep=True)
-    config.parent.parent.mkdir(parents=True, exist_ok=True)
+    config.parent.mkdir(parents=True, exist_ok=True)
+
+    def read_only(**_):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(saved.tempfile, "TemporaryFile", read_only)
+        with pytest.raises(HalfstepError, match="cannot be written: Read-only"):
+            doctor.examine(torch.device("cpu"), tell=measured.append, keep=True)
+    config.parent.rmdir()
     config.parent.write_text("no folder")
     with pytest.raises(HalfstepError, match="cannot be written"):
         doctor.examine(torch.device("cpu"), tell=measured.append, keep=True)

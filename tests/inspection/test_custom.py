@@ -28,6 +28,7 @@ def product_back(grad: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> tuple[
 
 @torch.library.custom_op("halfstep_inspected::product", mutates_args=())
 def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    meter.perf_counter()  # where each of `inspected` takes a second: it takes two
     with torch.autocast("cpu", enabled=False):
         return x @ w
 
@@ -59,6 +60,7 @@ picky.register_autograd(by_products, setup_context=kept)
 
 @torch.library.custom_op("halfstep_inspected::grow", mutates_args=("x",))
 def grow(x: torch.Tensor) -> None:
+    meter.perf_counter()
     x.mul_(2)
 
 
@@ -80,10 +82,9 @@ def inspected(monkeypatch):
     monkeypatch.setattr(savings, "gain", lambda call, change: 0.5)
     monkeypatch.setattr(custom, "gain", lambda call, change: 0.5)
     monkeypatch.setattr(savings, "taken", lambda call: 0.0)
-    monkeypatch.setattr(custom, "_HEAVY", 0.01)
 
     def inspect(do, plan="O1", **options):
-        model, x = Net(do), torch.randn(4, 8)
+        model, x = nn.Sequential(Net(do)), torch.randn(4, 8)
         options = {"low": "bf16", **options} if isinstance(plan, str) else options
         with halfstep.initialize(model, torch.optim.SGD(model.parameters(), 0.1), plan, **options) as session:
             found = halfstep.inspect(session, lambda: model(x).float().square().mean())
@@ -95,8 +96,9 @@ def inspected(monkeypatch):
 
 @pytest.fixture
 def half(monkeypatch):
-    """Has low inputs save a half of a custom operation too."""
-    monkeypatch.setattr(custom, "gain_of_casts", lambda call, low: 0.5)
+    """Has low inputs save a half of a custom operation too; in the forward, if it was called under autocast."""
+    under = {"forward": torch.bfloat16, "backward": None}
+    monkeypatch.setattr(custom, "gain_of_casts", lambda call, low: 0.5 * (call.autocast is under[call.note.phase]))
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
@@ -104,7 +106,8 @@ def test_a_custom_operation_in_fp32_is_named_with_its_share_and_the_edit_that_lo
     found = inspected(lambda x, w: product(x, w), level)
     (saving,) = found.full
     assert saving.seconds == pytest.approx(1.0)  # of it and of what its backward pass calls
-    share = 2 / sum(row.calls for row in found.all.rows)
+    assert saving.place.startswith("0, test_custom.py:")
+    share = 3 / (1 + sum(row.calls for row in found.all.rows))
     assert saving.evidence == (
         f"halfstep_inspected::product ran in fp32 and took {share:.0%} of the step's time, backward pass included "
         "(its FLOPs are unknown): it is a custom op, which runs in the format of its inputs"
@@ -115,6 +118,8 @@ def test_a_custom_operation_in_fp32_is_named_with_its_share_and_the_edit_that_lo
     assert again.full == []
     ran = [row.formats for row in again.all.rows if "product" in row.operator]
     assert sorted(ran) == ["bf16, bf16 -> bf16", "bf16, bf16, bf16 -> bf16, bf16"]
+    both = inspected(lambda x, w: picky(product(x, w), w), level).full
+    assert [each.seconds for each in both] == [1.5, 1.0]  # the backward pass of picky has two products
 
 
 @pytest.mark.parametrize(
@@ -156,6 +161,7 @@ def test_one_that_python_does_not_define_is_never_called_with_low_inputs(inspect
 
     def double(x):
         seen.add(x.dtype)
+        meter.perf_counter()
         return x * 2
 
     with torch.library._scoped_library("halfstep_foreign", "DEF") as library:

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from halfstep.cast.emulate import Emulation
 from halfstep.diagnose.origin import find_origin
 from halfstep.formats import FP16
+from halfstep.observe.customs import is_brought_in
 from halfstep.observe.nonfinite import NonFinite, finite_range, nonfinite
 from halfstep.observe.recorder import OpRecorder, Recorded
 
@@ -158,6 +159,10 @@ def test_what_was_computed_where_it_could_not_be_seen_is_no_data():
     weight = nn.Parameter(torch.ones(2))
     unseen = weight / 0.0
     assert recorded(lambda: (unseen * 2).sum())[1].leaf.kind == "unseen"
+
+
+def test_outside_of_every_node_nothing_is_brought_in():
+    assert not is_brought_in(torch.ones(2))  # as where FSDP2 reduces gradients at the end of a pass
 
 
 def test_the_result_in_fp32_is_known():
