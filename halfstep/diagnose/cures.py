@@ -98,14 +98,19 @@ def untried_cure(plan: Plan, found: Diagnosis, roots: Sequence[nn.Module]) -> tu
     """Returns the smallest edit that is known to cure a failure without a trial, or ().
 
     That is known if the operation's fp32 result is finite. If that result exceeds the low format, the edit must also
-    let it leave its module in fp32. An edit that the plan already has is no cure.
+    let it leave its module in fp32. An edit that the plan already has is no cure, and none cures weights that have
+    grown too far.
     """
+    if found.outgrown is not None:
+        return ()
     rounded = found.eps is not None or found.mask is not None  # before the operation, which cannot help it
     if found.exact is None and not found.stored_overflow and not rounded:
         return ()
     too_large = found.stored_overflow or (found.exact is not None and found.exact > plan.low.max)
     beyond = found.phase == "forward" and too_large
     edits = [each for each in candidates(plan, found, roots) if not (rounded and isinstance(each[0], OpChange))]
+    if found.unscaled and too_large:  # the gradient leaves each module, and no loss scale makes it fit
+        edits = [each for each in edits if each == WHOLE]
     fitting = [each for each in edits if not (beyond and _gives_back_low(each))]
     return next((each for each, new in edited(plan, fitting) if _differs(plan, new)), ())
 
@@ -122,12 +127,13 @@ def scaling_cure(scaling: Scaling, lower: float, *, estimated: bool = False) -> 
     """Returns the scaling to use instead of one whose loss scale was too high.
 
     `lower` is a loss scale that passes, or that is only `estimated` to pass. For an estimate the new scaling is
-    dynamic, so that it can come down further: later operations may need a lower scale.
+    dynamic, so that it can come down further: later operations may need a lower scale. So may later batches, if
+    `lower` is below the floor of the present scaling.
     """
     if not estimated and not scaling.adapts:
         return (Scaling("static", init=lower / _ROOM),)
     own = scaling if scaling.adapts else Scaling("dynamic")
-    floor = min(own.min, lower / _WAY_DOWN if estimated else lower, 1.0)
+    floor = min(own.min, lower / _WAY_DOWN if estimated or lower < own.min else lower, 1.0)
     return (replace(own, init=lower, min=floor, max=max(own.max, lower)),)
 
 
