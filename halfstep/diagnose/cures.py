@@ -102,14 +102,18 @@ def untried_cure(plan: Plan, found: Diagnosis, roots: Sequence[nn.Module]) -> tu
 
     There can be one if the operation's result is finite in fp32, or if a weight, an eps or a mask that was rounded to
     low caused the failure. If the fp32 result is too large for the low format, the edit must also keep the output of
-    the module in fp32. Edits that the plan already has are left out.
+    the module in fp32. Edits that the plan already has are left out, and no edit cures weights that have grown too far.
     """
+    if found.outgrown is not None:
+        return ()
     rounded = found.eps is not None or found.mask is not None  # before the operation, which cannot help it
     if found.exact is None and not found.stored_overflow and not rounded:
         return ()
     too_large = found.stored_overflow or (found.exact is not None and found.exact > plan.low.max)
     beyond = found.phase == "forward" and too_large
     edits = [each for each in candidates(plan, found, roots) if not (rounded and isinstance(each[0], OpChange))]
+    if found.unscaled and too_large:  # the gradient leaves each module, and no loss scale makes it fit
+        edits = [each for each in edits if each == WHOLE]
     fitting = [each for each in edits if not (beyond and _gives_back_low(each))]
     return next((each for each, new in edited(plan, fitting) if _differs(plan, new)), ())
 
@@ -126,12 +130,13 @@ def scaling_cure(scaling: Scaling, lower: float, *, estimated: bool = False) -> 
     """Returns an edit that replaces a scaling whose loss scale was too high.
 
     `lower` is a loss scale at which all gradients are finite, or, with `estimated`, one that may be low enough. In that
-    case the new scaling is dynamic, so that the scale can fall further if other operations need it.
+    case the new scaling is dynamic, so that the scale can fall further if other operations need it. It is also dynamic
+    if `lower` is below the floor of the present scaling, because later batches may need a lower scale.
     """
     if not estimated and not scaling.adapts:
         return (Scaling("static", init=lower / _ROOM),)
     own = scaling if scaling.adapts else Scaling("dynamic")
-    floor = min(own.min, lower / _WAY_DOWN if estimated else lower, 1.0)
+    floor = min(own.min, lower / _WAY_DOWN if estimated or lower < own.min else lower, 1.0)
     return (replace(own, init=lower, min=floor, max=max(own.max, lower)),)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.diagnose.origin import Origin, reached_from
+from halfstep.diagnose.weights import Growth
 from halfstep.formats import BF16, FP16, FP32, LOW_FORMATS, Format
 from halfstep.observe.recorder import OTHERS, OWN, Leaf, Note, OpRecorder
 from halfstep.plan.plan import Plan
@@ -55,6 +56,8 @@ class Diagnosis:
     first_loss: float | None = None  # of the session's first step
     grown: tuple[str, float] | None = None  # a weight that has grown beyond the low format, and its size
     runs: int = 1  # of the same operation in one forward, if it runs on its own results
+    unscaled: bool = False  # the backward pass that failed was not the session's, so no loss scale reached it
+    outgrown: Growth | None = None  # the weights that have grown far beyond their size at the start of the session
 
     @property
     def explodes(self) -> bool:
@@ -104,7 +107,7 @@ class Diagnosis:
     @property
     def may_be_scale(self) -> bool:
         """Whether a lower loss scale alone may cure this: a result in the backward pass is too large or invalid."""
-        return self.phase == "backward" and self.kind in (Kind.OVERFLOW, Kind.INVALID)
+        return self.phase == "backward" and not self.unscaled and self.kind in (Kind.OVERFLOW, Kind.INVALID)
 
     def is_at(self, other: Diagnosis) -> bool:
         """Tells whether another run failed in the same place and way."""

@@ -23,6 +23,7 @@ from halfstep.diagnose.cures import scaling_cure, untried_cure
 from halfstep.diagnose.diagnosis import Diagnosis, diagnose
 from halfstep.diagnose.growth import degree
 from halfstep.diagnose.origin import find_origin
+from halfstep.diagnose.weights import outgrown, sizes_of
 from halfstep.diagnose.words import of_another, say
 from halfstep.edits import spell
 from halfstep.formats import Format
@@ -121,6 +122,11 @@ class Watching(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class ha
         begun = [scale for first, scale in self.carried if note is not None and first <= note.index]
         return float(begun[-1] if begun else otherwise)
 
+    def is_unscaled(self, note: Note | None) -> bool:
+        """Tells whether an operation ran in a backward pass before those of the session, as of torch.autograd.grad."""
+        early = note is not None and bool(self.carried) and note.index < self.carried[0][0]
+        return early and note is not None and note.phase == "backward"
+
     def forget(self) -> None:
         """Drops what was recorded, and records nothing until the recorder is switched on again."""
         super().forget()
@@ -202,6 +208,7 @@ class Guardian:
         self._others = 0  # steps of others while one is waited for
         self._patience = _PATIENCE
         self._said: set[object] = set()
+        self._sizes = sizes_of(runtime.roots, runtime.full)
 
     def carry(self, scale: Tensor) -> None:
         """Notes the loss scale of the next backward pass."""
@@ -317,13 +324,15 @@ class Guardian:
         losses = [record.loss] if record.loss is not None else []
         gradients = [local(p.grad) for part in parts for p in part.parameters() if p.grad is not None]
         origin = find_origin(recorder, losses) or find_origin(recorder, gradients)
-        scale = recorder.scale_of(None if origin is None else origin.note, record.scale)
+        note = None if origin is None else origin.note
+        scale = recorder.scale_of(note, record.scale)
         found = None if origin is None else diagnose(recorder, origin, runtime.plan, runtime.full, scale)
         if found is None or found.kind is None:
             self._say_unseen(recorder)
             self._counter.rest(self._about)
             return None
         lowest = min(map(float, scales.values()), default=scale)
+        found = replace(found, unscaled=recorder.is_unscaled(note))
         judged = self._judge(found, scale, shared=lowest if recorder.communicated else None)
         if judged is None or not armed.passed or found.kind != Kind.INPUT_DATA:
             return judged
@@ -354,7 +363,9 @@ class Guardian:
             _LOG.info("skipped steps are normal: the gradients overflow at loss scale %g, which comes down", scale)
             return None
         if lower.scale is None:
-            verdict = say(found, plan, untried_cure(plan, found, self._runtime.roots), scale=scale)
+            roots = self._runtime.roots
+            found = replace(found, outgrown=outgrown(self._sizes, sizes_of(roots, self._runtime.full)))
+            verdict = say(found, plan, untried_cure(plan, found, roots), scale=scale)
             said = "; whether a lower loss scale helps is unknown"
             return verdict, said if lower.may_help else ", and a lower loss scale would not help"
         found = replace(found, kind=Kind.SCALE_TOO_HIGH, lower_scale=lower.scale)

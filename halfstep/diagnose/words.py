@@ -96,7 +96,9 @@ def _evidence(found: Diagnosis, scale: float) -> str:
         parts.append("called on gradients, after the backward pass")
     elif found.module is None:
         parts.append("called outside of the model's forward")
-    if found.phase == "backward" and scale != 1 and found.kind != Kind.STALE_GRADIENTS:
+    if found.unscaled:
+        parts.append("in a backward pass of your own (torch.autograd.grad), which no loss scale reaches")
+    elif found.phase == "backward" and scale != 1 and found.kind != Kind.STALE_GRADIENTS:
         parts.append(f"at loss scale {scale:g}")
     if found.lower_scale is not None:
         parts.append(_at_lower(found, found.lower_scale))
@@ -111,11 +113,21 @@ def _evidence(found: Diagnosis, scale: float) -> str:
             if found.full is not None
             else f"in fp32 the closure's loss is {found.full_loss:g}"
         )
+    return "; ".join(parts + _growth(found))
+
+
+def _growth(found: Diagnosis) -> list[str]:
+    parts = []
     if found.loss_has_grown:
         parts.append(f"in the first step of this session the loss was {found.first_loss:g}")
     if found.grown is not None:
         parts.append(f"{found.grown[0]} has grown to {found.grown[1]:,.0f}")
-    return "; ".join(parts)
+    if found.outgrown is not None:
+        name, first, now = found.outgrown.name, found.outgrown.first, found.outgrown.now
+        parts.append(
+            f"the root mean square of {name} was {first:.3g} at the start of this session and is {now:.3g} now"
+        )
+    return parts
 
 
 def _at_lower(found: Diagnosis, lower: float) -> str:
@@ -215,6 +227,11 @@ def _advice(found: Diagnosis, plan: Plan | None, cure: Sequence[Edit]) -> str:
         return (
             f"this operation runs {found.runs} times and its values grow from run to run, in fp32 too, and no edit "
             "cures that: use smaller initial weights, a norm or a gate between the runs, or fewer runs"
+        )
+    if found.outgrown is not None:
+        return (
+            f"the weights have grown too far, and no edit cures that: {_SLOWER}; if they are meant to be this large, "
+            "halfstep.blame(session, closure) tries edits"
         )
     words = _words(found, plan) if found.in_full is None else [_about_both(found.in_full)]
     if cure:

@@ -11,7 +11,7 @@ import sys
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from inspect import CO_NESTED
+from inspect import unwrap as unwrap_function
 from types import CodeType, FrameType, FunctionType, TracebackType
 
 import torch
@@ -49,7 +49,7 @@ class Place:
     ones. `function` is the torch function written in Python that called the operation, "" if none did.
 
     `again` is True if a checkpoint runs this part of a forward a second time. `foreign` is True if the operation ran in
-    a backward pass, in a nested function (such as a hook) that is not defined in a method of the models' modules.
+    a backward pass, in a function that the models' code neither defines nor names, such as a hook of the training loop.
     """
 
     module: str | None
@@ -163,14 +163,26 @@ class Locator:
         return Place(None if module is None else module[0], line, call or (0, 0), function, again, foreign)
 
     def _is_foreign(self, code: CodeType) -> bool:
-        if not code.co_flags & CO_NESTED:
-            return False
-        modules = (module() for _, module in self._modules.values())
+        """Tells whether code belongs to a function that the models' classes neither define nor name, nor one of those.
+
+        A function that a module holds in an attribute counts as the model's, too.
+        """
+        modules = [module() for _, module in self._modules.values()]
         classes = {each for module in modules for each in type(module).__mro__}
-        waiting = [f.__code__ for each in classes for f in vars(each).values() if isinstance(f, FunctionType)]
-        while waiting and waiting[-1] is not code:
-            waiting += [each for each in waiting.pop().co_consts if isinstance(each, CodeType)]
-        return not waiting
+        held = [value for owner in (*classes, *modules) for value in vars(owner).values()]
+        functions = [unwrap_function(getattr(value, "__func__", value)) for value in held if callable(value)]
+        waiting = [(f.__code__, f.__globals__) for f in functions if isinstance(f, FunctionType)]
+        seen = set()
+        while waiting:
+            known, names = waiting.pop()
+            if known is code:
+                return False
+            if known not in seen and self._kind(known) == "user":
+                seen.add(known)
+                waiting += [(each, names) for each in known.co_consts if isinstance(each, CodeType)]
+                called = [names.get(name) for name in known.co_names]
+                waiting += [(f.__code__, f.__globals__) for f in called if isinstance(f, FunctionType)]
+        return True
 
     def _is_run_again(self, frame: FrameType | None) -> bool:
         if backward_task() == NO_BACKWARD:

@@ -95,7 +95,7 @@ def _run(rehearsal: Rehearsal, tracer: StepTracer, scale: float) -> tuple[Failur
         raise
     except Exception as error:  # whatever the model raises is what the check is for
         return tracer.failure(error), None
-    return None, loss.detach()
+    return None, loss
 
 
 class StepTracer(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class has no annotations
@@ -375,7 +375,7 @@ def _of_results(rehearsal: Rehearsal, loss: Tensor) -> Iterator[Finding]:
             "error",
             "not finite",
             "the loss",
-            f"the loss of the traced step is {float(loss)}",
+            f"the loss of the traced step is {float(loss.detach())}",
             "halfstep.blame(session, closure) finds the operation and a cure",
         )
         return
@@ -388,8 +388,20 @@ def _of_results(rehearsal: Rehearsal, loss: Tensor) -> Iterator[Finding]:
             "return the loss in fp32 (loss.float()), or use a lower scale",
             (Scaling("static", init=FP16_LOSS_CEILING),),
         )
-    bad = [p for p in params if p.grad is not None and not bool(dense(p.grad).isfinite().all())]
-    if bad and not scale.adapts:
+    bad = _not_finite(params)
+    if bad and scale.adapts:
+        with rehearsal.gradients(loss, scale.min):  # the lowest loss scale that skipped steps lead to
+            bad = _not_finite(params)
+        if bad:
+            yield Finding(
+                "error",
+                "gradients not finite",
+                "the backward pass",
+                f"{len(bad)} of {len(params)} gradients are not finite even at the lowest loss scale, {scale.min:g}: "
+                "such a step is skipped at every loss scale",
+                "halfstep.blame(session, closure) finds the operation and a cure",
+            )
+    elif bad:
         yield Finding(
             "warning",
             "gradients not finite",
@@ -398,3 +410,7 @@ def _of_results(rehearsal: Rehearsal, loss: Tensor) -> Iterator[Finding]:
             "halfstep.blame(session, closure) finds the operation and a cure; a dynamic loss scale adapts by itself",
             (Scaling("dynamic"),) if scale.active else (),
         )
+
+
+def _not_finite(params: Sequence[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+    return [p for p in params if p.grad is not None and not bool(dense(p.grad).isfinite().all())]

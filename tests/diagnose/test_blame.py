@@ -152,7 +152,7 @@ def test_a_hook_on_the_gradient_of_a_parameter_acts_in_trials_too(plan, low):
 @pytest.mark.parametrize(
     ("scaling", "cure"),
     [
-        (Scaling("dynamic", init=64.0), Scaling("dynamic", init=2.0**-3, min=2.0**-3)),
+        (Scaling("dynamic", init=64.0), Scaling("dynamic", init=2.0**-3, min=2.0**-15)),
         (Scaling("static", init=64.0), Scaling("static", init=2.0**-5)),
         (Scaling("static", init=1.0), Scaling("static", init=2.0**-5)),
         (Scaling("none"), Scaling("static", init=2.0**-5)),

@@ -118,6 +118,25 @@ def test_the_cure_of_a_layer_whose_results_do_not_fit_trains(plan):
     assert not bool(run(session, optimizer, model, 3 * WINDOW, inputs)[-1].skipped)
 
 
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize("plan", ["O1", "O2"])
+def test_weights_that_one_step_made_too_large_get_advice_and_no_edit(plan, make):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4))
+    optimizer = make(model.parameters(), lr=0.1)
+    session = halfstep.initialize(model, optimizer, plan, low="fp16")
+    inputs, labels, steps = torch.randn(32, 16), torch.randint(0, 4, (32,)), itertools.count()
+
+    def loss():
+        optimizer.param_groups[0]["lr"] = 0.1 * (1e4 if next(steps) == WINDOW else 1)
+        return F.cross_entropy(model(inputs), labels)
+
+    verdict = alarm(train_on, loss, session, optimizer).verdict
+    assert (verdict.kind, verdict.phase, verdict.cure) == ("overflow", "forward", ())
+    assert "the weights have grown too far, and no edit cures that: load an earlier checkpoint" in verdict.advice
+    assert " at the start of this session and is " in verdict.evidence
+
+
 def test_a_cure_that_the_plan_has_is_none():
     found = Diagnosis("overflow", "0", "linear", "forward", exact=1e6)
     model, plan = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), halfstep.level("O2", "fp16")

@@ -121,6 +121,34 @@ def test_of_a_constant_scale_that_the_first_overflow_fits_nothing_more_is_claime
     assert not any(skipped[3 * WINDOW :])
 
 
+class Wave(nn.Module):
+    """A sine so steep that fp16 cannot hold its slope."""
+
+    def forward(self, x):
+        return torch.sin(x * 3e5)
+
+
+@pytest.mark.parametrize("plan", ["O1", "O2"])
+def test_an_overflow_in_a_backward_pass_of_the_loss_itself_is_not_laid_to_the_scale(plan):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8, bias=False), Wave(), nn.Linear(8, 1))
+    session, optimizer = session_on(model, plan)
+
+    def loss():
+        inputs = torch.randn(8, 4).mul_(1e-4).requires_grad_()
+        (slope,) = torch.autograd.grad(model(inputs).sum(), inputs, create_graph=True)
+        return slope.square().mean() * 1e-12
+
+    error = alarm(train_on, loss, session, optimizer, 2 * WINDOW)
+    verdict = error.verdict
+    assert (verdict.kind, verdict.module, verdict.operator, verdict.phase) == ("overflow", "1", "mul", "backward")
+    assert "and a lower loss scale would not help" in str(error)
+    assert "in a backward pass of your own (torch.autograd.grad), which no loss scale reaches" in verdict.evidence
+    session.close()
+    session = halfstep.initialize(model, optimizer, session.plan.edit(*verdict.cure))
+    assert not bool(train_on(loss, session, optimizer, 3 * WINDOW)[-1].skipped)
+
+
 @pytest.mark.parametrize("plan", ["O1", "O2"])
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_of_losses_with_scales_of_their_own_that_of_the_failing_one_counts(plan, order):

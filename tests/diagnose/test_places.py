@@ -240,6 +240,22 @@ def test_a_hook_of_the_closure_is_outside_of_the_model(plan, low):
     )
 
 
+@PLANS
+def test_a_function_of_the_script_that_the_closure_makes_a_hook_is_outside_of_the_model(plan):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8))
+
+    def closure():
+        y = model(ONES)
+        y.register_hook(divided)
+        return y.float().square().mean()
+
+    with session_of(model, plan) as session:
+        verdict = halfstep.blame(session, closure)
+    assert (verdict.operator, verdict.module, verdict.outside, verdict.cure) == ("div", "", True, ())
+    assert " in divided" in verdict.where
+
+
 def one_element(gradient):
     gradient = gradient.clone()
     gradient[0, 0] = torch.inf

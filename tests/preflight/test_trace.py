@@ -378,6 +378,17 @@ def test_a_constant_scale_that_is_too_high_is_named_and_a_dynamic_one_is_not():
     assert checked(Two(nn.Linear(8, 8)), loss_scale=Scaling("dynamic", init=2.0**24))[0] == []
 
 
+@pytest.mark.parametrize("plan", ["O1", "O2"])
+@pytest.mark.parametrize(("factor", "floor", "count"), [(1e4, 1.0, 0), (1e6, 1.0, 1), (1e6, 2.0**-10, 0)])
+def test_gradients_that_overflow_at_the_floor_of_a_dynamic_scale_are_an_error(plan, factor, floor, count):
+    model = Two(nn.Linear(8, 8))
+    with opened(model, plan, loss_scale=Scaling("dynamic", min=floor)) as session:
+        found = halfstep.check(session, lambda: loss_of(model) * factor * 10)
+    bad = [finding for finding in found if finding.code == "gradients not finite"]
+    assert [finding.severity for finding in bad] == ["error"] * count
+    assert all(f"even at the lowest loss scale, {floor:g}:" in finding.evidence for finding in bad)
+
+
 def test_gradients_that_are_not_finite_without_a_scale_are_said_to_have_a_scale_of_one():
     """The square root's derivative at 0 is infinite."""
     found, _ = checked(Two(Does(lambda x: torch.sqrt(x.float() * 0))), loss_scale="none")
