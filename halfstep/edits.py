@@ -274,9 +274,9 @@ class Scaling:
 
     def _check_schedule(self) -> None:
         if self.growth == 1.0:
-            raise PlanError("scale growth is 1, so the scale could never recover; set it above 1, such as to 2")
+            raise PlanError("scale growth is 1, so the scale could never recover; set it above 1, for example to 2")
         if self.backoff == 1.0:
-            raise PlanError("scale backoff is 1, so every overflow would repeat; set it below 1, such as to 0.5")
+            raise PlanError("scale backoff is 1, so every overflow would repeat; set it below 1, for example to 0.5")
         if self.min > self.max:
             raise PlanError(f"scale min {self.min:g} is above max {self.max:g}; swap them or widen the range")
         if not self.min <= self.init <= self.max:

@@ -104,11 +104,14 @@ def initialize(  # noqa: PLR0913  # the one public entry; each keyword is a docu
 
 def _check_settings(plan: Plan, sinks: Any, on_failure: Any, stepping: Any, emulate: Any) -> None:
     if not isinstance(sinks, (list, tuple)) or any(isinstance(sink, type) or not callable(sink) for sink in sinks):
-        raise SetupError(f"sinks is {sinks!r:.80}; expected a list of functions, each called with every StepRecord")
+        raise SetupError(
+            f"sinks is {sinks!r:.80}; expected a list of functions, or of objects such as RunLog(path) (not classes); "
+            "each is called with every StepRecord"
+        )
     if on_failure not in get_args(OnFailure):
         raise SetupError(
-            f"on_failure is {on_failure!r}; expected 'raise' or 'warn', which say what is done when steps keep being "
-            "skipped"
+            f"on_failure is {on_failure!r}; expected 'raise' (an error) or 'warn' (a warning) for when steps keep "
+            "being skipped"
         )
     if stepping not in get_args(Stepping):
         raise SetupError(

@@ -282,7 +282,7 @@ DOUBLES = tuple(each.name for each in fields(TensorStats) if each.type == "float
 
 def _limits(fmt: Format | torch.dtype | str, scale: float) -> Limits:
     if not isinstance(scale, (int, float)) or not 0 < scale < math.inf:
-        raise FormatError(f"scale is {scale!r}; expected a positive finite number, which multiplies the values")
+        raise FormatError(f"scale is {scale!r}; expected a positive finite number to multiply the values by")
     return limits_of(as_format(fmt)).times(1 / scale)
 
 

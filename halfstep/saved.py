@@ -115,4 +115,6 @@ def _writing() -> Iterator[Path]:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield path
     except OSError as error:
-        raise HalfstepError(f"{path} cannot be written: {error.strerror or error}") from None
+        raise HalfstepError(
+            f"{path} cannot be written: {error.strerror or error}; set XDG_CONFIG_HOME to another folder"
+        ) from None

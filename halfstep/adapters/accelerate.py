@@ -85,7 +85,8 @@ def attach(
     if accelerator.mixed_precision != "no":
         raise SetupError(
             f"mixed_precision={accelerator.mixed_precision!r} together with halfstep would cast and scale twice; leave "
-            "mixed_precision out of Accelerator(...) and `accelerate config`, bf16 and fp16 out of TrainingArguments"
+            "mixed_precision out of Accelerator(...) and `accelerate config`, and bf16 and fp16 out of "
+            "TrainingArguments"
         )
     if accelerator.scaler is not None and not isinstance(accelerator.scaler, SessionScaler):
         raise SetupError(
@@ -94,7 +95,7 @@ def attach(
     if isinstance(accelerator.scaler, SessionScaler) and not accelerator.scaler.session.closed:
         raise SetupError(
             "this Accelerator already has a session; pass all models and optimizers to one call of prepare, or close "
-            "the session first, also before accelerator.free_memory(): session_of(accelerator).close()"
+            "the session first: session_of(accelerator).close(). Close it before accelerator.free_memory() too"
         )
     for model in models:
         model.to(accelerator.device)

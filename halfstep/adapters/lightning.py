@@ -88,8 +88,8 @@ class Halfstep(Precision):
         """
         if self._session is None:
             raise SessionError(
-                "no halfstep session is open; a Trainer opens one while it fits or evaluates; with Fabric, replace "
-                "`fabric.setup(model, optimizer)` with `plugin.setup(fabric, model, optimizer)`"
+                "no halfstep session is open: with a Trainer, use the session while it fits or evaluates; with Fabric, "
+                "replace `fabric.setup(model, optimizer)` with `plugin.setup(fabric, model, optimizer)`"
             )
         return self._session
 
@@ -195,8 +195,8 @@ class Halfstep(Precision):
         own = self.session.optimizers
         if not any(optimizer is each for each in own):
             raise SetupError(
-                f"this {type(optimizer).__name__} is not an optimizer of the session "
-                f"({', '.join(type(each).__name__ for each in own)}): the optimizer was replaced after the session was "
+                f"this {type(optimizer).__name__} is not an optimizer of the session, which has "
+                f"{', '.join(type(each).__name__ for each in own)}: an optimizer was replaced after the session "
                 "opened; return it from configure_optimizers, or pass it to plugin.setup(fabric, model, optimizer)"
             )
         self._stepping = id(optimizer)
@@ -266,8 +266,8 @@ def _check_strategy(trainer: str, strategy: object) -> None:
     name, allowed = type(strategy).__name__, STRATEGIES[trainer]
     if name not in allowed:
         raise SetupError(
-            f"halfstep does not work with {trainer}(strategy=...) of type {name}, only with {', '.join(allowed)}; "
-            "leave strategy out for one device, or set strategy='ddp'"
+            f"the strategy of the {trainer} is {name}, but halfstep works only with {', '.join(allowed)}; leave "
+            "strategy out for one device, or set strategy='ddp'"
         )
 
 
@@ -284,10 +284,10 @@ def _check_low(trainer: Trainer, module: nn.Module, *, trains_them: bool) -> Non
     low = next((p.dtype for p in module.parameters() if p.requires_grad and is_low(p)), None)
     averaging = _averaging_of(trainer)
     if low is not None and (averaging or (trainer.ckpt_path and not trains_them)):
-        what = f"{type(averaging[0]).__name__} would keep its averages" if averaging else "ckpt_path would be loaded"
+        what = f"the fp32 averages of {type(averaging[0]).__name__}" if averaging else "fp32 values from ckpt_path"
         raise SetupError(
-            f"{what} in {low}, as the module's weights are, and fp32 values would be rounded; call module.float() "
-            "before trainer.fit(module)"
+            f"{what} would be rounded to {low}, since the module's weights have that dtype; call module.float() before "
+            "trainer.fit(module)"
         )
 
 
@@ -297,7 +297,7 @@ def _average_in_full(trainer: Trainer, session: Session) -> ExitStack:
     averaging = _averaging_of(trainer) if session.plan.param == "low" else []
     if averaging and session.plan.master == "none":
         raise SetupError(
-            f"{type(averaging[0]).__name__} averages weights, but {session.plan.name} has them only in "
+            f"{type(averaging[0]).__name__} averages weights, but {session.plan.name} stores weights only in "
             f"{session.plan.low}, which would round the averages; use Halfstep('O2')"
         )
     for callback in averaging:

@@ -40,8 +40,8 @@ else:
 
 FILTERED = (
     "TrainingArguments(logging_nan_inf_filter=True), the default, logs the mean of earlier losses instead of infinite "
-    "and NaN ones, which hides failures that halfstep reports; look at halfstep/skipped too. With False, the Trainer "
-    "logs NaN for all losses from the first such loss on"
+    "and NaN ones, which hides failures that halfstep reports; look at halfstep/skipped in the logs, the number of "
+    "skipped steps. With False, the Trainer logs NaN for all losses from the first such loss on"
 )
 _LOG = logging.getLogger("halfstep")
 
@@ -171,7 +171,7 @@ def _check_arguments(args: Any) -> None:
             )
     if args.n_gpu > 1:
         raise SetupError(
-            f"the Trainer would run on {args.n_gpu} devices in one process by DataParallel, which halfstep does not "
+            f"the Trainer would run on {args.n_gpu} devices in one process with DataParallel, which halfstep does not "
             "support; start one process per device (torchrun --nproc-per-node=...), or set CUDA_VISIBLE_DEVICES=0"
         )
     if args.logging_nan_inf_filter:

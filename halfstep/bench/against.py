@@ -80,12 +80,15 @@ def check_comparable(saved: BenchResult, workload: str, settings: Mapping[str, o
         WorkloadError: the workload or its settings differ.
     """
     if saved.workload != workload:
-        raise WorkloadError(f"--against measured workload {saved.workload!r}, this run {workload!r}; run the same one")
+        raise WorkloadError(
+            f"the --against file has measured workload {saved.workload!r}, but this run measures {workload!r}; run the "
+            "same workload"
+        )
     before, now = ({key: str(value) for key, value in each.items()} for each in (saved.settings, settings))
     differs = sorted(key for key in {*before, *now} if before.get(key) != now.get(key))
     if differs:
         said = ", ".join(f"{key} is {before.get(key, '-')} in the file, {now.get(key, '-')} now" for key in differs)
-        raise WorkloadError(f"--against was measured with other settings: {said}; use the same ones")
+        raise WorkloadError(f"the --against file was measured with other settings: {said}; use the same ones")
 
 
 def check_comparable_sweep(saved: Sweep, points: Sequence[tuple[str, Workload]]) -> None:
@@ -101,7 +104,10 @@ def check_comparable_sweep(saved: Sweep, points: Sequence[tuple[str, Workload]])
     both = [(before[model, work.batch], work) for model, work in points if (model, work.batch) in before]
     if not both:
         there, here = ", ".join(map(_place, before)), ", ".join(_place((model, work.batch)) for model, work in points)
-        raise WorkloadError(f"--against has {there}, this sweep has {here}; at least one must be in both")
+        raise WorkloadError(
+            f"the --against file has {there}, but this sweep has {here}; at least one model and batch size must be in "
+            "both"
+        )
     for point, workload in both:
         check_comparable(point.result, workload.name, settings_of(workload))
 

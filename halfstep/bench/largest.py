@@ -38,7 +38,7 @@ def largest_batches(
             "the search for the largest batch sets the batch size itself; leave out --batch-size and --set batch"
         )
     if limit < 1:
-        raise WorkloadError(f"expected a limit of at least 1 byte, got {limit}; pass for example 2GiB")
+        raise WorkloadError(f"expected a memory limit of at least 1 byte, got {limit}; pass for example 2GiB")
     found: list[Largest] = []
     with suppress(KeyboardInterrupt):
         for each in _rows(asked, limit, progress):

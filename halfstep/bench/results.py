@@ -22,7 +22,10 @@ def read_sweep(path: Path, option: str = "--json") -> Sweep | None:
         WorkloadError: the file cannot be read, is not a sweep, or was written by another version of halfstep.
     """
     if path.exists() and not path.is_file():
-        raise WorkloadError(f"{path} is not a regular file, which a sweep needs for its points; name one with {option}")
+        raise WorkloadError(
+            f"{path} is not a regular file, but a sweep keeps what it has measured in one; name a regular file with "
+            f"{option}"
+        )
     try:
         text = path.read_bytes()
     except FileNotFoundError:
@@ -44,8 +47,8 @@ def read_sweep(path: Path, option: str = "--json") -> Sweep | None:
     except (ValueError, KeyError, TypeError, msgspec.MsgspecError) as error:
         why = f"{type(error).__name__}: {error}"
     raise WorkloadError(
-        f"{path} holds no sweep that this halfstep version can read ({why}), and is left unchanged; "
-        f"name another file with {option}"
+        f"{path} holds no sweep that this halfstep version can read ({why}); name another file with {option} (this one "
+        "is left unchanged)"
     )
 
 

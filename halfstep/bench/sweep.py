@@ -166,7 +166,9 @@ def check_same(before: Mapping[str, str], now: Mapping[str, str]) -> None:
     differs = [key for key in {**before, **now} if before.get(key) != now.get(key)]
     if differs:
         said = "; ".join(f"{key}: {before.get(key, '-')} in the file, {now.get(key, '-')} now" for key in differs)
-        raise WorkloadError(f"the results file is of another sweep ({said}); name another file or use the same options")
+        raise WorkloadError(
+            f"the results file holds another sweep ({said}); use the options of that sweep, or name another file"
+        )
 
 
 def _measure(asked: Asked, model: str, workload: Workload, tick: Callable[[str], None]) -> Point:

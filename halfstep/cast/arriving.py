@@ -97,8 +97,8 @@ class _Reading:
             return
         name = f"{self._formats.name}.{name}" if self._formats.name else name
         raise SetupError(
-            f"the parameter {name!r} is {p.dtype} in the forward, but {self._plan.name} reads it as {self._low}: the "
-            f"mp_policy passed to fully_shard contradicts the plan; write {line_to_shard(self._plan)}"
+            f"the parameter {name!r} is {p.dtype} in the forward pass, but {self._plan.name} reads it as {self._low}: "
+            f"the mp_policy passed to fully_shard contradicts the plan; write {line_to_shard(self._plan)}"
         )
 
 
@@ -110,13 +110,13 @@ def _check_policy(module: Any, plan: Plan, *, is_root: bool) -> None:
     policy = policy_of(module)
     given = policy.param_dtype if policy.cast_forward_inputs else None
     for option, what, to, full in (
-        ("cast_forward_inputs=True", "the inputs of its forward", given, plan.ops == "none"),
-        ("output_dtype", "its outputs", policy.output_dtype, is_root and plan.output == "full"),
+        ("cast_forward_inputs=True", "inputs", given, plan.ops == "none"),
+        ("output_dtype", "outputs", policy.output_dtype, is_root and plan.output == "full"),
     ):
         if to is not None and not (to is FP32.dtype and full):  # fp32 already
             raise SetupError(
-                f"the mp_policy passed to fully_shard for {type(module).__name__} contradicts {plan.name}: by {option} "
-                f"it casts {what} to {to}, but the plan decides that; write {line_to_shard(plan)}"
+                f"the mp_policy passed to fully_shard for {type(module).__name__} contradicts {plan.name}: its "
+                f"{option} casts {what} to {to}, but the plan decides how they are cast; write {line_to_shard(plan)}"
             )
 
 

@@ -57,7 +57,7 @@ OUTSIDE = (
 )
 SHARD_FIRST = (
     "fully_shard was called on a model in a halfstep session, whose optimizer and masters still have the old "
-    "parameters: make a new model, and call first "
+    "parameters. Make a new model and shard it first: "
     "`fully_shard(module, mp_policy=halfstep.fsdp_policy(plan, low=...))`, then make the optimizer from "
     "model.parameters(), then call `halfstep.initialize`"
 )

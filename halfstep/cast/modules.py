@@ -185,8 +185,9 @@ def keep_parameters(module: nn.Module) -> Undo:
         for entry in (metadata, *metadata_of(state).values()):
             entry.pop(_ASSIGN, None)  # torch leaves it in the caller's dict, where it outlives the call
         raise StateError(
-            "load_state_dict(assign=True) would replace the Parameters that the optimizer updates; load without assign "
-            "(once more, if an earlier load had left assign=True in the state dict), or before halfstep.initialize"
+            "load_state_dict(assign=True) would replace the Parameters that the optimizer updates; load without "
+            "assign, or before halfstep.initialize. If this call did not pass assign=True, an earlier load had left it "
+            "in the state dict: repeat the call"
         )
 
     hook = CheckpointHook(refuse)

@@ -38,8 +38,8 @@ def compute_loss(closure: Callable[[], Any], params: Sequence[nn.Parameter]) -> 
         )
     if not loss.requires_grad:
         raise SessionError(
-            "the loss of the closure requires no gradient: it was computed under torch.no_grad(), detached, or "
-            "computed from nothing trainable"
+            "the loss of the closure requires no gradient: it was detached, or computed under torch.no_grad() or from "
+            "nothing trainable; compute it with gradients enabled, from parameters that require them"
         )
     return loss
 

@@ -87,15 +87,17 @@ def check_given(function: str, session: object, closure: object) -> None:
         what = "a closed session" if isinstance(session, Session) else type(session).__name__
         raise SessionError(f"{function}() takes an open session, not {what}; call it after halfstep.initialize")
     if not callable(closure):
-        raise SessionError(f"{function}() takes a function that returns the loss, not {type(closure).__name__}")
+        raise SessionError(
+            f"the closure of {function}() must be a function that returns the loss, such as "
+            f"lambda: loss_fn(model(x), y), got {type(closure).__name__}"
+        )
     reshard(session.runtime.roots)  # after an evaluation they hold whole weights
     if sharded_parameters(session.runtime.roots):
         raise SetupError(
-            f"the model is sharded over processes, and {function}() runs the closure on copies of it, which FSDP2 "
-            "cannot make; use a copy that one process gathers, and call this in all processes: "
-            "halfstep.on_gathered_copy(session, build, lambda whole, model: "
-            f"halfstep.{function}(whole, lambda: loss_fn(model(inputs), targets))), where build() returns the model "
-            "without fully_shard"
+            f"the model is sharded over processes, and {function}() runs the closure on copies of the model, which "
+            "FSDP2 cannot make. Use a copy that one process gathers: define build(), which returns the model without "
+            "fully_shard, and call in all processes halfstep.on_gathered_copy(session, build, lambda whole, model: "
+            f"halfstep.{function}(whole, lambda: loss_fn(model(inputs), targets)))"
         )
 
 

@@ -30,7 +30,7 @@ def examine(device: torch.device, *, tell: Callable[[str], None] = lambda _: Non
     """
     if keep:
         if device.type != "cpu":
-            raise HalfstepError(f"--save works for a CPU only, got device {device}; add --device cpu")
+            raise HalfstepError(f"--save works only for the CPU, got device {device}; add --device cpu")
         check_savable()
     start = perf_counter()
     tell("products, convolutions, attention, copies and casts")

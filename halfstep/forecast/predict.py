@@ -207,8 +207,8 @@ class RoundingTotals:
         """Returns the prediction; reads all counts on the host."""
         if not any(amax for amax, _ in self._largest):
             raise SessionError(
-                "no gradient reaches a tensor that the plan stores low: all are zero, frozen, or float64; "
-                "the closure must return the loss of a training step"
+                "no tensor that the plan stores low has a nonzero gradient: all gradients are zero, or the model is "
+                "frozen or in float64; the closure must return the loss of a training step"
             )
         rows = tuple(
             self._row(group, fmt, self._sums[fmt, group])

@@ -87,7 +87,7 @@ def whatif(
     low_plan, _ = choose_plan(plan, "bf16", read_facts(torch.device("cpu")))
     low_plan = customize(low_plan, low=BF16)
     if low_plan.ops == "none":
-        raise PlanError(f"plan {low_plan.name} stores nothing low; pass O1, O2, O3 or a plan in between")
+        raise PlanError(f"plan {low_plan.name} stores nothing low; pass O1, O2, O3 or a plan based on one of them")
     check_models([model], low_plan)
     if low_plan.param == "low" and wrappers_of([model]):
         raise SetupError(
@@ -134,7 +134,10 @@ def _check(closure: object, model: nn.Module, formats: Sequence[Format], steps: 
     if not isinstance(model, nn.Module):
         raise SetupError(f"model must be a Module, not {type(model).__name__}; pass the module that the closure calls")
     if not callable(closure):
-        raise SessionError(f"whatif() takes a function that returns the loss, not {type(closure).__name__}")
+        raise SessionError(
+            "the closure of whatif() must be a function that returns the loss, such as lambda: loss_fn(model(x), y), "
+            f"got {type(closure).__name__}"
+        )
     if not formats or FP32 in formats:
         raise FormatError(
             "formats must name one or more formats other than fp32; pass some of fp16, bf16, e4m3, e5m2, tf32"
@@ -148,7 +151,7 @@ def _check(closure: object, model: nn.Module, formats: Sequence[Format], steps: 
 def _check_optimizer(optimizer: object, model: nn.Module) -> None:
     if not isinstance(optimizer, Optimizer):
         raise SetupError(
-            f"optimizer must be one torch.optim.Optimizer, not {type(optimizer).__name__}; or leave it out"
+            f"optimizer is of type {type(optimizer).__name__}; pass one torch.optim.Optimizer, or leave it out"
         )
     check_optimizers([optimizer], [model])
     if needs_closure(optimizer):
@@ -222,8 +225,9 @@ def scout(closure: Callable[[], Any], model: nn.Module, plan: Plan) -> Scouted:
             raise
         except Exception as error:
             raise SessionError(
-                f"a step under {plan.name} in {plan.low} fails: {type(error).__name__}: {error}; find the place and "
-                "a cure with halfstep.check(session, closure), and pass whatif the plan with those edits"
+                f"a step under {plan.name} in {plan.low} fails; find the place and a cure with halfstep.check(session, "
+                "closure), and pass whatif the plan with the edits that check names. The error was "
+                f"{type(error).__name__}: {error}"
             ) from error
         formats = session.assignment.modules
         stored_low = {place for place, parameter in parameters(model) if parameter.dtype is plan.low.dtype}

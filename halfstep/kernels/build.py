@@ -100,9 +100,9 @@ def check_layout(loaded: ctypes.CDLL, function: str, layout: Sequence[tuple[str,
     if compiled != list(layout):
         told, own = ([f"{name}:{at}+{size}" for name, at, size in rows] for rows in (compiled, layout))
         raise HalfstepError(
-            f"halfstep's Python and C++ code disagree about memory: {function} in {loaded._name} returned "
-            f"{' '.join(told)}, Python expected {' '.join(own)}; restart this process if halfstep was reinstalled "
-            "while it ran, otherwise report this error"
+            "halfstep's Python and C++ code disagree about the layout of memory; restart this process if halfstep was "
+            f"reinstalled while it ran, otherwise report this error. {function} in {loaded._name} returned "
+            f"{' '.join(told)}, Python expected {' '.join(own)}"
         )
 
 

@@ -42,7 +42,7 @@ def make_probe(
     """
     whole = isinstance(every, int) and not isinstance(every, bool)
     if not whole or every < 1:
-        raise ObserveError(f"every is {every!r}; pass an integer, 1 or more: one step in that many is seen")
+        raise ObserveError(f"every is {every!r}; pass an integer, 1 or more: every=10 observes one step in ten")
     if sample is not None and (not isinstance(sample, int) or isinstance(sample, bool) or sample < 1):
         raise ObserveError(f"sample is {sample!r}; pass how many elements of each tensor to read, or None for all")
     kinds = _kinds(tensors, may_be_none=absorbed is not None)
@@ -54,8 +54,8 @@ def make_probe(
         raise ObserveError("updates are measured in float64, which MPS does not have; leave 'update' out of tensors")
     if kinds and kinds <= _OF_PARAMETERS and not parameters:
         raise ObserveError(
-            f"none of the {len(chosen)} modules that {modules!r} matches has a floating-point parameter, and tensors "
-            f"is {sorted(kinds)}; name other modules, or observe their activations"
+            f"tensors is {sorted(kinds)}, but none of the {len(chosen)} modules that {modules!r} matches has a "
+            "floating-point parameter; name other modules, or observe their activations"
         )
     watch = None if absorbed is None else partial(watch_absorbed, roots, absorbed)
     return Probe(chosen, kinds, every=every, sample=sample, deliver=deliver, absorbed=watch)
@@ -65,12 +65,12 @@ def _listed(name: str, given: Any, what: str) -> list[Any]:
     if isinstance(given, str):
         return [given]
     if not isinstance(given, Iterable):
-        raise ObserveError(f"{name} is {given!r}; pass a string, {what}, or a list of several")
+        raise ObserveError(f"{name} is {given!r}; pass {what}, or a list of such strings")
     return list(given)
 
 
 def _kinds(tensors: str | Iterable[str], *, may_be_none: bool) -> frozenset[str]:
-    given = _listed("tensors", tensors, "such as 'activation'")
+    given = _listed("tensors", tensors, "a string such as 'activation'")
     for kind in given:
         if kind not in KINDS:
             allowed = ", ".join(map(repr, KINDS))
@@ -81,9 +81,9 @@ def _kinds(tensors: str | Iterable[str], *, may_be_none: bool) -> frozenset[str]
 
 
 def _patterns(modules: str | Iterable[str]) -> list[Rule]:
-    given = _listed("modules", modules, "which is a pattern of module names, '*' for all")
+    given = _listed("modules", modules, "a pattern of module names as a string ('*' for all)")
     if not given:
-        raise ObserveError("modules is empty; pass a pattern of module names, '*' for all")
+        raise ObserveError("modules is empty; pass a pattern of module names ('*' for all)")
     try:
         return [Rule(pattern, FULL) for pattern in given]
     except PlanError as error:

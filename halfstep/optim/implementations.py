@@ -65,8 +65,8 @@ def update(
             implementation.run(kernel, batch, options, factor, found, scratch)
             return
     raise LookupError(
-        f"none of the implementations {list(implementations)} updates a {batch.layout} batch of {batch.dtype} on "
-        f"{batch.device} with {type(options).__name__}"
+        f"none of the implementations {list(implementations)} can update parameters of {batch.dtype} on {batch.device} "
+        f"with layout {batch.layout!r} and {type(options).__name__}"
     )
 
 

@@ -36,7 +36,7 @@ class MasterStore:
 
     def __init__(self, kind: Master, low: torch.dtype) -> None:
         if kind == "split" and low is not torch.bfloat16:
-            raise ValueError(f"a split master requires bf16 weights, not {low}; use a copy instead")
+            raise ValueError(f"master 'split' requires bf16 weights, not {low}; use master 'copy'")
         self.kind = kind
         self.low = low
         self._entries: dict[int, _Entry] = {}  # by id: the hash of a Tensor is a Python call; entries keep theirs alive
@@ -86,9 +86,9 @@ class MasterStore:
         layout = self.layout(p)
         if layout == "low" and p not in self:
             raise SessionError(
-                f"{name()} trains now but has no fp32 value, because it came in {p.dtype} and was frozen when the "
-                "session opened: updates would be rounded. Unfreeze it, or call model.float(), before "
-                "halfstep.initialize (inside a trainer: before training begins)"
+                f"{name()} trains now but has no fp32 value, because it was frozen and in {p.dtype} when the session "
+                "opened: its updates would be rounded. Unfreeze it, or call model.float(), before halfstep.initialize "
+                "(inside a trainer: before training begins)"
             )
         return layout
 

@@ -52,7 +52,9 @@ class OptimizerRow:
 
     def __post_init__(self) -> None:
         if self.whole and (self.native or self.triton):
-            raise ValueError("compiled loops update weights in blocks; a row that needs whole weights must name none")
+            raise ValueError(
+                "compiled loops update weights in blocks; a row with whole=True must not name one as native or triton"
+            )
 
     def native_of(self, options: Any) -> str | None:
         """Returns the name of the compiled loop that computes the update with these options, or None."""

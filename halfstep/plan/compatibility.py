@@ -131,11 +131,12 @@ def check_models(models: Sequence[nn.Module], plan: Plan, made_low: Iterable[nn.
         if low:
             raise SetupError(
                 f"trainable parameters are already in low precision: {named(low)}; halfstep makes low weights itself, "
-                "from fp32 ones: call model.float() first, also before fully_shard (frozen parameters may stay low)"
+                "from fp32 ones: call model.float() before halfstep.initialize, and before any fully_shard (frozen "
+                "parameters may stay low)"
             )
         if not any(p.is_floating_point() or p.is_complex() for p in model.parameters()):
             raise SetupError(
-                f"{type(model).__name__} has no floating parameters; there is nothing to train in low precision"
+                f"{type(model).__name__} has no floating-point parameters; there is nothing to train in low precision"
             )
         if plan.param == "low":
             _refuse_wrapped(model, plan)
@@ -168,8 +169,8 @@ def _refuse_wrapped(model: nn.Module, plan: Plan) -> None:
     for name, module in model.named_modules():
         if isinstance(module, nn.parallel.DistributedDataParallel):
             raise SetupError(
-                f"{name or 'the model'} is wrapped in {type(module).__name__}; at {plan.name} the weights change their "
-                "format, which would silently end its gradient reduction; call halfstep.initialize first, then wrap"
+                f"{name or 'the model'} is wrapped in {type(module).__name__}, which would silently stop reducing "
+                f"gradients when the weights change format at {plan.name}; call halfstep.initialize first, then wrap"
             )
 
 
@@ -216,8 +217,8 @@ def check_parameters(optimizers: Sequence[Optimizer], models: Sequence[nn.Module
     older = [name or "the model" for model in models for name, module in model.named_modules() if _shards(module)]
     if older:
         raise SetupError(
-            f"modules are sharded by FullyShardedDataParallel (FSDP1): {named(older)}; FSDP1 works only at O0, where "
-            f"the optimizer steps by itself. Shard with FSDP2 instead: {FSDP_LINES}"
+            f"FullyShardedDataParallel (FSDP1) shards {named(older)}, but FSDP1 works only at O0, where the optimizer "
+            f"steps by itself; shard with FSDP2 instead: {FSDP_LINES}"
         )
     wrapped = [
         f"{name} ({type(p).__name__})"
@@ -235,21 +236,21 @@ def check_parameters(optimizers: Sequence[Optimizer], models: Sequence[nn.Module
     ]
     if offloaded:
         raise SetupError(
-            f"sharded modules are offloaded to the CPU (CPUOffloadPolicy): {named(offloaded)}; halfstep cannot step "
-            "these yet: leave out offload_policy (fully_shard(module, mp_policy=halfstep.fsdp_policy(plan, low=...))), "
-            "or use O0"
+            f"CPUOffloadPolicy offloads sharded modules to the CPU ({named(offloaded)}), where halfstep cannot step "
+            "them yet; leave offload_policy out, as in fully_shard(module, mp_policy=halfstep.fsdp_policy(plan, "
+            "low=...)), or use O0"
         )
     other = [f"{name} ({p.dtype})" for name, p in by_name if is_sharded(p) and id(p) in trained and not _is_full(p)]
     if other:
         raise SetupError(
-            f"sharded parameters are not fp32: {named(other)}; at {plan.name} they are the masters: call model.float() "
-            f"before fully_shard, whose mp_policy makes it gather them in low precision: {FSDP_LINES}"
+            f"sharded parameters are not fp32: {named(other)}; at {plan.name} they are the masters, and mp_policy "
+            f"makes fully_shard gather them in low precision. Call model.float() first, then {FSDP_LINES}"
         )
     frozen = [name for name, p in by_name if p.is_inference() and (id(p) in trained or plan.param == "low")]
     if frozen:
         raise SetupError(
-            f"parameters were made under torch.inference_mode(): {named(frozen)}; torch cannot train or change "
-            "such tensors: build the model outside of inference_mode; running the model inside is fine"
+            f"parameters were made under torch.inference_mode(): {named(frozen)}; torch cannot train or change such "
+            "tensors. Build the model outside of inference_mode (running it inside is fine)"
         )
 
 
@@ -275,8 +276,8 @@ def check_closures(optimizers: Sequence[Optimizer], plan: Plan) -> None:
             else "it evaluates the loss several times per step, and the loss scale must not change in between"
         )
         raise SetupError(
-            f"{type(optimizer).__name__} needs a closure, which does not work with {plan.name} and {plan.scale.kind} "
-            f"loss scale: {why}; use O1 with low='bf16', which needs no scale, or another optimizer"
+            f"{type(optimizer).__name__} needs a closure, which does not work with {plan.name} and loss scale "
+            f"{plan.scale.kind!r}: {why}; use O1 with low='bf16', which needs no loss scale, or another optimizer"
         )
 
 
@@ -299,30 +300,34 @@ def check_state(state: dict[str, Any], plan: dict[str, Any]) -> None:
             raise StateError(f"session state: {key} is {value!r:.60}; expected a {'count' if kind is int else 'dict'}")
     for key, value in state["scales"].items():
         if not (isinstance(key, str) and _LOSS_ID.fullmatch(key) and isinstance(value, dict)):
-            raise StateError(f"session state: scales has {key!r:.40}: {value!r:.60}; expected a loss id and a dict")
+            raise StateError(
+                f"session state: scales has {key!r:.40}: {value!r:.60}; expected a loss id, such as '0', with a dict"
+            )
     if len(state["scales"]) < state.get("losses", 0):
         raise StateError(
-            f"this session state has the loss scales of {len(state['scales'])} of {state['losses']} losses: "
-            "torch.distributed.checkpoint loads only the entries of a new state, which has loss 0 only; save the state "
-            'as one value, "session": json.dumps(session.state_dict()), and load it with json.loads'
+            f"this session state has the loss scales of only {len(state['scales'])} of {state['losses']} losses: "
+            "torch.distributed.checkpoint loads only the entries that a new state has, which are those of loss 0. Save "
+            'the state as one value, "session": json.dumps(session.state_dict()), and load it with json.loads'
         )
     if type(state["schema"]) is not int or state["schema"] != STATE_SCHEMA:
         raise StateError(f"session state has schema {state['schema']!r}; this halfstep reads schema {STATE_SCHEMA}")
     strange = next((key for key, value in state["plan"].items() if not _is_plain(value)), None)
     if strange is not None:
         raise StateError(
-            f"session state: plan has {strange!r:.40}: {state['plan'][strange]!r:.60}; expected plain values"
+            f"session state: plan has {strange!r:.40}: {state['plan'][strange]!r:.60}; expected only numbers, text, "
+            "True, False, None, and dicts or lists of these"
         )
     differing = sorted(
         (key for key in plan.keys() | state["plan"].keys() if _differs(key, state["plan"], plan)), key=str
     )
     if differing:
-        which = ", ".join(
-            f"{key}: {state['plan'].get(key)!r} in the state, {plan.get(key)!r} here" for key in differing
+        which = "; ".join(
+            f"{key} is {state['plan'].get(key)!r} in the state, {plan.get(key)!r} here" for key in differing
         )
         raise StateError(
-            f"this session state belongs to another plan ({which}); initialize with that plan, or do not load the "
-            "session state: model and optimizer states load under any plan, only the loss scale and counters restart"
+            "this session state belongs to another plan; initialize with that plan, or do not load the session state: "
+            "model and optimizer states load under any plan, only the loss scale and counters restart. These fields "
+            f"differ: {which}"
         )
 
 

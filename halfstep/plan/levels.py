@@ -121,7 +121,7 @@ def customize(  # noqa: PLR0913  # the keywords of `initialize` that change a pl
     if norms is not None and plan.param == "full":
         raise PlanError(
             f"norms is {norms!r}, but at {plan.name} (param 'full') weights are fp32 and the op table decides how "
-            "norms compute; leave norms out, or move an op, such as by ops={'allow': ['layer_norm']}"
+            "norms compute; leave norms out, or move an op to another row, for example ops={'allow': ['layer_norm']}"
         )
     given = {
         "scale": None if loss_scale is None else as_scaling(loss_scale),

@@ -230,8 +230,8 @@ def _decide(plan: Plan, site: Site, rule: Rule | None, above: _Decision, owner: 
         if statistics and (rule.policy.param == "low") != (rule.buffers == "low"):
             raise PlanError(
                 f"rule {rule.pattern!r} gives {type(site.module).__name__} {site.name!r} {rule.policy.param} weights "
-                f"with buffers {rule.buffers!r}, but its kernel takes low weights only with low running statistics and "
-                "fp32 ones only with fp32 ones; use param 'low' with buffers 'low', or param 'full' with buffers 'keep'"
+                f"with buffers {rule.buffers!r}, but its kernel needs weights and running statistics that are both low "
+                "or both fp32; use param 'low' with buffers 'low', or param 'full' with buffers 'keep'"
             )
         return _Decision(rule.policy, rule.buffers, f"rule {rule.pattern!r}", rule.input, ruled=True)
     full = _full_anyway(plan, site.module, owner)
@@ -360,8 +360,8 @@ def _check_borrowed(path: str, decision: _Decision, parent: str, owner: nn.Modul
     borrowed = any(isinstance(owner, kind) and leaf == child for kind, child in BORROWED)
     if borrowed and caller is not None and decision.enters_from(caller):
         raise PlanError(
-            f"{decision.reason} covers {path!r}, whose weights {type(owner).__name__} {parent!r} uses "
-            f"without calling it; put the rule on {parent!r}"
+            f"{decision.reason} covers {path!r}, but {type(owner).__name__} {parent!r} never calls that module: it "
+            f"only uses its weights; put the rule on {parent!r}"
         )
 
 
@@ -372,8 +372,9 @@ def _check_shared(sites: Sequence[Site], modules: Sequence[ModuleFormats]) -> No
         other = first.setdefault(site.module, formats)
         if replace(formats, name=other.name, aliases=other.aliases, model=other.model, reason=other.reason) != other:
             raise PlanError(
-                f"module {formats.name!r} of model {formats.model} is also {other.name!r} of model {other.model}, with "
-                "other formats there; pass only the outer model to initialize, or put the same rule on both"
+                f"{formats.name!r} of model {formats.model} and {other.name!r} of model {other.model} are the same "
+                "module, but get different formats; pass only the outer model to initialize, or put the same rule on "
+                "both"
             )
 
 

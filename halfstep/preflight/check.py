@@ -81,7 +81,9 @@ def check(
     check_given("check", session, trace_step if closure is None else closure)
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         what = type(scaler).__name__
-        raise SessionError(f"scaler is a {what}; pass the torch.amp.GradScaler that the loop uses, or leave it out")
+        raise SessionError(
+            f"scaler is of type {what}; pass the torch.amp.GradScaler that the loop uses, or leave it out"
+        )
     if any(tensor.is_meta for module, _ in session.modules() for tensor in module.parameters(recurse=False)):
         raise SessionError(
             "the model is on the meta device, where no number can be read; move it with to_empty() first"

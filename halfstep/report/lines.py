@@ -205,7 +205,9 @@ def check_start(line: bytes, path: object) -> None:
         what = "was cut within its first line: nothing was logged" if line[:8] == b'{"type":' else "is not a run log"
         raise LogError(f"{path} {what}; expected a file that RunLog(path) in a session's sinks=[...] wrote") from None
     if not isinstance(found, dict) or found.get("type") != "start" or "schema" not in found:
-        raise LogError(f"{path} is not a run log: its first line is not a log's; name a file that RunLog(path) wrote")
+        raise LogError(
+            f"{path} is not a run log: its first line is not the start of one; name a file that RunLog(path) wrote"
+        )
     if found["schema"] != SCHEMA:
         raise LogError(
             f"{path} has schema {found['schema']!r}, but this halfstep version reads schema {SCHEMA}; "

@@ -77,7 +77,10 @@ class RunLog(AbstractContextManager["RunLog"]):
             case Verdict() | Finding():
                 self._write(Event(self._last, record))
             case _:
-                raise LogError(f"expected a record of halfstep, got {type(record).__name__}: {record!r:.60}")
+                raise LogError(
+                    f"RunLog takes records that halfstep made, such as StepRecord, got {type(record).__name__}: "
+                    f"{record!r:.60}"
+                )
 
     def flush(self) -> None:
         """Writes the steps that are not yet written, waiting for the device."""

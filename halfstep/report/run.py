@@ -118,7 +118,10 @@ def find_log(path: Path) -> Path:
     found = [usual] if usual.is_file() else sorted(path.glob("*.jsonl"))
     if len(found) != 1:
         names = ", ".join(file.name for file in found) or "none"
-        raise LogError(f"expected one run log in the folder {path}, got no {LOG_NAME}, and of *.jsonl: {names}")
+        raise LogError(
+            f"the folder {path} has no {LOG_NAME} and not exactly one other .jsonl file (found: {names}); name the log "
+            "file"
+        )
     return found[0]
 
 

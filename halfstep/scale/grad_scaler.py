@@ -109,8 +109,8 @@ class GradScaler(OpenGradScaler):
         closure = args[0] if args else keyword
         if closure is not None:
             raise RuntimeError(
-                f"GradScaler.step got the closure {closure!r}, which would see scaled gradients;"
-                " call it yourself before step, or use an optimizer that needs none"
+                f"GradScaler.step got a closure ({type(closure).__name__}), whose gradients would stay scaled; call it "
+                "yourself before step, or use an optimizer that needs none"
             )
         if self.is_unscaled(optimizer):
             self.before_step(optimizer)

@@ -31,7 +31,8 @@ def check_loss(loss: Any, kwargs: dict[str, Any]) -> None:
         raise SessionError(f"the loss is complex ({loss.dtype}); pass a real one, such as loss.abs() or loss.real")
     if not loss.requires_grad:
         raise SessionError(
-            "the loss requires no gradient: it was computed under torch.no_grad(), detached, or from nothing trainable"
+            "the loss requires no gradient: it was detached, or computed under torch.no_grad() or from nothing "
+            "trainable; compute it with gradients enabled, from parameters that require them"
         )
 
 
@@ -56,7 +57,8 @@ def pair_outputs(outputs: Any, grad_outputs: Any) -> tuple[tuple[Tensor, ...], t
     for out, direction in zip(paired, directions, strict=True):
         if direction is None and out.numel() != 1:
             raise SessionError(
-                f"an output of shape {tuple(out.shape)} has no grad_outputs; pass one for every output but scalars"
+                f"an output of shape {tuple(out.shape)} has no grad_outputs; pass one for every output that is not a "
+                "scalar"
             )
     return paired, directions
 

@@ -172,8 +172,8 @@ def _refuse_wrapped_before(roots: Sequence[nn.Module], plan: Plan) -> None:
     """Refuses models that are already wrapped in DistributedDataParallel, if the plan stores their weights low."""
     if plan.param == "low" and living_wrappers_of(roots):
         raise SetupError(
-            f"the model has been wrapped in DistributedDataParallel; at {plan.name} the weights change their format, "
-            "which would silently end the wrapper's gradient reduction. Initialize the plain model first and wrap it "
-            "afterwards (`session = halfstep.initialize(model, optimizer, ...)`, "
-            "`wrapped = DistributedDataParallel(model)`), and delete all references to earlier wrappers"
+            "the model has been wrapped in DistributedDataParallel, which would silently stop reducing gradients when "
+            f"the weights change format at {plan.name}; delete all references to earlier wrappers, call "
+            "`session = halfstep.initialize(model, optimizer, ...)` first, then "
+            "`wrapped = DistributedDataParallel(model)`"
         )

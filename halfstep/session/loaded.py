@@ -41,9 +41,8 @@ def widened(
     roots = [unwrap(model) for model in models]
     if loaded and living_wrappers_of(roots):
         raise SetupError(
-            "the model has been wrapped in DistributedDataParallel and has trainable weights in low precision; they "
-            "become fp32, which would silently end the wrapper's gradient reduction. Initialize the plain model first "
-            "and wrap it afterwards"
+            "the model has been wrapped in DistributedDataParallel, which would silently stop reducing gradients when "
+            "the model's trainable weights in low precision become fp32; call halfstep.initialize first, then wrap"
         )
     put_back: list[Callable[[], None]] = [partial(give_dtype, p, p.dtype) for p in loaded.values()]
     message = _what_became(list(loaded.values()), plan) + ("" if training else FOR_INFERENCE)

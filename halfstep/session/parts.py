@@ -168,8 +168,8 @@ class Replacements:
         if names or (shapes and len(absent) == len(updated)):
             raise SessionError(
                 "parameters that the optimizer updates are no longer in the model "
-                f"({named(names) or 'of shapes ' + named(map(str, map(tuple, shapes)))}); call what replaced them "
-                f"(such as fully_shard or parallelize_module) before you make the optimizer: {FSDP_LINES}"
+                f"({named(names) or 'of shapes ' + named(map(str, map(tuple, shapes)))}); a call such as fully_shard "
+                f"or parallelize_module replaced them. Make that call before you make the optimizer: {FSDP_LINES}"
             )
         self._idle.update(absent)
 

@@ -59,12 +59,12 @@ from halfstep.torch_internals import parameters_of
 Sink = Callable[[StepRecord], None]
 STEP_IS_OURS = (
     "a halfstep session owns the step: call session.step() instead of optimizer.step(), which would read scaled "
-    "gradients and not update the masters (after session.close() optimizer.step() works again)"
+    "gradients and not update the masters. After session.close(), optimizer.step() works again"
 )
 NO_OPTIMIZER = "this session has no optimizer (inference); to train, pass the optimizer to halfstep.initialize"
 IN_A_CLOSURE = (
-    "a closure for blame or check must only compute and return the loss; do not call backward or step in it, since "
-    "blame and check run backward themselves"
+    "a closure for blame or check must only compute and return the loss; leave out backward and step, since blame and "
+    "check run backward themselves"
 )
 _LOG = logging.getLogger("halfstep")
 
@@ -261,10 +261,11 @@ class Session:
         low = [p for group in optimizer.param_groups for p in group["params"] if p in self._store]
         if low:
             raise SessionError(
-                f"{type(optimizer).__name__} is not an optimizer of this session and steps {self._name_of(low[0])}, "
-                f"stored in {self.plan.low}: its updates would be rounded and would not reach the masters. Pass it to "
-                "halfstep.initialize (in a trainer: configure_optimizers, plugin.setup, prepare, "
-                "HalfstepTrainer(optimizers=...)), or call session.close() first"
+                f"{type(optimizer).__name__} is not an optimizer of this session, but would step "
+                f"{self._name_of(low[0])}, which the session stores in {self.plan.low}: its updates would be rounded "
+                "and would not reach the masters. Pass the optimizer to halfstep.initialize, or call session.close() "
+                "first. In a trainer, pass it by configure_optimizers, plugin.setup, prepare or "
+                "HalfstepTrainer(optimizers=...)"
             )
 
     def _count_own_step(self, *_: Any) -> None:
@@ -467,7 +468,10 @@ class Session:
         """
         self._check_open()
         if self._rehearsing:
-            raise SessionError(f"blame, check and inspect cannot be called inside a closure; {IN_A_CLOSURE}")
+            raise SessionError(
+                "blame, check and inspect cannot be called inside a closure, which must only compute and return the "
+                "loss; call them outside of it"
+            )
         self._close_watchers()
         self._rehearsing = True
         try:

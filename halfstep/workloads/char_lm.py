@@ -168,7 +168,10 @@ def read_text(path: Path | None) -> bytes:
         found = sorted(p for p in path.iterdir() if p.name.endswith((".txt", ".txt.gz")))
         if len(found) != 1:
             names = ", ".join(p.name for p in found) or "none"
-            raise DataError(f"char_lm: {path} must hold one .txt or .txt.gz file, it has {names}; pass the file itself")
+            raise DataError(
+                f"char_lm: the folder {path} must hold exactly one .txt or .txt.gz file, but has {names}; pass the "
+                "file itself, or a folder with one"
+            )
         path = found[0]
     if not path.is_file():
         raise DataError(

@@ -24,9 +24,9 @@ CLASSES = 10
 MEAN = (0.4914, 0.4822, 0.4465)
 STD = (0.2470, 0.2435, 0.2616)
 HOW_TO_GET = (
-    "pass a folder that holds torchvision's cifar-10-batches-py"
-    " (python -c \"import torchvision; torchvision.datasets.CIFAR10('data', download=True)\", then --data data),"
-    " or an .npz file with x_train, y_train, x_test, y_test (pixels uint8, N x 32 x 32 x 3)"
+    'pass a folder that holds cifar-10-batches-py, which torchvision downloads: python -c "import torchvision; '
+    "torchvision.datasets.CIFAR10('data', download=True)\", then --data data. Or pass an .npz file with x_train, "
+    "y_train, x_test, y_test; its pixels are uint8 of N x 32 x 32 x 3"
 )
 
 

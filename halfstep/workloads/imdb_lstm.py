@@ -21,9 +21,9 @@ from halfstep.workloads.workload import Batch, Workload, chunks, seeded, shuffle
 PAD, UNKNOWN = 0, 1
 LABELS = {"0": 0.0, "1": 1.0, "neg": 0.0, "pos": 1.0}
 HOW_TO_GET = (
-    "pass the folder aclImdb of https://ai.stanford.edu/~amaas/data/sentiment/aclImdb_v1.tar.gz, or a folder with a"
-    " train and a test file (names ending in train.tsv and test.tsv, plain or .gz) of one review per line: 0 or 1, a "
-    "tab, the text"
+    "pass the folder aclImdb of https://ai.stanford.edu/~amaas/data/sentiment/aclImdb_v1.tar.gz. Or pass a folder with "
+    "two files whose names end in train.tsv and test.tsv (or train.tsv.gz and test.tsv.gz), with one review per line: "
+    "0 or 1, a tab, the text"
 )
 
 Review = tuple[float, str]

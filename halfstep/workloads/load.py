@@ -106,7 +106,7 @@ def _parse(workload: str, key: str, text: str, kind: Any) -> object:
     except (ValueError, KeyError):
         allowed = " or none" if type(None) in kinds else ""
         raise WorkloadError(
-            f"{workload}: {key}={text!r} is not of type {base.__name__}; set it to a {base.__name__}{allowed}"
+            f"{workload}: {key} is {text!r}; set it to a value of type {base.__name__}{allowed}"
         ) from None
 
 

@@ -36,7 +36,7 @@ class Workload(ABC):
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, (int, float)) and not isinstance(value, bool) and not value > 0:
-                raise WorkloadError(f"{self.name}: {field.name}={value} must be above 0")
+                raise WorkloadError(f"{self.name}: {field.name} is {value}; set it above 0")
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -156,7 +156,7 @@ def test_other_work_is_refused_before_anything_is_measured(tmp_path):
     (tmp_path / "saved.json").write_text(bench_json(simulated(0)))
     found = load_saved(tmp_path / "saved.json")
     check_comparable(found, "w", {"batch": 4})
-    with pytest.raises(WorkloadError, match="workload 'w', this run 'v'"):
+    with pytest.raises(WorkloadError, match="workload 'w', but this run measures 'v'"):
         check_comparable(found, "v", {"batch": 4})
     with pytest.raises(WorkloadError, match="batch is 4 in the file, 8 now"):
         check_comparable(found, "w", {"batch": 8})
@@ -268,10 +268,10 @@ def test_points_of_one_sweep_alone_are_new_or_gone_and_of_a_broken_one_not_judge
 def test_another_sweep_is_refused_before_anything_is_measured(tmp_path):
     work = load_workload("regression", {"batch": "2"})
     with pytest.raises(
-        WorkloadError, match=r"--against has m, batch 1, this sweep has m, batch 2; at least one must be in both"
+        WorkloadError, match=r"--against file has m, batch 1, but this sweep has m, batch 2; at least one model and"
     ):
         check_comparable_sweep(sweep(simulated(0)), [("m", work)])
-    with pytest.raises(WorkloadError, match="workload 'w', this run 'regression'"):
+    with pytest.raises(WorkloadError, match="workload 'w', but this run measures 'regression'"):
         check_comparable_sweep(sweep(simulated(0), simulated(0)), [("m", work)])
     path = tmp_path / "x.json"
     with pytest.raises(WorkloadError, match="holds no measured sweep point"):

@@ -150,7 +150,7 @@ def test_ctrl_c_leaves_the_rows_that_are_whole(stopped, batches, shown, played, 
     [
         ({"batches": (4,)}, MIB, "leave out --batch-size"),
         ({"settings": {"batch": "4"}}, MIB, "leave out --batch-size"),
-        ({}, 0, "a limit of at least 1 byte, got 0"),
+        ({}, 0, "a memory limit of at least 1 byte, got 0"),
     ],
 )
 def test_bad_input_is_refused(played, change, limit, said):

@@ -225,7 +225,7 @@ def test_a_file_that_has_the_path_of_its_data_is_read_as_one_that_has_its_name(p
         ({"models": ()}, "a sweep needs at least one model"),
         ({"rows": ()}, "a sweep needs at least one model"),
         ({"steps": 0}, "a sweep needs at least one model"),
-        ({"batches": (0,)}, "batch=0 must be above 0"),
+        ({"batches": (0,)}, "batch is 0; set it above 0"),
         ({"settings": {"batch": "3"}}, "pass only one of them"),
         ({"settings": {"depth": "3"}}, "regression has no setting depth"),
     ],
@@ -288,7 +288,7 @@ def test_what_is_no_file_is_written_to_but_keeps_no_sweep(tmp_path):
     reader.join()
     assert got == ["text"]
     assert pipe.is_fifo()
-    with pytest.raises(WorkloadError, match="pipe is not a regular file, which a sweep needs for its points"):
+    with pytest.raises(WorkloadError, match="pipe is not a regular file, but a sweep keeps"):
         read_sweep(pipe)
 
 

@@ -237,7 +237,7 @@ def test_a_workload_that_fails_is_one_message_that_says_where(halfstep, tmp_path
         (["inspect", "nothing"], "halfstep: unknown workload 'nothing'"),
         (["inspect", "regression", "--level", "O9"], "halfstep: unknown level 'O9'"),
         (["inspect", "regression", "--json", "nowhere/x.json"], "halfstep: --json nowhere/x.json: the folder"),
-        (["inspect", "regression", "--set", "batch=0"], "halfstep: regression: batch=0 must be above 0"),
+        (["inspect", "regression", "--set", "batch=0"], "halfstep: regression: batch is 0; set it above 0"),
         (["whatif", "regresion"], "halfstep: unknown workload 'regresion'; did you mean 'regression'?"),
         (["whatif", "regression", "--formats", "fp17"], "halfstep: unknown format 'fp17'"),
         (["whatif", "regression", "--formats", ","], "halfstep: formats must name one or more formats other than fp32"),

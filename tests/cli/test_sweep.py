@@ -97,7 +97,7 @@ def test_a_saved_sweep_that_is_no_answer_is_one_message_and_nothing_is_measured(
         (["--batch-size", "2", "--json", saved], "are both"),
         (
             ["--batch-size", "8"],
-            "--against has regression, batch 2, this sweep has regression, batch 8; at least one must be in both",
+            "file has regression, batch 2, but this sweep has regression, batch 8; at least one model and batch",
         ),
         (["--largest-batch", "1GiB"], "--against cannot compare"),
     ):

@@ -129,5 +129,5 @@ def test_the_state_of_a_session_comes_through_a_distributed_checkpoint_or_is_ref
         fresh.load_state_dict(came)
         assert fresh.status().scales == {0: 2.0**15}
     else:
-        with pytest.raises(halfstep.StateError, match=r"loss scales of 1 of 2 losses: .*json\.dumps"):
+        with pytest.raises(halfstep.StateError, match=r"loss scales of only 1 of 2 losses: .*json\.dumps"):
             fresh.load_state_dict(came)

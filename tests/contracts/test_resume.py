@@ -132,7 +132,7 @@ def test_a_checkpoint_of_another_plan_is_refused_and_changes_nothing():
     model, opt, other = start("O2", "bf16")
     train(other, model, opt, range(2))
     was = other.state_dict()
-    with pytest.raises(halfstep.StateError, match=r"another plan .*low"):
+    with pytest.raises(halfstep.StateError, match=r"another plan;.*low is"):
         other.load_state_dict(state)
     assert other.state_dict() == was
     other.close()
@@ -163,7 +163,7 @@ def test_a_plan_that_holds_no_plain_values_is_refused_and_changes_nothing(name, 
     for key in path[:-1]:
         held = held[key]
     held[path[-1]] = [value] if path == ("rules",) else value
-    with pytest.raises(halfstep.StateError, match=rf"plan has '{path[0]}'.*plain values"):
+    with pytest.raises(halfstep.StateError, match=rf"plan has '{path[0]}'.*expected only numbers"):
         session.load_state_dict(state)
     assert session.state_dict() == was
     session.close()

@@ -36,16 +36,16 @@ def forward(model):
 @pytest.mark.parametrize(
     ("policy", "says"),
     [
-        (MixedPrecisionPolicy(), r"'0.weight' is torch.float32 in the forward, but O2 reads it as torch.bf"),
+        (MixedPrecisionPolicy(), r"'0.weight' is torch.float32 in the forward pass, but O2 reads it as torch.bf"),
         (MixedPrecisionPolicy(torch.float16, cast_forward_inputs=False), "'0.weight' is torch.float16"),
-        (MixedPrecisionPolicy(LOW), "cast_forward_inputs=True it casts the inputs of its forward to torch.bf"),
+        (MixedPrecisionPolicy(LOW), "cast_forward_inputs=True casts inputs to torch.bf"),
         (
             MixedPrecisionPolicy(torch.float32),
-            "cast_forward_inputs=True it casts the inputs of its forward to torch.fl",
+            "cast_forward_inputs=True casts inputs to torch.fl",
         ),
         (
             MixedPrecisionPolicy(LOW, output_dtype=LOW, cast_forward_inputs=False),
-            "output_dtype it casts its outputs to",
+            "its output_dtype casts outputs to",
         ),
     ],
 )
@@ -72,13 +72,13 @@ def test_only_the_model_itself_may_return_fp32_by_its_policy():
     wide = MixedPrecisionPolicy(LOW, output_dtype=torch.float32, cast_forward_inputs=False)
     fully_shard(model[1], mp_policy=wide)
     fully_shard(model, mp_policy=wide)
-    with pytest.raises(SetupError, match=f"output_dtype it casts its outputs to torch.float32.*{LINE}"):
+    with pytest.raises(SetupError, match=f"its output_dtype casts outputs to torch.float32.*{LINE}"):
         halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O2", low="bf16")
 
 
 def test_after_the_error_the_weights_are_those_that_were_sharded():
     model, session = opened(MixedPrecisionPolicy())
-    with pytest.raises(SetupError, match="in the forward, but"):
+    with pytest.raises(SetupError, match="in the forward pass, but"):
         forward(model)
     session.close()
     forward(model).backward()  # after which FSDP2 has put back what the forward that raised has left whole
@@ -173,14 +173,14 @@ def test_shards_that_are_offloaded_on_whatever_mesh():
     fully_shard(model[2], mp_policy=policy, offload_policy=CPUOffloadPolicy(pin_memory=False))
     fully_shard(model, mp_policy=policy)
     optimizer = torch.optim.AdamW(model.parameters())
-    with pytest.raises(SetupError, match=r"\(CPUOffloadPolicy\): 2; .* leave out offload_policy \(fully_shard\("):
+    with pytest.raises(SetupError, match=r"to the CPU \(2\), .* leave offload_policy out, as in fully_shard\("):
         halfstep.initialize(model, optimizer, "O2", low="bf16")
     halfstep.initialize(model, optimizer, "O0").close()
 
 
 def test_shards_that_are_low():
     model = fully_shard(network().bfloat16())
-    with pytest.raises(SetupError, match=r"already in low precision: 0.weight, .*before fully_shard"):
+    with pytest.raises(SetupError, match=r"already in low precision: 0.weight, .*before any fully_shard"):
         halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O2", low="bf16")
 
 
@@ -226,7 +226,7 @@ def test_gradients_that_wait_under_another_loss_scale():
     model.set_requires_gradient_sync(False)
     session.backward(forward(model) * 0.01)
     model.set_requires_gradient_sync(True)
-    with pytest.raises(SessionError, match=r"wait for their reduction.*set_requires_gradient_sync\(True\)"):
+    with pytest.raises(SessionError, match=r"keeps unreduced, have another.*set_requires_gradient_sync\(True\)"):
         session.backward(forward(model) * 0.01, loss_id=1)
     session.backward(forward(model) * 0.01)  # under the same
     session.backward(forward(model) * 0.01, loss_id=1)

@@ -49,7 +49,7 @@ def test_a_closure_that_computes_no_loss_is_refused(loss, words):
 
 def test_what_is_no_function_is_refused():
     _, _, session, closure = tower()
-    with pytest.raises(SessionError, match="takes a function"):
+    with pytest.raises(SessionError, match="must be a function that returns the loss"):
         halfstep.blame(session, closure())
 
 

@@ -301,7 +301,7 @@ def test_a_folder_that_cannot_be_written_is_one_error(config):
 
 def test_what_cannot_be_saved_ends_the_doctor_before_it_measures(quick, config, monkeypatch):
     measured = []
-    with pytest.raises(HalfstepError, match="works for a CPU only, got device cuda; add --device cpu"):
+    with pytest.raises(HalfstepError, match="works only for the CPU, got device cuda; add --device cpu"):
         doctor.examine(torch.device("cuda"), tell=measured.append, keep=True)
     config.parent.mkdir(parents=True, exist_ok=True)
 

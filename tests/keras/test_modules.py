@@ -219,7 +219,7 @@ def test_a_cure_is_tried_on_a_copy_and_weights_check_and_whatif_name_layers():
 
 @on("tensorflow", "jax")
 def test_other_backends_have_no_modules():
-    with pytest.raises(SetupError, match=rf"this is {BACKEND}"):
+    with pytest.raises(SetupError, match=rf"but the backend is {BACKEND}"):
         as_modules(nested())
 
 

@@ -418,7 +418,7 @@ class TestLayout:
         swapped = type("_Tensors", (ctypes.Structure,), {"_fields_": fields})
         loops = native._loops()
         monkeypatch.setattr(native, "_Tensors", swapped)
-        with pytest.raises(HalfstepError, match=r"disagree about memory.*restart"):
+        with pytest.raises(HalfstepError, match=r"disagree about the layout of memory; restart"):
             native.check_structures(loops)
 
     def test_a_structure_of_another_size_is_an_error(self, monkeypatch):

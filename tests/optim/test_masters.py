@@ -120,7 +120,7 @@ def test_a_parameter_that_something_cast_is_named():
 
 
 def test_split_is_for_bf16():
-    with pytest.raises(ValueError, match="split master requires bf16"):
+    with pytest.raises(ValueError, match="master 'split' requires bf16"):
         MasterStore("split", FP16)
 
 

@@ -22,7 +22,7 @@ needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="needs a C++
 
 
 def test_a_row_with_whole_weights_has_no_loop_over_blocks():
-    with pytest.raises(ValueError, match="needs whole weights"):
+    with pytest.raises(ValueError, match="a row with whole=True must not name one"):
         replace(TABLE[Lamb], native="adam")
 
 
@@ -64,7 +64,7 @@ def test_a_compiled_loop_that_does_not_know_the_row_is_an_error_and_changes_noth
     options = Other(0.1, 0.0, False, False, states, numbers)
     batch = batch_of(options)
     row = OptimizerRow(options=lambda group: options, eager=TABLE[Lion].eager, native=kernel)
-    with pytest.raises(LookupError, match=rf"no compiled loop '{kernel}' takes {len(numbers)} numbers and the states"):
+    with pytest.raises(LookupError, match=rf"'{kernel}', or it does not take {len(numbers)} numbers and the states"):
         update(row, batch, options, None, FALSE, Scratch(), IMPLEMENTATIONS)
     assert batch.weights[0].tolist() == [1.0] * 3
     assert batch.steps[0] == 0
@@ -73,7 +73,7 @@ def test_a_compiled_loop_that_does_not_know_the_row_is_an_error_and_changes_noth
 def test_a_batch_that_no_implementation_takes_is_an_error():
     options = options_of(Lion([Parameter(torch.ones(3))]))
     table = {"fused": IMPLEMENTATIONS["fused"]}
-    with pytest.raises(LookupError, match=r"none of the implementations \['fused'\] updates a full batch"):
+    with pytest.raises(LookupError, match=r"none of the implementations \['fused'\] can update parameters of"):
         update(TABLE[Lion], batch_of(options), options, None, FALSE, Scratch(), table)
 
 

@@ -278,7 +278,7 @@ def beside_its_part():
     return [model, model.head]
 
 
-ATTENTION = "rule 'attn.out_proj' covers 'attn.out_proj', whose weights MultiheadAttention 'attn' uses"
+ATTENTION = "rule 'attn.out_proj' covers 'attn.out_proj', but MultiheadAttention 'attn' never calls that module"
 TIED = "'emb.weight' and 'head.weight' are one tied parameter"
 STATISTICS = "use param 'low' with buffers 'low', or param 'full' with buffers 'keep'"
 REFUSED = {
@@ -297,8 +297,8 @@ REFUSED = {
     ) for policy, buffers in ((LOW, "keep"), (LOW, "full"), (FULL, "low"), (Policy("full", "low", "low"), "low"))},
     "matches in none of several": (O2.edit(Rule("head", FULL)), lambda: [linear(), linear()], ["matches no module"]),
     "part of two models": (O2.edit(Rule("x", FULL)), shared_by_two,
-                           ["module 'b' of model 1 is also 'x.a' of model 0, with other formats there"]),
-    "model beside its part": (O2, beside_its_part, ["is also 'head' of model 0"]),
+                           ["'b' of model 1 and 'x.a' of model 0 are the same module, but get different formats"]),
+    "model beside its part": (O2, beside_its_part, ["and 'head' of model 0 are the same module"]),
     "tied across models": (O2.edit(Rule("emb", FULL)), tied_across, ["one tied parameter"]),
 }  # fmt: skip
 

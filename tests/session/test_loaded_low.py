@@ -68,7 +68,7 @@ def test_what_came_low_and_is_unfrozen_in_the_session_is_not_trained_without_an_
         session.backward(model(torch.ones(6, 8)).square().mean())
         with pytest.raises(
             SessionError,
-            match=r"'0\.weight' trains now but has no fp32 value, because it came in torch\.bfloat16.*Unfreeze it",
+            match=r"'0\.weight' trains now but has no fp32 value, because it was frozen and in torch\.bf.*Unfreeze",
         ):
             session.step()
         assert torch.equal(model[0].weight, before)
@@ -114,6 +114,6 @@ def test_an_error_leaves_it_as_it_came(monkeypatch):
 
 def test_a_wrapped_one_is_refused_as_its_format_changes(process_group):
     model = nn.parallel.DistributedDataParallel(nn.Linear(4, 4).bfloat16())
-    with pytest.raises(SetupError, match="Initialize the plain model first and wrap it after"):
+    with pytest.raises(SetupError, match=r"call halfstep\.initialize first, then wrap"):
         halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "O1", low="bf16")
     assert model.module.weight.dtype is torch.bfloat16

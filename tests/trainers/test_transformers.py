@@ -196,7 +196,7 @@ def test_precision_left_on_in_the_arguments_is_refused_by_its_name(name, tmp_pat
 
 def test_several_devices_in_one_process_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(TrainingArguments, "n_gpu", 2)
-    with pytest.raises(SetupError, match=r"2 devices in one process by DataParallel.*torchrun"):
+    with pytest.raises(SetupError, match=r"2 devices in one process with DataParallel.*torchrun"):
         trainer_of("O1", "bf16", tmp_path)
 
 

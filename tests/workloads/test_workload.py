@@ -102,7 +102,7 @@ def test_a_batch_is_at_most_all_examples(count, fits):
 
 @pytest.mark.parametrize("field", ["batch", "lr", "max_norm"])
 def test_a_setting_of_zero_is_refused(field):
-    with pytest.raises(WorkloadError, match=f"{field}=0 must be above 0"):
+    with pytest.raises(WorkloadError, match=f"{field} is 0; set it above 0"):
         Two(**{field: 0})
 
 

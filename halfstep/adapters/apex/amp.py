@@ -88,7 +88,7 @@ def initialize(  # noqa: PLR0913  # apex's arguments, in their order
         ValueError: an option has a value that is not allowed.
     """
     if not isinstance(verbosity, int):
-        raise ValueError(f"verbosity is {verbosity!r}; pass 0 to print nothing, or 1 or 2")
+        raise ValueError(f"verbosity is {verbosity!r}; pass 0 to print nothing, 1 or 2 to print")
     STATE.verbosity = verbosity
     if not enabled:
         STATE.opt_properties, STATE.loss_scalers, STATE._current = disabled(), [], None

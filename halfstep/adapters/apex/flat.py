@@ -20,7 +20,9 @@ def flatten(tensors: Sequence[Tensor]) -> Tensor:
     """
     dtypes = {t.dtype for t in tensors}
     if len(dtypes) != 1:
-        raise SetupError(f"flatten got tensors of {len(dtypes)} dtypes; pass one or more tensors, all of one dtype")
+        raise SetupError(
+            f"flatten got {len(tensors)} tensors of {len(dtypes)} dtypes; pass one or more tensors, all of one dtype"
+        )
     return torch.cat([t.reshape(-1) for t in tensors])
 
 
@@ -33,6 +35,7 @@ def unflatten(flat: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     sizes = [t.numel() for t in tensors]
     if flat.numel() != sum(sizes):
         raise SetupError(
-            f"unflatten got {flat.numel()} elements for tensors of {sum(sizes)}; pass the result of flatten"
+            f"unflatten got a flat tensor of {flat.numel()} elements for tensors that have {sum(sizes)} together; pass "
+            "the result of flatten"
         )
     return tuple(part.view(t.shape) for part, t in zip(torch.split(flat, sizes), tensors, strict=True))

@@ -56,7 +56,10 @@ class FP16_Optimizer:  # apex's name
         if not isinstance(init_optimizer, Optimizer):
             raise SetupError(f"FP16_Optimizer got {type(init_optimizer).__name__}; pass a torch optimizer")
         if dynamic_loss_args is not None and not dynamic_loss_scale:
-            raise SetupError("FP16_Optimizer got dynamic_loss_args with a static scale; pass dynamic_loss_scale=True")
+            raise SetupError(
+                "FP16_Optimizer got dynamic_loss_args, but the loss scale is static; pass dynamic_loss_scale=True too, "
+                "or leave dynamic_loss_args out"
+            )
         scaling = (
             _from_arguments(dynamic_loss_args or {})
             if dynamic_loss_scale
@@ -163,8 +166,8 @@ class FP16_Optimizer:  # apex's name
         if missing:
             raise StateError(
                 f"the state of FP16_Optimizer lacks {', '.join(map(repr, missing))}; pass a result of "
-                "halfstep's FP16_Optimizer.state_dict(); from a checkpoint written by apex, load only the "
-                "'optimizer_state_dict', into the optimizer itself"
+                "halfstep's FP16_Optimizer.state_dict(). From a checkpoint that apex wrote, load only its "
+                "'optimizer_state_dict', into the wrapped optimizer"
             )
         self._session.load_state_dict(state_dict["session"])
         self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
@@ -200,7 +203,7 @@ def _only_dtype(low: list[Parameter]) -> torch.dtype:
     if len(kinds) > 1:
         raise SetupError(
             f"the optimizer's low-precision parameters are of {' and '.join(sorted(map(str, kinds)))}; cast the "
-            "network to one of these dtypes, and to fp32 what should stay full"
+            "network to one of these dtypes, and the modules that should stay full to fp32"
         )
     return next(iter(kinds), torch.float16)
 

@@ -126,8 +126,9 @@ def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[
         kinds = {(p.dtype, p.device) for p in params}
         if len(kinds) != 1:
             raise SetupError(
-                f"flat_master=True expects parameters of one dtype on one device, got {len(kinds)} kinds; pass a model "
-                "of one kind (batch norms kept in fp32 are a second kind), or flat_master=False"
+                "flat_master=True expects parameters of one dtype on one device, got "
+                f"{len(kinds)} combinations of dtype and device; cast all parameters alike (batch norms kept in fp32 "
+                "differ from the rest), or pass flat_master=False"
             )
         masters = [Parameter(torch.cat([p.detach().reshape(-1) for p in params]).float())]
     for master in masters:
@@ -182,6 +183,7 @@ def _require_pairs(model_params: Sequence[Parameter], master_params: Sequence[Pa
     shapes = [tuple(p.shape) for p in model_params], [tuple(p.shape) for p in master_params]
     if shapes[0] != shapes[1]:
         raise SetupError(
-            f"the shapes of {len(model_params)} parameters and {len(master_params)} masters differ; pass the two lists "
-            "that prep_param_lists returned, with the same flat_master"
+            f"the masters do not have the shapes of the parameters ({len(model_params)} parameters, "
+            f"{len(master_params)} masters); pass the two lists that prep_param_lists returned, with the same "
+            "flat_master"
         )

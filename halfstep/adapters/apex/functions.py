@@ -143,8 +143,9 @@ def _spelled(module: Any, name: str) -> str:
     if isinstance(module, type) and "<locals>" not in module.__qualname__:
         return f"{module.__module__}:{module.__qualname__}.{name}"
     raise ValueError(
-        f"{name!r} cannot be registered in {module!r:.60}; pass a module or a class that can be imported by name, or "
-        "decorate the function with amp.half_function, float_function or promote_function"
+        f"{name!r} cannot be registered, since {getattr(module, '__qualname__', module)!s:.80} cannot be imported by "
+        "name; pass a module or a class that can, or decorate the function with amp.half_function, float_function or "
+        "promote_function"
     )
 
 

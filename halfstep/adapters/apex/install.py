@@ -68,7 +68,7 @@ def install(low: Format | torch.dtype | str | None = None) -> None:
         PlanError: the format is neither fp16 nor bf16.
     """
     fmt = FP16 if low is None else as_format(low)
-    one_of("low of the stand-in apex", fmt.name, tuple(each.name for each in LOW_FORMATS))
+    one_of("low, the format of the stand-in for apex,", fmt.name, tuple(each.name for each in LOW_FORMATS))
     uninstall()
     STATE._low = fmt.dtype
     made: set[str] = set()

@@ -101,7 +101,10 @@ class LARC(Optimizer):
                 loss = closure()
         groups = self.optim.param_groups
         if any(p.grad is not None and p.grad.is_sparse for group in groups for p in group["params"]):
-            raise RuntimeError("LARC got a sparse gradient; it decays all weights, so pass sparse=False to the layer")
+            raise RuntimeError(
+                "LARC got a sparse gradient, but it decays all weights and so needs dense ones; pass sparse=False to "
+                "the layer"
+            )
         decays = [group.get("weight_decay", 0.0) for group in groups]
         try:
             for group, decay in zip(groups, decays, strict=True):

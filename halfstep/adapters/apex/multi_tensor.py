@@ -210,14 +210,16 @@ def _rows(op: str, tensor_lists: Lists, names: Sequence[str]) -> list[tuple[Tens
     lengths = [len(each) for each in tensor_lists]
     if len(lengths) != len(names) or len(set(lengths)) > 1:
         raise SetupError(
-            f"{op} got {len(lengths)} lists of {lengths} tensors; pass {len(names)} lists of equal length: "
-            f"{', '.join(names)}"
+            f"{op} got lists of the lengths {lengths}; pass {len(names)} lists of equal length: {', '.join(names)}"
         )
     rows = list(zip(*tensor_lists, strict=True))
     for number, row in enumerate(rows):
         shapes = [tuple(t.shape) for t in row]
         if len(set(shapes)) > 1:
-            raise SetupError(f"{op}: the tensors at place {number} have shapes {shapes}; pass tensors of one shape")
+            raise SetupError(
+                f"{op}: the tensors at index {number} of the lists have shapes {shapes}; pass lists whose tensors have "
+                "the same shapes"
+            )
     return rows
 
 

@@ -160,7 +160,10 @@ def create_syncbn_process_group(group_size: int) -> dist.ProcessGroup | None:
         return None
     count = dist.get_world_size()
     if not 0 < group_size <= count or count % group_size:
-        raise SetupError(f"group_size is {group_size} with {count} processes; pass a divisor of {count}, or 0 for all")
+        raise SetupError(
+            f"group_size is {group_size}, but the number of processes is {count}; pass a divisor of {count}, or 0 for "
+            "one group of all processes"
+        )
     own = None
     for first in range(0, count, group_size):  # each process has to take part in making each group
         ranks = list(range(first, first + group_size))

@@ -136,7 +136,7 @@ def _loss_scale(name: str, value: Any) -> str | float:
     try:
         return float(value)
     except (TypeError, ValueError):
-        raise ValueError(f"{name} is {value!r}; pass a number, also as text, or 'dynamic'") from None
+        raise ValueError(f"{name} is {value!r}; pass a number, such as 128.0 or '128.0', or 'dynamic'") from None
 
 
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {

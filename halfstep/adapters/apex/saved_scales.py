@@ -69,5 +69,5 @@ def _entries(state_dict: Any) -> dict[int, tuple[float, int]]:
         raise RuntimeError(f"Unexpected key(s) in amp's state: {', '.join(unknown)}; expected loss_scaler0, 1, ...")
     for key, entry in state_dict.items():
         if not isinstance(entry, Mapping) or not {"loss_scale", "unskipped"} <= entry.keys():
-            raise StateError(f"amp's state has {key}={entry!r}; an entry must have loss_scale and unskipped")
+            raise StateError(f"amp's state has {key}={entry!r}; expected a dict with loss_scale and unskipped")
     return {int(key.removeprefix(_PREFIX)): (each["loss_scale"], each["unskipped"]) for key, each in state_dict.items()}

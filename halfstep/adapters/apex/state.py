@@ -89,8 +89,8 @@ class AmpState:
                 return trained
         names = ", ".join(type(optimizer).__name__ for optimizer in optimizers) or "no optimizer"
         raise RuntimeError(
-            f"amp.scale_loss got {names}, not optimizers that one call of amp.initialize returned; pass all models and "
-            "optimizers that train together to one call of amp.initialize"
+            f"amp.scale_loss got {names}, but expects optimizers that one call of amp.initialize returned; pass all "
+            "models and optimizers that train together to one call of amp.initialize"
         )
 
 

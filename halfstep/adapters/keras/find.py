@@ -65,8 +65,8 @@ def loss_of_batch(model: keras.Model, x: Any, y: Any, sample_weight: Any) -> Any
     own = type(model).compute_loss is not keras.Model.compute_loss
     if not own and model.loss is None and not model.losses:  # of which Keras makes zero on JAX
         raise SetupError(
-            f"model {model.name!r} has no loss: set compile(loss=...), or use add_loss or compute_loss; a loss that "
-            "train_step computes itself is not known outside of train_step"
+            f"model {model.name!r} has no loss that halfstep can compute; set compile(loss=...), or use add_loss or "
+            "compute_loss, since a loss that train_step computes itself cannot be computed outside of train_step"
         )
     return model.compute_loss(x=x, y=y, y_pred=outputs, sample_weight=sample_weight, training=True)
 

@@ -47,8 +47,8 @@ class StepLog:
     ) -> None:
         if not isinstance(optimizer, LossScaleOptimizer):
             raise SetupError(
-                f"expected a LossScaleOptimizer, which knows scale and skips, got {type(optimizer).__name__}; wrap it: "
-                "LossScaleOptimizer(optimizer, plan.scale)"
+                "expected a LossScaleOptimizer, which has the loss scale and counts skipped steps, got "
+                f"{type(optimizer).__name__}; wrap it: LossScaleOptimizer(optimizer, plan.scale)"
             )
         self._model, self._optimizer, self._every = model, optimizer, every
         modules = _names_as_planned(model, plan)
@@ -166,8 +166,9 @@ class LogCallback(keras.callbacks.Callback):
         self._found = len(self.verdicts)
         if self.model.steps_per_execution > 1:
             _LOG.warning(
-                f"steps_per_execution is {self.model.steps_per_execution}: the log has one row per execution, "
-                "skipped if any of its steps was; halfstep does not see which step, nor batches and gradients"
+                f"steps_per_execution is {self.model.steps_per_execution}: the log has one row per execution, marked "
+                "as skipped if any of its steps was, and neither verdicts nor histograms of gradients; for these set "
+                "steps_per_execution to 1"
             )
         self._steps = StepLog(self._path, self.model, self.model.optimizer, self._plan, every=self._every)
         self._train_function, self._runs_again = self.model.train_function, True

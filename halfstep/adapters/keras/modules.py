@@ -29,8 +29,8 @@ def as_modules(model: keras.Model) -> Any:
     """
     if BACKEND != "torch":
         raise SetupError(
-            f"as_modules works only on the torch backend, and this is {BACKEND}; use LossScaleOptimizer and StepLog "
-            "instead, or choose torch before importing keras: os.environ['KERAS_BACKEND'] = 'torch'"
+            f"as_modules works only on Keras's torch backend, but the backend is {BACKEND}; use LossScaleOptimizer and "
+            "StepLog instead, or choose torch before importing keras: os.environ['KERAS_BACKEND'] = 'torch'"
         )
     if not isinstance(model, keras.Model):
         raise SetupError(f"{model!r:.80} is not a Keras model; pass a keras.Model")

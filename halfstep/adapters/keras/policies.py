@@ -223,7 +223,7 @@ def _check_takes(model: keras.Model, plan: Plan, decided: Mapping[str, _Decision
         raise PlanError(
             f"model {model.name!r} was made or saved under the policy {low!r}, which its layers would keep instead of "
             f"the policies of plan {plan.name!r}; call keras.config.set_dtype_policy('float32') before making the "
-            "model, and load weights into it, not a saved model"
+            "model, and load saved weights into it rather than loading a saved model"
         )
 
 

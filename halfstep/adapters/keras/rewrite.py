@@ -39,7 +39,7 @@ def enable_mixed_precision_graph_rewrite(
         raise SetupError(
             f"models that are already built would keep their policies: {', '.join(built[:3])}; call "
             "enable_mixed_precision_graph_rewrite before making the model, or use apply_plan(model, level('O1', "
-            "'fp16')) and LossScaleOptimizer(optimizer); list models that should keep theirs: others=(model,)"
+            "'fp16')) and LossScaleOptimizer(optimizer). To let a model keep its policies, pass others=(model,)"
         )
     set_plan(plan, others=others)
     rewrite_graphs()

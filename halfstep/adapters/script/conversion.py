@@ -41,8 +41,8 @@ BY_HAND = (
     "(p.data -= ...) would not reach their fp32 masters; use --level O1, or a torch.optim optimizer"
 )
 WRAPPED = (
-    "{model} is already wrapped in DistributedDataParallel at its first forward, and at {level} halfstep would change "
-    "the format of its weights then, which silently ends gradient reduction; use --level O1, or call "
+    "{model} is already wrapped in DistributedDataParallel at its first forward pass, when halfstep changes the format "
+    "of its weights at {level}: the wrapper would silently stop reducing gradients; use --level O1, or call "
     "halfstep.initialize in the script before wrapping"
 )
 REPLACED = (

@@ -180,7 +180,7 @@ def test_casting_to_fp32_leaves_the_model_as_written_under_a_scale(amp):
         ("O2", {"keep_batchnorm_fp32": "yes"}, ValueError, "keep_batchnorm_fp32 is 'yes'; pass True or"),
         ("O3", {"master_weights": "no"}, ValueError, "master_weights is 'no'; pass True or False"),
         ("O2", {"cast_model_type": torch.float64}, ValueError, "pass torch.float16"),
-        ("O1", {"loss_scale": "big"}, ValueError, "loss_scale is 'big'; pass a number, also as text"),
+        ("O1", {"loss_scale": "big"}, ValueError, "loss_scale is 'big'; pass a number, such as 128.0 or '128.0'"),
         ("O2", {"loss_scale": 0}, ValueError, "init is 0; expected a number from"),
         ("O1", {"min_loss_scale": "1"}, ValueError, "min_loss_scale is '1' of type str; expected a number"),
         ("O1", {"max_loss_scale": None}, ValueError, "max_loss_scale is None of type NoneType; expected a number"),

@@ -194,9 +194,9 @@ def test_the_applier_hands_its_chunk_size_on():
 @pytest.mark.parametrize(
     ("op", "given", "args", "said"),
     [
-        (amp_c.multi_tensor_scale, lambda: lists(1), (1.0,), r"got 1 lists of \[2\] tensors; pass 2 lists of equal"),
-        (amp_c.multi_tensor_scale, lambda: [lists(1)[0], lists(1)[0][:1]], (1.0,), r"2 lists of \[2, 1\] tensors"),
-        (amp_c.multi_tensor_scale, lambda: [lists(1)[0], lists(1)[0][::-1]], (1.0,), r"place 0 have shapes"),
+        (amp_c.multi_tensor_scale, lambda: lists(1), (1.0,), r"got lists of the lengths \[2\]; pass 2 lists of equal"),
+        (amp_c.multi_tensor_scale, lambda: [lists(1)[0], lists(1)[0][:1]], (1.0,), r"the lengths \[2, 1\]; pass 2"),
+        (amp_c.multi_tensor_scale, lambda: [lists(1)[0], lists(1)[0][::-1]], (1.0,), r"index 0 of the lists have"),
         (amp_c.multi_tensor_axpby, lambda: lists(3), (1.0, 1.0, 2), "arg_to_check=2; pass 0 for x, 1 for y, -1"),
         (amp_c.multi_tensor_adam, lambda: lists(4), (0.1, 0.9, 0.9, 0.0, 1, 2, 1, 0.0), "mode=2; pass 0 for L2"),
         (amp_c.multi_tensor_sgd, lambda: lists(2), (0, 0, 0, 0, 0, 0, 0, 1.0), "pass 3 lists of equal length: grad"),

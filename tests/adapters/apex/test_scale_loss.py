@@ -250,7 +250,7 @@ def test_the_order_of_calls_is_explained(amp):
     for wrong in (3.0, [loss]):
         with pytest.raises(TypeError, match="pass the loss tensor"), amp.scale_loss(wrong, optimizer):
             pass
-    with pytest.raises(RuntimeError, match="SGD, not optimizers that one call"), amp.scale_loss(loss, sgd(model)):
+    with pytest.raises(RuntimeError, match="SGD, but expects optimizers that"), amp.scale_loss(loss, sgd(model)):
         pass
     with pytest.raises(RuntimeError, match="no optimizer"), amp.scale_loss(loss, []):
         pass

@@ -92,7 +92,7 @@ def test_entries_that_are_none_are_refused_before_anything_is_loaded(amp):
         with pytest.raises(StateError, match=words):
             amp.load_state_dict({"loss_scaler0": good, "loss_scaler1": {"loss_scale": entry, "unskipped": 0}})
     for entry in (8.0, {}, {"loss_scale": 8.0}):
-        with pytest.raises(StateError, match="an entry must have loss_scale and unskipped"):
+        with pytest.raises(StateError, match="expected a dict with loss_scale and unskipped"):
             amp.load_state_dict({"loss_scaler0": good, "loss_scaler1": entry})
     with pytest.raises(TypeError, match=r"got NoneType; pass the result of amp.state_dict\(\)"):
         amp.load_state_dict(None)
