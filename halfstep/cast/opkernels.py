@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from numbers import Number
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from halfstep.torch_internals import (
     DispatchKey,
     DispatchKeySet,
     OpOverload,
+    call_by_key,
     direct_call,
     excluded_keys,
     has_kernel_for,
@@ -62,13 +64,27 @@ class OpSite:
         self._keys = DispatchKeySet(key)
         self._after = keyset_after(key)
         self._direct = direct_call(overload)
+        self._tensors = [
+            i for i, argument in enumerate(schema_of(overload).arguments) if str(argument.type) == "Tensor"
+        ]
         self._composite = is_composite(overload_name(schema_of(overload)))
 
     def below(self, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Runs the op itself without casts; autocast stays on for its parts."""
+        if any(isinstance(args[i], Number) for i in self._tensors if i < len(args)):
+            return self._below_with_number(args, kwargs)
         if keyset.has(_TRACING):
             return self._below_traced(keyset, args, kwargs)
         return self.overload.redispatch(keyset & self._after, *args, **kwargs)
+
+    def _below_with_number(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Does what `below` does for an argument like that of `x * 2.0`: a Python number where the schema has a tensor.
+
+        Torch's dispatcher passes such a number to a Python kernel as it is, but does not take it in a redispatch.
+        """
+        if not self._composite:
+            return self.excluded(args, kwargs)
+        return call_by_key(self.overload)(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
     def _below_traced(self, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Does what `below` does, in code that torch.compile traces.

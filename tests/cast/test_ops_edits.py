@@ -116,3 +116,34 @@ def test_an_op_inside_a_denied_composite_is_not_cast_again(table):
     with opened(table, deny=("einsum",)) as engine, engine.region():
         found = torch.einsum("bij,bkj->bik", a, a)
     assert torch.equal(found, torch.einsum("bij,bkj->bik", a, a))
+
+
+NUMBERS = {  # an op is Python's operator or a name of torch's that is made of one
+    "mul": lambda t: t * 2.0,
+    "rsub": lambda t: 1 - t,
+    "div": lambda t: 2.0 / t,
+    "multiply": lambda t: torch.multiply(t, 2.0),
+    "divide": lambda t: torch.divide(t, 2.0, rounding_mode="floor"),
+    "0-dim": lambda t: t.sum() * 2.0,
+    "of integers": lambda t: (t > 0).long() * 2.5,
+    "complex": lambda t: t * 2j,
+}
+
+
+@pytest.mark.parametrize("op", ["mul", "add", "sub", "div", "multiply"])
+@pytest.mark.parametrize("call", NUMBERS)
+def test_an_edited_op_takes_numbers_as_before_outside_of_its_session(call, op):
+    """Torch gives a kernel in Python the number of `t * 2.0` as it is, where the op's schema has a tensor."""
+
+    def results():
+        with torch.autocast("cpu", torch.bfloat16):
+            by_torch = NUMBERS[call](x(BF16))
+        with opened("O2") as other, other.region():
+            return [by_torch, NUMBERS[call](x()), NUMBERS[call](x(BF16))]
+
+    expected = results()
+    with opened("O1", deny=(op,)):
+        found = results()
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
