@@ -27,7 +27,10 @@ WideBackward = tuple[tuple[int, int], ...]
 """Pairs (head width, length), widths ascending: the longest attention with a faster backward pass in fp32 than low."""
 
 _SHORT: WideBackward = ((64, 128),)
-_ON_AVX512_BF16 = "fp32 takes 0.4 to 0.7 of bf16's time at T 128, and more at 256: 2 cores, AMD EPYC, torch 2.13"
+_ON_AVX512_BF16 = (
+    "attention's backward pass in fp32 takes 0.4 to 0.7 of bf16's time at length 128, and more at 256: 2 cores, AMD "
+    "EPYC, torch 2.13"
+)
 _NOT_MEASURED = "not measured on this class; the limits for attention are those measured on AVX512-BF16"
 
 

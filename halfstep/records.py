@@ -310,8 +310,8 @@ class AbsorbedOverflow:
         line_by = f" at {self.by_where}" if self.by_where not in (self.where, None) else ""
         return (
             f"{self.operator} gives {self.exact:,.6g}, which is {'-' if self.exact < 0 else ''}inf in {self.format}, "
-            f"whose largest value is {as_format(self.format).max:g}; {self.by}{line_by} then gives {self.got:g}, in "
-            f"fp32 {self.want:g}: off by {self.off:.0%}, though every value is finite"
+            f"whose largest value is {as_format(self.format).max:g}; {self.by}{line_by} then gives {self.got:g}, and "
+            f"{self.want:g} in fp32: its result is finite, but off by {self.off:.0%}"
         )
 
 
@@ -448,7 +448,7 @@ def absorbed_finding(seen: Observation) -> Finding:
     assert said is not None
     place = (seen.module or "(model)") + (f", {said.where}" if said.where else "")
     advice = (
-        "compute there in fp32, or scale the values down first; halfstep.check(session, closure) tries edits of the "
+        "compute this in fp32, or scale the values down first; halfstep.check(session, closure) tries edits of the "
         "plan and names one that cures it"
     )
     return Finding("warning", "overflow absorbed", place, str(said), advice)

@@ -19,7 +19,7 @@ from halfstep.pages import MISMATCH, more
 from halfstep.torch_internals import in_backward
 
 Values = Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
-EMULATED = "its low-precision format is emulated on this device, in a dispatch mode that compiled code would bypass"
+EMULATED = "the low format is emulated on this device, by a dispatch mode that compiled code would bypass"
 SWITCHED_OFF = (
     "the model's own code has switched autocast off here, and the weights are stored in low precision: keep this "
     f"module in fp32 with a rule, Rule(name, FULL); {more(MISMATCH)}"

@@ -89,5 +89,5 @@ def _said(recorder: OpRecorder, absorbed: Absorbed[Note], edits: tuple[Edit, ...
     if edits:
         advice = f"{spell(edits)}, under which this does not happen"
     else:
-        advice = f"compute there in fp32, or scale the values down first; {reason}"
+        advice = f"compute this in fp32, or scale the values down first; {reason}"
     return Finding("warning", "overflow absorbed", place_of(origin.module, line), evidence, advice, edits)

@@ -42,15 +42,16 @@ from halfstep.session.session import Session
 
 _LOG = logging.getLogger("halfstep")
 NOT_SEEN = (
-    "the loss or its gradients are not finite, but the operation that caused it could not be recorded (it ran in "
+    "the loss or its gradients are not finite, but the operation that caused this could not be recorded (it ran in "
     "another thread, or in compiled code): run the model in one thread, uncompiled, and call "
     "halfstep.blame(session, closure)"
 )
 _OF_NUMBERS = (ValueError, ArithmeticError, AssertionError, RuntimeError)  # what code raises when it checks its numbers
 _NOT_REACHED = (
-    "no gradient reached the copies of the session's models: the closure does not call these models, or uses "
+    "no gradient reached the copies of the session's models, so the closure does not call these models, or uses "
     "their weights directly"
 )
+_NO_REPEAT = "the closure does not repeat; use the same batch, and reset what the model keeps, in each run"
 _TRIES = 24  # plans that are tried on the closure, one run each
 _FAULTS = 4  # places that are cured one after the other, if the closure fails in several
 LEAST = 2.0**-24  # the lowest loss scale that is tried: below it, little is left of a gradient in fp16
@@ -132,7 +133,7 @@ def _verdict(rehearsal: Rehearsal, last: StepFacts, tell: Callable[[Finding], No
         verdict = _try_cures(rehearsal, replace(run, found=found), scale)
         if verdict is not None and _fails_again(rehearsal, run.scale, found):  # else it may have run on another batch
             return verdict
-    found = replace(found, repeats=False, untried="the closure does not repeat")
+    found = replace(found, repeats=False, untried=_NO_REPEAT)
     return say(found, plan, untried_cure(plan, found, rehearsal.roots), scale=run.scale)
 
 
@@ -236,7 +237,8 @@ def _nothing_found(rehearsal: Rehearsal, run: _Run, last: StepFacts, tell: Calla
     if last.bad and last.left_over:
         return say(Diagnosis.stale(last.bad), None, (), scale=last.scale)
     _LOG.info(
-        "blame: everything that mattered was finite when the closure ran (loss %g, %d operations, loss scale %g)",
+        "blame: nothing non-finite reached the loss or its gradients when the closure ran (loss %g, %d operations, "
+        "loss scale %g)",
         run.loss,
         len(run.recorder.notes),
         last.scale,
@@ -246,8 +248,10 @@ def _nothing_found(rehearsal: Rehearsal, run: _Run, last: StepFacts, tell: Calla
         tell(finding)
     if last.bad or last.skipped:
         what = f"the gradients of {named(last.bad)} are not finite" if last.bad else "the last step was skipped"
-        evidence = f"{what}, but the closure does not reproduce it: its loss and its gradients are finite"
-        advice = "pass the batch that failed (an iterator may have moved on), and the model as it was then"
+        evidence = f"{what}, but the closure does not reproduce this: its loss and its gradients are finite"
+        advice = (
+            "run the closure on the batch that failed (an iterator may have moved on), and on the model as it was then"
+        )
         _LOG.warning("blame: %s; %s", evidence, advice)
         tell(Finding("warning", "not reproduced", "the closure", evidence, advice))
     return None

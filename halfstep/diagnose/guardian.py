@@ -38,8 +38,9 @@ from halfstep.torch_internals import NO_BACKWARD, backward_task, mode_stack
 
 OnFailure = Literal["raise", "warn"]
 TOO_LONG = (
-    "steps keep being skipped, and the cause could not be recorded: a step has too many operations (long rollouts "
-    "before its backward pass); call halfstep.blame(session, closure) with a closure that computes part of the loss"
+    "steps keep being skipped, and the cause could not be recorded, because a step has too many operations (such as "
+    "long rollouts before its backward pass); call halfstep.blame(session, closure) with a closure that computes part "
+    "of the loss"
 )
 PASSED = (
     "an earlier forward without gradients in the same step was not recorded and may be the cause: "
@@ -348,7 +349,7 @@ class Guardian:
         failure of another process.
         """
         plan = self._runtime.plan
-        found = replace(found, untried="halfstep.blame(session, closure) tries it")
+        found = replace(found, untried="halfstep.blame(session, closure) tries edits")
         lower = _Lower.estimate(found, plan.low, scale)
         dynamic = plan.scale.adapts
         lives_at_floor = self._counter.lives_at_floor(self._about) and scale <= self._floor * plan.scale.growth
@@ -382,10 +383,11 @@ class Guardian:
         cure = (replace(scaling, init=self._floor, growth_interval=max(scaling.growth_interval, _INTERVAL)),)
         verdict = say(found, self._runtime.plan, cure, scale=scale)
         advice = (
-            f"{spell(cure)}, so that the scale grows less often; growth_interval={scaling.growth_interval} takes it "
-            f"from {self._floor:g} back to {scale:g}, where these gradients overflow"
+            f"{spell(cure)}, with which the scale grows only after {cure[0].growth_interval} steps without a skip; "
+            f"with growth_interval={scaling.growth_interval} it soon grows from {self._floor:g} back to {scale:g}, at "
+            "which these gradients overflow"
         )
-        return replace(verdict, advice=advice), f": the loss scale lives at its floor, {self._floor:g}"
+        return replace(verdict, advice=advice), f": the loss scale keeps returning to its floor, {self._floor:g}"
 
     def _report(self, verdict: Verdict, about_scale: str, step: int) -> None:
         key = (verdict.kind, verdict.module, verdict.operator)

@@ -49,14 +49,14 @@ class Stream:
         note, source = self.note, self.source
         what = f"{source} is added" if note.aten in ADDED else f"{source} meets low values in {note.aten}"
         return (
-            f"an fp32 stream starts because {what} here; {len(self.casts)} modules cast it, "
+            f"values are fp32 from here on, because {what} here; {len(self.casts)} modules cast them, "
             f"{in_model(next(iter(self.casts)))[1]} first{which_model(note.module)}"
         )
 
     def advice(self) -> str:
         """Returns how to keep the stream low."""
         cure = f"to keep activations low, cast {self.source} where it is used"
-        return f"{cure}, or input='low', which rounds all inputs" if self.source.kind == "input" else cure
+        return f"{cure}, or set input='low', which rounds all inputs" if self.source.kind == "input" else cure
 
 
 class Streams:
@@ -108,5 +108,5 @@ class Streams:
         """Yields a finding for each operation whose fp32 result is cast to low precision by several modules."""
         for stream in self.wide():
             place = place_of(stream.note.module, stream.note.line)
-            advice = f"not an error and rarely slower; {stream.advice()}"
+            advice = f"this is no error, and rarely slower; {stream.advice()}"
             yield Finding("note", "fp32 stream", place, stream.evidence(), advice)

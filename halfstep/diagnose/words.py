@@ -16,31 +16,32 @@ from halfstep.records import AFTER_BACKWARD, Kind, OpCall, Verdict
 
 _OF_TENSORS: Mapping[Kind | None, str] = {
     Kind.STALE_GRADIENTS: (
-        "call optimizer.zero_grad() before each backward pass: a non-finite gradient stays non-finite"
+        "call optimizer.zero_grad() before each backward pass: a non-finite gradient stays non-finite, whatever is "
+        "added to it"
     ),
     Kind.INPUT_DATA: (
-        "clean the batch before it reaches the model (torch.nan_to_num with posinf=0 and neginf=0, or leave the sample "
-        "out)"
+        "clean the batch before it reaches the model (torch.nan_to_num with posinf=0 and neginf=0), or drop the sample"
     ),
     Kind.WEIGHTS: (
-        "load the last checkpoint whose weights are finite, and find the step that spoiled them (likely causes: a "
-        "learning rate that is too high or NaN, or an optimizer whose eps is 0)"
+        "load the last checkpoint whose weights are finite, and find the step after which they are not (likely causes: "
+        "a learning rate that is too high or NaN, or an optimizer whose eps is 0)"
     ),
     Kind.ANOTHER_PROCESS: "see the verdicts of the other processes: the fault is in one of them, or in its batch",
 }
 _BUFFER = (
-    "find the code that computes this buffer: if it divides by counts (1 / count), use 0 where a count is 0; if "
-    "training updates it (running statistics), load the last checkpoint in which it is finite"
+    "if this buffer was computed from counts (1 / count), use 0 where a count is 0; if training updates it (running "
+    "statistics), load the last checkpoint in which it is finite"
 )
-_TWO_MASKS = "the sum of two torch.finfo(dtype).min is -inf"
+_TWO_MASKS = "two torch.finfo(dtype).min add up to -inf"
 _NO_DATA = {
     "above": (
-        "if these are class weights, such as 1 / count, use 0 for a class that does not occur; if this is data, "
-        "clean the batch before it reaches the model (torch.nan_to_num with posinf=0, or leave the sample out)"
+        "if the tensor holds class weights, such as 1 / count, use 0 for a class that does not occur; if it holds "
+        "data, clean the batch before it reaches the model (torch.nan_to_num with posinf=0), or drop the sample"
     ),
     "below": (
-        f"if this is a mask, leave one finite entry in each row ({_TWO_MASKS}: combine masks as booleans); "
-        "if this is data, clean the batch before it reaches the model (torch.nan_to_num, or leave the sample out)"
+        "if the tensor is a mask, leave one finite entry in each row, and combine masks as booleans, because "
+        f"{_TWO_MASKS}; if it holds data, clean the batch before it reaches the model (torch.nan_to_num), or drop the "
+        "sample"
     ),
 }  # keyed by the one sign of infinity that a tensor holds: never replace by 0 what a mask excludes
 _SLOWER = "load an earlier checkpoint, and use a lower learning rate, a warm-up or max_norm"
@@ -49,7 +50,8 @@ _NO_VALUE = (
     (("mean",), "the mean of no elements is NaN: skip it if no element is selected"),
     (
         ("var", "std", "var_mean", "std_mean"),
-        "the variance of fewer than two elements is NaN: skip it then, or pass correction=0, which needs only one",
+        "the variance of fewer than two elements is NaN: leave it out there, or pass correction=0, for which one "
+        "element is enough",
     ),
     (
         ("cross_entropy", "nll_loss"),
@@ -99,13 +101,13 @@ def _evidence(found: Diagnosis, scale: float) -> str:
     if found.unscaled:
         parts.append("in a backward pass of your own (torch.autograd.grad), which no loss scale reaches")
     elif found.phase == "backward" and scale != 1 and found.kind != Kind.STALE_GRADIENTS:
-        parts.append(f"at loss scale {scale:g}")
+        parts.append(f"this was at loss scale {scale:g}")
     if found.lower_scale is not None:
         parts.append(_at_lower(found, found.lower_scale))
     if not found.repeats:
         parts.append(
-            "the closure does not repeat: another run got different inputs, or did not fail in the same place (an "
-            "iterator moved on, or the model keeps state between runs), so no edit could be tried"
+            "the closure does not repeat, so no edit could be tried: another run got different inputs, or did not fail "
+            "in the same place (an iterator moved on, or the model keeps state between runs)"
         )
     elif found.tried:
         parts.append(
@@ -133,7 +135,8 @@ def _growth(found: Diagnosis) -> list[str]:
 def _at_lower(found: Diagnosis, lower: float) -> str:
     if not found.untried:
         return f"at loss scale {lower:g} all gradients are finite"
-    return f"this operation needs a loss scale of {lower:g} or less; later ones in the backward pass may need less"
+    needs = f"this operation needs a loss scale of {lower:g} or less"
+    return f"{needs}; later operations of the backward pass may need less"
 
 
 def _fails_in_full(full: Diagnosis) -> str:
@@ -185,14 +188,14 @@ def _seen(found: Diagnosis) -> str:
             what = "the gradients" if found.phase == "backward" else "the values"
             return f"{what} that {leaf.name} returned hold {leaf.bad}, but what this process passed in was finite"
         dtype = str(leaf.dtype).removeprefix("torch.")
-        what = f"{leaf.kind} {leaf.name}" if leaf.name else f"a tensor of {dtype} and shape {leaf.shape}"
+        what = f"{leaf.kind} {leaf.name}" if leaf.name else f"a {dtype} tensor of shape {leaf.shape}"
         stored = ", though its fp32 value is finite" if found.stored_overflow else ""
         first = f", first at {list(leaf.bad.first)}" if leaf.bad.first else ""
         return f"{what} holds {leaf.bad}{first}{stored}"
     assert found.note is not None
     bad = found.note.bad
     inputs = _inputs(found.call, found.note)
-    part = "" if found.note.aten.rstrip("_") == found.operator else f" (its part {found.note.aten})"
+    part = "" if found.note.aten.rstrip("_") == found.operator else f" (in {found.note.aten})"
     text = f"{found.operator}{part} gave {bad}{inputs}"
     if found.exact is not None and found.low is not None and found.exact > found.low.max:
         text += f"; the largest exact result, {found.exact:,.0f}, exceeds {found.low}'s maximum"
@@ -237,13 +240,13 @@ def _advice(found: Diagnosis, plan: Plan | None, cure: Sequence[Edit]) -> str:
     if cure:
         words.insert(0, spell(cure))
         if found.cured_loss is not None:
-            words.insert(1, f"tried: the closure's loss is then {found.cured_loss:g}, its gradients are finite")
+            words.insert(1, f"tried: the closure's loss is then {found.cured_loss:g}, and its gradients are finite")
         elif found.untried:
             words.insert(1, f"not tried: {found.untried}")
     if found.loss_has_grown:
         words.append(f"if the weights have grown too far, no edit cures that: {_SLOWER}")
     if not cure and found.untried and found.kind not in _OF_TENSORS and found.phase != AFTER_BACKWARD:
-        words.append(f"no edit was tried ({found.untried}), so no cure is known")
+        words.append(f"no edit was tried, so no cure is known: {found.untried}")
     return "; ".join(words)
 
 
@@ -259,8 +262,8 @@ def _words(found: Diagnosis, plan: Plan | None) -> list[str]:
     if found.phase == AFTER_BACKWARD:
         by = f", {found.line}," if found.line else ""
         return [
-            f"the code between the backward pass and the step{by} wrote this into the gradients, which were finite: "
-            f"look at what it passes to {found.operator}"
+            f"the gradients were finite until the code between the backward pass and the step{by} changed them: check "
+            f"what it passes to {found.operator}"
         ]
     return _OF_KINDS.get(found.kind, _about_operation)(found, plan)
 
@@ -270,16 +273,14 @@ def _about_operation(found: Diagnosis, plan: Plan | None) -> list[str]:
         smallest = f"{found.low.smallest_subnormal:.0e}"
         return [
             f"an eps of {found.eps:g} is 0 in {found.low}, whose smallest number is {smallest}: use "
-            f"{found.low.usable_eps:g} or more; gradients are divided by eps, so 1e-3 allows a higher loss scale"
+            f"{found.low.usable_eps:g} or more (1e-3 allows a higher loss scale, because gradients are divided by eps)"
         ]
     if found.full is not None:
         return [_in_every_format(found, found.full)]
     words = []
     if found.kind == Kind.INVALID and found.tried:
-        words.append(
-            f"rounding to {found.low or 'the low format'} takes the inputs of {found.operator} out of its domain; in "
-            "fp32 they stay in it"
-        )
+        low = found.low if found.low in LOW_FORMATS else "the low format"
+        words.append(f"the inputs of {found.operator} leave its domain when rounded to {low}, but not in fp32")
     if found.mask is not None:
         words.append(f"use masked_fill with -inf, or torch.finfo(scores.dtype).min, instead of {found.mask:g}")
     elif found.infinity:
@@ -303,8 +304,8 @@ def _in_every_format(found: Diagnosis, full: Diagnosis) -> str:
     if full.low in LOW_FORMATS and found.exact is not None:
         inputs = "" if name == "to" else f"the inputs of {name} "
         return (
-            f"no edit helps: the code itself casts {inputs}to {found.low}, or uses weights as they are stored; remove "
-            "that cast, or add .float()"
+            f"no edit helps: the code itself casts {inputs}to {found.low} (remove that cast), or uses weights as they "
+            "are stored (add .float())"
         )
     if found.kind == Kind.OVERFLOW and _adds_masks(found):
         return f"{_TWO_MASKS}: combine masks as booleans, and leave one entry of each row unmasked"
@@ -342,15 +343,15 @@ def _brought_in(note: Note, name: str) -> str:
     Returns "" if there is no such value.
     """
     if note.unseen:
-        return f"the backward of {name} computes this outside of torch, or sets it: see what it does at these inputs"
+        return f"the backward of {name} computes these values outside of torch, or sets them: check what it does here"
     own = [s for s in note.scalars if math.isnan(s) or (math.isinf(s) and note.of_gradient)]
     if note.of_gradient:
         own += [leaf.number for leaf in note.leaves if leaf.number is not None]
     if own:
         number = "NaN" if math.isnan(own[0]) else own[0]
-        return f"the code passes the number {number} to {name}: see where that number comes from"
+        return f"the code passes {number} to {name}: check where it comes from"
     held = next((str(leaf.bad) for leaf in note.leaves if leaf.kind == OWN), "")
-    return f"the code brings in a tensor that holds {held}: see where that tensor comes from" if held else ""
+    return f"the code passes in a tensor that holds {held}: check where it comes from" if held else ""
 
 
 def _adds_masks(found: Diagnosis) -> bool:
@@ -362,37 +363,42 @@ def _adds_masks(found: Diagnosis) -> bool:
 
 
 def _met(found: Diagnosis) -> str:
-    return f"{found.operator} received an infinity from {found.infinity}: {_about_infinity(found.operator)}"
+    return f"{found.operator} received an infinity from {found.infinity}, and {_about_infinity(found)}"
 
 
-def _about_infinity(name: str) -> str:
+def _about_infinity(found: Diagnosis) -> str:
+    name, note = found.operator, found.note
     if name in _LOSSES:
-        return "a target that is masked has an infinite loss (label smoothing makes every class a target)"
+        return "a target that is masked has an infinite loss; unmask it (label smoothing makes every class a target)"
+    if note is not None and note.bad is not None and not note.bad.nan:
+        return "passed it on; check why that value is infinite"
     if name in ("sub", "add", *NORMALISERS):
-        return "inf minus inf is NaN: mask with -inf, and leave a finite entry in each row"
-    return "0 times inf is NaN: mask with masked_fill or torch.where, and do not multiply masked values"
+        return "inf minus inf is NaN; mask with -inf, and leave a finite entry in each row"
+    return "0 times inf is NaN; mask with masked_fill or torch.where, and do not multiply masked values"
 
 
 def _about_scale(found: Diagnosis, plan: Plan | None) -> list[str]:
     lower = found.lower_scale
     if found.untried and lower is not None:
-        loses = ", but there it loses small gradients" if lower < 1 else ""
-        return [f"a dynamic loss scale comes down from {lower:g} by itself{loses}"]
+        loses = ", but a scale below 1 loses small gradients" if lower < 1 else ""
+        return [f"if {lower:g} is still too high, a dynamic loss scale comes down further by itself{loses}"]
     if plan is None or lower is None or not plan.scale.adapts:
         if lower is not None and lower < 1:
             return [
-                f"use a loss scale of {lower:g} or less, or a dynamic one whose min is as low; small gradients are lost"
+                f"use a loss scale of {lower:g} or less, or a dynamic one whose min is that low; a scale below 1 loses "
+                "small gradients"
             ]
         return [f"use a loss scale of {lower:g} or less, or a dynamic one"]
     if lower >= plan.scale.min:
         return [
-            f"normal while a dynamic scale comes down: skipped steps bring it to {lower:g}; start there to avoid them"
+            f"skipped steps are normal while a dynamic loss scale comes down, here to {lower:g}; with this edit it "
+            "starts there"
         ]
     return [f"the floor of the loss scale, {plan.scale.min:g}, is too high: let it come down to {lower:g} or less"]
 
 
 def _about_both(other: Diagnosis) -> str:
-    return f"there are two faults; the other one also occurs in fp32, so no edit cures it: first fix {_place(other)}"
+    return f"there are two faults; fix the other one first, because it also occurs in fp32: {_place(other)}"
 
 
 def _about_masks(found: Diagnosis, plan: Plan | None) -> list[str]:

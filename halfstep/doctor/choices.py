@@ -100,9 +100,9 @@ def _said(row: Processor) -> list[tuple[str, str]]:
     return [
         ("bf16 products against fp32", "faster" if row.bf16 else "not faster"),
         ("fp16 products", "native" if row.fp16 else "emulated"),
-        ("attention backward in fp32 up to (head width: length)", _lengths(row.wide_backward)),
+        ("attention's backward pass in fp32 up to length", _lengths(row.wide_backward)),
     ]
 
 
 def _lengths(wide: WideBackward) -> str:
-    return ", ".join(f"{width}: {length}" for width, length in wide) or "never"
+    return ", ".join(f"{length} at head width {width}" for width, length in wide) or "never"

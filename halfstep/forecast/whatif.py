@@ -279,7 +279,7 @@ def _stay_full(fmt: Format, prediction: Prediction, model: nn.Module, plan: Plan
         policy = FULL_OUT if any(row.kind == "activation" for row in rows) else FULL
         cure, why = _cure(module, policy, model, plan)
         evidence = [
-            f"{row.kind}: {row.lost:.1%} lost, {row.saturated:.1%} saturated, {row.snr_db:.0f} dB" for row in rows
+            f"{row.kind}: {row.lost:.1%} lost, {row.saturated:.1%} saturated, SNR {row.snr_db:.0f} dB" for row in rows
         ]
         if module in beyond:
             evidence.append(f"a product in it reaches {beyond[module]:.4g}, beyond {fmt.max:g}, the maximum of {fmt}")

@@ -41,8 +41,8 @@ class NonFinite:
 
     def __str__(self) -> str:
         parts = [(self.nan, "NaN"), (self.above, "inf"), (self.below, "-inf")]
-        said = " and ".join(f"{count:,} {word}" for count, word in parts if count)
-        return f"{said} in {self.count:,} element{'s' * (self.count != 1)}"
+        some, joint, last = ", ".join(f"{count:,} {word}" for count, word in parts if count).rpartition(", ")
+        return f"{some}{joint and ' and '}{last} in {self.count:,} element{'s' * (self.count != 1)}"
 
 
 def nonfinite(tensor: Tensor) -> NonFinite | None:

@@ -95,7 +95,11 @@ class AbsorbedWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
             if trail.started and not trail.results:
                 raise  # the operation's own
             self.on = False
-            _LOG.warning("a probe stops looking for absorbed overflows in this step: %s", error, exc_info=True)
+            _LOG.warning(
+                "a probe stops looking for absorbed overflows in this step, because of an error: %s",
+                error,
+                exc_info=True,
+            )
             return trail.results[0] if trail.started else as_called(func, args, named)
         finally:
             self._local.inside, trail.results = False, []

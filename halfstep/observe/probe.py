@@ -154,8 +154,8 @@ class Probe(AbstractContextManager["Probe"]):
         elif window.hooks is not None and not window.hooks.saw_any and self._looked == 0:
             self._say(
                 "no activation",
-                f"a probe saw no activation in step {step}: no forward of the observed modules was called with "
-                "gradients on since the previous step, or since the probe was made",
+                f"a probe saw no activation in step {step}: none of the observed modules ran a forward with gradients "
+                "on since the previous step, or since the probe was made",
             )
 
     def _say(self, subject: str, notice: str) -> None:

@@ -140,7 +140,7 @@ def _parameters(setup: Setup) -> Iterator[Finding]:
                     "error",
                     "parameter format",
                     place,
-                    f"stored as {dtype}, but {setup.plan.name} stores {expected} ({part.formats.reason})",
+                    f"stored as {dtype}, but the plan stores it as {expected} (reason: {part.formats.reason})",
                     "something cast the model inside the session: remove model.half() and the like, close the session, "
                     "and initialize again",
                 )
@@ -196,7 +196,7 @@ def _is_rounded(setup: Setup, part: Part, parameter: nn.Parameter) -> bool:
 def _kept_full(parts: Iterable[Part]) -> tuple[str, tuple[Rule, ...]]:
     """Returns the advice to keep modules full, and the rules that do so; there is no rule for the model itself."""
     rules = tuple(Rule(name, FULL_OUT) for name in dict.fromkeys(part.name for part in parts) if name)
-    return "compute there in fp32, with a rule that keeps the module full, or rescale the weights", rules
+    return "compute in fp32, with a rule that keeps the module full, or rescale the weights", rules
 
 
 def _scalers(setup: Setup) -> Iterator[Finding]:
@@ -242,7 +242,7 @@ def _buffers(setup: Setup) -> Iterator[Finding]:
                     "note",
                     "mask beyond the format",
                     place,
-                    f"holds {float(buffer.min()):g}, which is -inf in {setup.plan.low}; it stays {FP32}",
+                    f"holds {float(buffer.min()):g}, which is -inf in {setup.plan.low}; the buffer itself stays {FP32}",
                     f"if the model casts it, use torch.finfo(scores.dtype).min ({-setup.plan.low.max:g}) instead",
                 )
 
@@ -250,7 +250,7 @@ def _buffers(setup: Setup) -> Iterator[Finding]:
 def _low_buffer(plan: Plan, part: Part, place: str, name: str, buffer: Tensor) -> Finding:
     fmt = as_format(buffer.dtype)
     cure = _keep_buffers(plan, part)
-    how = "set buffers='keep' in the rule" if cure else f"register it in fp32: {place}.float()"
+    how = "set buffers='keep' in the rule that stores it low" if cure else f"register it in fp32: {place}.float()"
     if norm_kind(part.module) is not None or name.startswith("running_"):
         why = f"a running statistic in {fmt}: with {fmt.fraction_bits + 1} significant bits, small updates are lost"
         return Finding("warning", "running statistics stored low", place, why, how, cure)
@@ -295,7 +295,7 @@ def _constants(setup: Setup) -> Iterator[Finding]:
                 "warning",
                 "eps vanishes",
                 type(optimizer).__name__,
-                f"eps={group['eps']:g} is 0 in {dtype}, the format of its state: 0/0 if a gradient is zero",
+                f"the optimizer's state is {dtype}, in which eps={group['eps']:g} is 0: a zero gradient gives 0/0",
                 f"use eps={dtype.usable_eps:g} or more, or call model.float() and use level O2, whose state is fp32",
             )
     if setup.traced or setup.plan.ops == "none":
@@ -314,7 +314,8 @@ def _constants(setup: Setup) -> Iterator[Finding]:
                     "eps vanishes",
                     f"{part.place}.{name}",
                     f"{value:g} is 0 in {low}",
-                    f"use {low.usable_eps:g} or more if it is added to {low} values; check with a closure shows that",
+                    f"use {low.usable_eps:g} or more if it is added to {low} values; "
+                    "halfstep.check(session, closure) finds out whether it is",
                     () if not part.name else (Rule(part.name, FULL),),
                 )
 
@@ -339,7 +340,7 @@ def _losses(setup: Setup) -> Iterator[Finding]:
                 "warning",
                 "BCE on low inputs",
                 part.place,
-                "BCELoss inside the model: refused on low inputs, because a low sigmoid rounds to 0 or 1",
+                "the model contains a BCELoss, which is refused on low inputs: there a sigmoid rounds to 0 or 1",
                 "use BCEWithLogitsLoss, or deny binary_cross_entropy so that it computes in fp32",
                 (OpChange("deny", "binary_cross_entropy"),),
             )
@@ -376,7 +377,7 @@ def _shapes(setup: Setup) -> Iterator[Finding]:
             "note",
             "unaligned sizes",
             odd[0].partition(" ")[0],
-            f"sizes that are not multiples of {ALIGNED}: {named(odd)}",
+            f"weights with sizes that are not multiples of {ALIGNED}: {named(odd)}",
             f"multiples of {ALIGNED} may be faster (pad the vocabulary, for example); measure with halfstep bench",
         )
 

@@ -246,7 +246,7 @@ def _constant(
             "constant vanishes",
             place,
             f"{what} {value:g}, which is 0 in {fmt}: it guards against nothing{which}",
-            f"use {fmt.usable_eps:g} or more, or compute there in fp32",
+            f"use {fmt.usable_eps:g} or more, or compute this in fp32",
             rule,
         )
     what = f"a cast to {fmt}" if name == "cast" else tracer.operator(note)
@@ -255,7 +255,7 @@ def _constant(
         "value beyond the format",
         place,
         f"{what}: {value:g} becomes {'-' if value < 0 else ''}inf in {fmt}, whose largest value is {fmt.max:g}{which}",
-        "for a mask, use torch.finfo(scores.dtype).min (a row of only -inf gives NaN); else compute there in fp32",
+        "for a mask, use torch.finfo(scores.dtype).min (a row of only -inf gives NaN); otherwise compute this in fp32",
         rule,
     )
 
@@ -288,9 +288,11 @@ def _explained(rehearsal: Rehearsal, failure: Failure) -> Finding:
         return _failed(failure, (), f"the closure ran out of batches, {UNTRIED}")
     except Exception as error:  # such as a tensor that the model keeps from its last forward
         return _failed(
-            failure, (), f"no edit could be tried, as the model cannot be copied: {type(error).__name__}: {error}"
+            failure, (), f"no edit could be tried, because the model cannot be copied: {type(error).__name__}: {error}"
         )
-    return _failed(failure, (), "it fails in fp32 as well, so no format is the reason: fix the step, then check again")
+    return _failed(
+        failure, (), "it fails in fp32 as well, so the format is not the cause: fix the step, then check again"
+    )
 
 
 def _failed(failure: Failure, edits: tuple[Edit, ...], reason: str) -> Finding:
@@ -320,7 +322,8 @@ def _advice(failure: Failure, edits: tuple[Edit, ...], reason: str) -> str:
     if isinstance(failure.error, OpError):
         return "use binary_cross_entropy_with_logits, or deny binary_cross_entropy so that it computes in fp32"
     if BEYOND in str(failure.error):
-        return "for a mask, use torch.finfo(scores.dtype).min" + (", or make the edit" if edits else "")
+        least = "for a mask, use torch.finfo(scores.dtype).min"
+        return f"{spell(edits)}; {least} instead" if edits else least
     if edits:
         return f"{spell(edits)}, with which the step runs"
     return reason or (

@@ -59,7 +59,7 @@ def _lines(found: Examination) -> Iterator[str]:
         yield f"{tool}: {value}"
     if found.choices:
         yield ""
-        yield f"Sessions on {found.processor} assume ({found.source}):"
+        yield f"Sessions on {found.processor} assume the following ({found.source}):"
     for choice in found.choices:
         by_table = "" if choice.table == choice.used else f" (by the table: {choice.table})"
         here = "" if choice.agrees else f"; measured here: {choice.measured}"

@@ -88,8 +88,8 @@ def _kernels(found: Inspection) -> Iterator[str]:
 def _lines(found: Inspection) -> Iterator[str]:
     for cast in found.casts:
         yield (
-            f"casts {cast.source} to {cast.target}: {cast.calls:,}, {cast.bytes / MIB:,.1f} MiB, "
-            f"{1e3 * cast.seconds:,.2f} ms; {cast.of_parameters:,} of parameters"
+            f"casts {cast.source} to {cast.target}: {cast.calls:,} ({cast.of_parameters:,} of parameters), "
+            f"{cast.bytes / MIB:,.1f} MiB, {1e3 * cast.seconds:,.2f} ms"
         )
     yield from _kernels(found)
     yield ""

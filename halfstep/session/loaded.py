@@ -72,6 +72,6 @@ def _what_became(loaded: Sequence[nn.Parameter], plan: Plan) -> str:
         size = sum(p.numel() * (4 - p.itemsize) for p in loaded) / 2**20
         what = f"they are fp32 now, which takes {size:.1f} MiB more (O2 stores them low, with an fp32 master for each)"
     return (
-        f"{len(loaded)} trainable parameters were loaded in {formats}: {what}; state_dict() is fp32; to get the "
+        f"{len(loaded)} trainable parameters were loaded in {formats}: {what}. state_dict() is fp32; to get the "
         "original format back, call model.to(...) after session.close()"
     )

@@ -28,5 +28,5 @@ def test_doctor_prints_what_to_train_in(halfstep, tmp_path, monkeypatch):
     assert "matrix product" in out
     found = json.loads((tmp_path / "x.json").read_text())
     assert out.rstrip().rpartition("Train at ")[2].startswith(found["level"])
-    assert "measured here: 32: 64" in out
+    assert "measured here: 64 at head width 32" in out
     assert halfstep("doctor", "--device", "tpu")[0] == 2

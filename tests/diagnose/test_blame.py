@@ -124,7 +124,7 @@ def test_a_normal_skip_is_called_normal():
     assert bool(backward_and_step(session, closure()).skipped)
     verdict = halfstep.blame(session, closure)
     assert verdict.kind == "scale too high"
-    assert "normal while a dynamic scale comes down" in verdict.advice
+    assert "normal while a dynamic loss scale comes down" in verdict.advice
 
 
 def test_hooks_of_an_optimizer_in_the_backward_pass_do_not_run():

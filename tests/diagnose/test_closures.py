@@ -70,7 +70,7 @@ def test_a_failure_that_the_closure_does_not_reproduce_gets_no_verdict_but_a_not
     optimizer.zero_grad()
     caplog.clear()
     assert halfstep.blame(session, closure) is None
-    assert "the last step was skipped, but the closure does not reproduce it" in caplog.text
+    assert "the last step was skipped, but the closure does not reproduce this" in caplog.text
     backward_and_step(session, closure())
     caplog.clear()
     assert halfstep.blame(session, closure) is None
@@ -198,7 +198,7 @@ def test_what_the_closure_does_not_reproduce_is_told_to_the_sinks(tmp_path):
     (event,) = halfstep.read_log(tmp_path / "run.jsonl").events
     assert event.record.code == "not reproduced"
     assert (
-        "the gradients of weight, bias are not finite, but the closure does not reproduce it" in event.record.evidence
+        "the gradients of weight, bias are not finite, but the closure does not reproduce this" in event.record.evidence
     )
 
 

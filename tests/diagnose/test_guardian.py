@@ -151,7 +151,7 @@ def test_where_it_is_not_known_that_fp32_has_a_value_no_cure_is_named(plant):
     model = Cnn(plant())
     verdict = alarm(run, *session_on(model), model, 2 * WINDOW).verdict
     assert (verdict.kind, verdict.module, verdict.cure) == ("invalid", "plant", ())
-    assert "no edit was tried (halfstep.blame(session, closure) tries it), so no cure is known" in verdict.advice
+    assert "no edit was tried, so no cure is known: halfstep.blame(session, closure) tries edits" in verdict.advice
 
 
 def test_a_compiled_model_is_recorded_uncompiled():
@@ -379,6 +379,6 @@ def test_what_may_be_a_mask_is_not_advised_to_become_0(value, word):
     with pytest.raises(NumericsError) as raised:
         train_on(lambda: (model(torch.ones(4, 8)) * given).mean(), session, optimizer)
     assert raised.value.verdict.kind == "input data"
-    assert raised.value.verdict.advice.startswith(f"if th{'is is a' if value < 0 else 'ese are'} {word}")
+    assert raised.value.verdict.advice.startswith(f"if the tensor {'is a' if value < 0 else 'holds'} {word}")
     assert "neginf=0" not in raised.value.verdict.advice
     session.close()

@@ -40,12 +40,12 @@ def steep(plan, scaling):
 def test_a_scale_that_keeps_going_back_to_its_floor_is_an_alarm_and_the_cure_trains(plan, interval):
     scaling = Scaling("dynamic", init=1 / 8, min=1 / 8, growth_interval=interval)  # 1/4 is skipped, 1/8 never
     train = steep(plan, scaling)
-    with pytest.raises(NumericsError, match=r"the loss scale lives at its floor, 0\.125") as caught:
+    with pytest.raises(NumericsError, match=r"the loss scale keeps returning to its floor, 0\.125") as caught:
         train(12 * (interval + 1))
     verdict = caught.value.verdict
     assert (verdict.kind, verdict.phase) == ("scale too high", "backward")
     assert verdict.cure == (dataclasses.replace(scaling, growth_interval=2000),)
-    assert f"growth_interval={interval} takes it from 0.125 back to 0.25" in verdict.advice
+    assert f"growth_interval={interval} it soon grows from 0.125 back to 0.25" in verdict.advice
     assert steep(plan, *verdict.cure)(40) == 0
 
 

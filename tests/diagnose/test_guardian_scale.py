@@ -65,7 +65,7 @@ def test_a_loss_scale_below_1_is_named_where_only_that_helps(scaling, limit):
     assert f"like those before it: the loss scale is too high, and {limit}\n" in str(error)
     assert "would not help" not in str(error)
     assert (
-        "this operation needs a loss scale of 0.125 or less; later ones in the backward pass may need less"
+        "this operation needs a loss scale of 0.125 or less; later operations of the backward pass may need less"
         in verdict.evidence
     )
     assert "not tried" in verdict.advice
@@ -110,7 +110,7 @@ def test_of_a_constant_scale_that_the_first_overflow_fits_nothing_more_is_claime
     verdict = alarm(train_on, loss, session, optimizer).verdict
     assert (verdict.kind, verdict.cure) == ("scale too high", (Scaling("dynamic", init=2.0**15, min=1.0),))
     assert (
-        "this operation needs a loss scale of 32768 or less; later ones in the backward pass may need less"
+        "this operation needs a loss scale of 32768 or less; later operations of the backward pass may need less"
         in verdict.evidence
     )
     assert "are finite" not in str(verdict)

@@ -86,7 +86,7 @@ def test_an_infinity_that_a_backward_multiplies_by_is_the_origin_and_no_mask(low
     verdict = halfstep.blame(session, lambda: model(inputs).float().square().mean())
     assert (verdict.kind, verdict.module, verdict.operator, verdict.phase) == ("invalid", "1.1", "mul", "backward")
     assert verdict.where.endswith("in backward")
-    assert verdict.advice == "the code passes the number inf to mul: see where that number comes from"
+    assert verdict.advice == "the code passes inf to mul: check where it comes from"
 
 
 class MaskedAgain(torch.autograd.Function):

@@ -175,8 +175,8 @@ def test_an_own_clip_is_after_the_backward_pass(plan, clip):
     assert "called on gradients, after the backward pass" in verdict.evidence
     # no closure can contain it, and no mask is in it
     assert verdict.advice == (
-        f"the code between the backward pass and the step, {verdict.where}, wrote this into the gradients, which were "
-        f"finite: look at what it passes to {verdict.operator}"
+        f"the gradients were finite until the code between the backward pass and the step, {verdict.where}, changed "
+        f"them: check what it passes to {verdict.operator}"
     )
     assert f" in {clip.__name__}" in verdict.where
 
@@ -306,18 +306,18 @@ def test_a_number_that_a_custom_backward_brings_in_is_its_own(plan, rule, operat
         verdict = halfstep.blame(session, lambda: model(ONES).float().square().mean())
     assert (verdict.kind, verdict.operator, verdict.module, verdict.phase) == ("invalid", operator, "1.1", "backward")
     assert verdict.where.startswith("test_places.py:")
-    assert verdict.advice == f"the code passes the number {number} to {operator}: see where that number comes from"
+    assert verdict.advice == f"the code passes {number} to {operator}: check where it comes from"
 
 
 SOME = [torch.inf, 1.0, -torch.inf, *(13 * [1.0])]
-OUTSIDE = "the backward of Custom computes this outside of torch, or sets it: see what it does at these inputs"
+OUTSIDE = "the backward of Custom computes these values outside of torch, or sets them: check what it does here"
 SEVERAL = [
     (lambda gradient: gradient * torch.tensor(SOME), "mul", "1 inf and 1 -inf in 16 elements"),
     (lambda gradient: gradient * gradient.new_tensor(SOME), "mul", "1 inf and 1 -inf in 16 elements"),
     (
         lambda gradient: torch.from_numpy(gradient.float().numpy() * SOME).to(gradient.dtype),
         "to",
-        "in 64 elements: see where",
+        "in 64 elements: check where",
     ),
     (lambda gradient: gradient.new_tensor([SOME] * 4), "Custom", OUTSIDE),
 ]

@@ -242,7 +242,7 @@ def test_an_examination_has_all_parts_and_prints(quick):
     found = doctor.examine(CPU, tell=said.append)
     assert isinstance(found, Examination)
     assert len(said) == 3
-    assert {choice.what.split()[0] for choice in found.choices} == {"bf16", "fp16", "attention"}
+    assert {choice.what.split()[0] for choice in found.choices} == {"bf16", "fp16", "attention's"}
     fields = json.loads(to_json(found))
     assert fields["rates"][0]["format"] == "fp32"
     assert fields["level"] in ("O0", "O1")
@@ -264,7 +264,7 @@ def test_what_is_saved_goes_before_the_table(quick, config, monkeypatch, caplog)
     again = doctor.examine(CPU)
     attention = again.choices[-1]
     said = (attention.used, attention.measured, attention.agrees)
-    assert said == ("32: 16, 64: 16, 128: 16", "never", False)
+    assert said == (", ".join(f"16 at head width {width}" for width in (32, 64, 128)), "never", False)
     assert attention.table == choices._lengths(before.wide_backward)
     lines = [str(part) for part in doctor_report(again).renderables]
     assert any(f"{attention.used} (by the table: {attention.table}); measured here: never" in line for line in lines)

@@ -284,7 +284,7 @@ FAILING = [
     Row("Python error", picky, "step fails",
         (f"test_trace.py:{picky.__code__.co_firstlineno + 2} in picky", "TypeError: fp32 alone"), "error",
         cure=(Rule("planted", FULL),)),
-    Row("in every format", broken, "step fails", ("it fails in fp32 as well, so no format is the reason",), "error",
+    Row("in every format", broken, "step fails", ("it fails in fp32 as well, so the format is not the cause",), "error",
         cure=()),
     Row("backward", Bad.apply, "step fails", ("in backward", "fp32 gradients alone"), "error"),
     Row("BCE at O1", bce, "BCE on low inputs", (), "error", "O1", "bf16",
@@ -346,7 +346,7 @@ def test_a_model_that_cannot_be_copied_is_not_said_to_fail_in_fp32():
     model.kept = threading.Lock()
     error = only(checked(model)[0])
     assert error.cure == ()
-    assert "no edit could be tried, as the model cannot be copied: TypeError: cannot pickle" in error.advice
+    assert "no edit could be tried, because the model cannot be copied: TypeError: cannot pickle" in error.advice
 
 
 def test_what_a_forward_left_in_an_attribute_does_not_keep_an_edit_from_being_tried():
@@ -464,7 +464,7 @@ def test_what_makes_a_stream_fp32_is_named_with_its_line(add, what, plan):
     note = only(found)
     assert (note.severity, note.code) == ("note", "fp32 stream")
     assert note.place.startswith("(model), test_trace.py:")
-    assert note.evidence.startswith("an fp32 stream starts because ")
+    assert note.evidence.startswith("values are fp32 from here on, because ")
     assert what in note.evidence
     assert ("input='low'" in note.advice) == ("input" in what)
 

@@ -49,7 +49,7 @@ REPLACED = (
     "this optimizer shares parameters with a newer optimizer; at {level} halfstep steps only the newest optimizer of a "
     "parameter; create each optimizer with its own parameters, or use --level O1 --low bf16"
 )
-NOT_USED = "the script uses {what}, which decides what runs in low precision; halfstep run ignores the {asked}"
+NOT_USED = "the script uses {what}, which decides what runs in low precision, so halfstep run ignores the {asked}"
 FOR_APEX = "; the low format {low} is used by the stand-in for apex"
 DEFAULT = "O1"
 _LOG = logging.getLogger("halfstep")

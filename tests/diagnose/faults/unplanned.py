@@ -146,7 +146,7 @@ POLES = (
             ("var", FORWARD, INVALID), "pass correction=0"),
     no_edit("NaN that the code writes", lambda x: x.masked_fill(first_row(x), math.nan),
             lambda x: x.masked_fill(first_row(x), 0.0), ("masked_fill", FORWARD, INVALID),
-            "the code passes the number NaN"),
+            "the code passes NaN to"),
     no_edit("exp of what is left out", lambda x: torch.where(x > 0.1, x, torch.exp(-300 * x)),
             lambda x: torch.where(x > 0.1, x, torch.exp(-x)), ("exp", FORWARD, OVERFLOW), "scale its inputs down"),
     no_edit("two exponentials in a line", lambda x: torch.exp(torch.exp(6 * x)) * 0 + x, lambda x: torch.exp(x) * 0 + x,
