@@ -62,6 +62,10 @@ def test_a_recorder_is_told_what_opens_and_what_it_is_given_and_a_function_is_no
     record = backward_and_step(session, model(torch.ones(1, 2)).sum())
     assert kept.others == [start, finding]
     assert kept.steps == steps == [record]
+    with session.trial(session.plan) as trial:  # which is no session of its own to them
+        trial.tell(finding)
+        assert trial.last_step(0) == session.last_step(0)
+    assert kept.others == [start, finding, finding]
 
 
 def test_log_live_line_and_tensorboard_take_all_that_a_session_gives(tmp_path):
