@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from numbers import Number
 from typing import Any
 
 import torch
@@ -42,6 +41,7 @@ _MIXED_ON_CPU = ("group_norm",)
 # adds up the gradients of its parameters in the format of its input, whatever theirs is (torch 2.13)
 _LOW_SUMS_ON_CPU = ("layer_norm", "native_layer_norm")
 _TRACING = DispatchKey.PythonDispatcher
+_NUMBERS = (int, float, complex, torch.SymInt, torch.SymFloat)
 _COMPOSITE = DispatchKey.CompositeImplicitAutograd
 # refuse low tensors whatever dtype says
 _DTYPE_IN_VAIN = ("linalg_matrix_norm",)
@@ -71,7 +71,7 @@ class OpSite:
 
     def below(self, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Runs the op itself without casts; autocast stays on for its parts."""
-        if any(isinstance(args[i], Number) for i in self._tensors if i < len(args)):
+        if any(isinstance(args[i], _NUMBERS) for i in self._tensors if i < len(args)):
             return self._below_with_number(args, kwargs)
         if keyset.has(_TRACING):
             return self._below_traced(keyset, args, kwargs)
