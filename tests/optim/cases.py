@@ -50,6 +50,11 @@ NOVOGRADS = [
 ]
 OWN = ADAMS + SGDS + LIONS
 WHOLE = LAMBS + NOVOGRADS  # which take whole weights, and so run in eager code alone
+OWN_STEP = [  # options that a row does not read: with these the optimizer's own step runs
+    (Adam, {"differentiable": True}),
+    (AdamW, {"differentiable": True}),
+    (SGD, {"differentiable": True}),
+]
 
 HERE = [name for name in IMPLEMENTATIONS if name != "triton"]  # on a CPU; that one has tests/kernels/test_triton.py
 
