@@ -11,8 +11,10 @@ To add an optimizer, in three files:
 2. A row in `TABLE` below, by the exact class of the optimizer, since a subclass may compute something else. A subclass
    that differs only in its constructor can share the row: it sets its class attribute `updates_as` to the row's class.
 3. For speed on a CPU, a struct in `halfstep/kernels/optimizers.h`, listed in `find_optimizer`, and its name in the row.
-   It must give the same bits as the law: add the optimizer to `OWN` in tests/optim/cases.py, and the tests compare
-   them. A Triton kernel for CUDA can follow (`halfstep/kernels/triton.py`); until then the law runs there.
+   It must give the same bits as the law. A Triton kernel for CUDA can follow (`halfstep/kernels/triton.py`); until
+   then the law runs there.
+
+CONTRIBUTING.md says how it is tested.
 """
 
 from __future__ import annotations

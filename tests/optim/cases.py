@@ -81,6 +81,11 @@ def options_of(optimizer):
     return TABLE[type(optimizer)].options(optimizer.param_groups[0])
 
 
+def has_kernel(implementation, cls, options):
+    """Whether an implementation computes the update of an optimizer with these options, by its row."""
+    return IMPLEMENTATIONS[implementation].kernel(TABLE[cls], options_of(cls(parameters(), **options))) is not None
+
+
 @dataclass
 class Run:
     params: list
