@@ -113,8 +113,10 @@ def unsupported_options(optimizer: Optimizer) -> list[str]:
     options other than the learning rate whose value is a tensor.
     """
     cls, found = _class_of_row(type(optimizer)), []
+    if cls not in TABLE:
+        return []
     parameters = inspect.signature(cls).parameters
-    for group in optimizer.param_groups if cls in TABLE else ():
+    for group in optimizer.param_groups:
         read = _Read(group)
         TABLE[cls].options(read)
         for name in optimizer.defaults.keys() & group.keys() - KERNELS:
