@@ -348,9 +348,9 @@ class Observation:
         """The share of updates that were smaller than half a unit in the last place; None if `kind` is not `UPDATE`.
 
         Updates of exactly zero (no gradient, a skipped step) are not counted. If the weight has a master, small updates
-        add up in the master; if it has no master (O3), they are lost for good. For optimizers other than torch's Adam,
-        AdamW and SGD and halfstep's Lion, only changes of the fp32 value are seen: an update that fp32 rounds away
-        counts as zero.
+        add up in the master; if it has no master (O3), they are lost for good. For optimizers whose own step
+        runs, and for those that need whole weights (LAMB, NovoGrad), only changes of the fp32 value are seen: an update
+        that fp32 rounds away counts as zero.
         """
         if self.kind != UPDATE:
             return None

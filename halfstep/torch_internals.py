@@ -88,6 +88,7 @@ if TYPE_CHECKING:
     from torch._C import DispatchKey as DispatchKey
     from torch._C import FunctionSchema as FunctionSchema
     from torch._ops import OpOverload as OpOverload
+    from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef
     from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
@@ -97,6 +98,7 @@ else:
     DispatchKey = _name("torch._C.DispatchKey")
     FunctionSchema = _name("torch._C.FunctionSchema")
     OpOverload = _name("torch._ops.OpOverload")  # an operation as a dispatch mode and the op registry see it
+    StorageWeakRef = _name("torch.multiprocessing.reductions.StorageWeakRef")  # of memory; undocumented
     BatchNormBase = _name("torch.nn.modules.batchnorm._NormBase")  # of batch and instance norms
     BatchNorm = _name("torch.nn.modules.batchnorm._BatchNorm")
     TorchDispatchMode = _name("torch.utils._python_dispatch.TorchDispatchMode")  # sees every operation
@@ -313,12 +315,15 @@ class OpenAutocast(TorchAutocast):
         return self._enabled
 
     def again(self) -> torch.autocast:
-        """Returns a `torch.autocast` with the same settings, without repeating the warnings of this instance."""
+        """Returns a `torch.autocast` with the same settings, without repeating the warnings of this instance.
+
+        Relies on internals of torch that tests/torch_behaviours.py checks.
+        """
         return TorchAutocast(self.device, self.fast_dtype, self._enabled, self._cache_enabled)
 
 
-_READY: Any = _name("torch.amp.grad_scaler.OptState").READY
-_UNSCALED: Any = _name("torch.amp.grad_scaler.OptState").UNSCALED
+_READY: Any = _name("torch.amp.grad_scaler.OptState.READY")
+_UNSCALED: Any = _name("torch.amp.grad_scaler.OptState.UNSCALED")
 _fresh_optimizer_state: Callable[[], dict[str, Any]] = _name("torch.amp.grad_scaler._refresh_per_optimizer_state")
 for _of_scaler in (
     "_maybe_opt_step",
@@ -551,7 +556,8 @@ def saved_by(node: Any) -> list[Tensor]:
 def is_users_function(node: Any) -> bool:
     """Tells whether an autograd node is of a `torch.autograd.Function` that is not torch's own.
 
-    The Functions of FSDP2, for example, are torch's own.
+    The Functions of FSDP2, for example, are torch's own. Relies on internals of torch that tests/torch_behaviours.py
+    checks.
     """
     if not isinstance(node, torch.autograd.function.BackwardCFunction):
         return False
@@ -594,10 +600,14 @@ def end_allocations() -> list[tuple[str, int]]:
     ]
 
 
+_takes_bf16: Callable[[], bool] | None = None
+if torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+    _takes_bf16 = _name("torch.ops.mkldnn._is_mkldnn_bf16_supported")
+
+
 def onednn_takes_bf16() -> bool:
-    """Returns whether torch's oneDNN computes bf16 products here; True if this torch cannot tell."""
-    ask = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
-    return True if ask is None else bool(ask())
+    """Returns whether torch's oneDNN computes bf16 products here; True if this torch was built without oneDNN."""
+    return _takes_bf16 is None or bool(_takes_bf16())
 
 
 def missing() -> list[str]:

@@ -2,9 +2,11 @@
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -36,14 +38,23 @@ OF_OBJECTS = {
     *("_join_config", "_destroy", "_config", "_enabled", "_growth_tracker", "_growth_factor", "_per_optimizer_states"),
     *("_check_scale_growth_tracker", "_lazy_init_scale_growth_tracker", "_found_inf_per_device"),
 }
+HOLDERS = (
+    *(torch, torch._C, torch.Tensor, torch.UntypedStorage, torch.nn.Module, torch.optim.Optimizer, torch.autocast),
+    *(torch.amp.GradScaler, torch.optim.lr_scheduler.LRScheduler, torch.optim.swa_utils.AveragedModel),
+    *(torch.nn.parallel.DistributedDataParallel, torch.library.Library, torch.ops.aten.mm.default),
+)
 STATE_KEYS = {"_growth_tracker"}  # also a key in the states that torch's GradScaler documents
-METHODS = {name for name in OF_OBJECTS if hasattr(torch.amp.GradScaler, name)}  # not to be overridden elsewhere
 STANDARD = {"_make", "_replace", "_fields", "_asdict", "_getframe"}  # of Python's tuples and its stack
 LIBRARY = {"_name", "_fields_"}  # of ctypes
+UNDOCUMENTED = {"torch.multiprocessing.reductions"}
 
 
 def is_private(name):
     return name.startswith("_") and not name.startswith("_halfstep_") and not name.endswith("__")
+
+
+ATTRIBUTES = OF_OBJECTS | {name for each in HOLDERS for name in dir(each) if is_private(name)} - LIBRARY
+METHODS = {name for name in dir(torch.amp.GradScaler) if is_private(name)}  # not to be overridden elsewhere
 
 
 def is_own(node):
@@ -61,33 +72,49 @@ def own_names(tree):
     }
 
 
-def in_import(node, own, here):
+def in_import(node, known):
     paths = [alias.name for alias in node.names]
     module = getattr(node, "module", None) or paths[0]
     parts = ".".join((module, *paths)).split(".")
-    return [part for part in parts if is_private(part)] if module.partition(".")[0] == "torch" else []
+    found = [part for part in parts if is_private(part)] if module.partition(".")[0] == "torch" else []
+    return [*found, *({module, *paths} & UNDOCUMENTED)]
 
 
-def in_attribute(node, own, here):
-    name = node.attr
+def in_attribute(node, known):
+    name, own = node.attr, is_own(node.value)
     of_torch = ast.unparse(node).startswith(("torch.", "aten."))
-    of_object = name in OF_OBJECTS and not (is_own(node.value) and name in here)
-    return [name] if is_private(name) and (of_torch or of_object or name not in own | STANDARD | LIBRARY) else []
+    of_object = name in ATTRIBUTES and not (own and name in known.here)
+    known_here = name in (known.anywhere if own else known.near) | STANDARD | LIBRARY
+    return [name] if is_private(name) and (of_torch or of_object or not known_here) else []
 
 
-def in_constant(node, own, here):
+def in_constant(node, known):
     text = node.value if isinstance(node.value, str) else ""
-    return [text] if text in OF_OBJECTS - STATE_KEYS or text.startswith("torch._") else []
+    of_torch = text.startswith("torch.") and any(map(is_private, text.split(".")))
+    return [text] if text in OF_OBJECTS - STATE_KEYS or of_torch else []
 
 
-def in_call(node, own, here):
+def in_call(node, known):
     if ast.unparse(node.func).rpartition(".")[2] not in TAKERS:
         return []
     given = [each.value for each in node.args if isinstance(each, ast.Constant) and isinstance(each.value, str)]
-    return [name for name in given if is_private(name) and name not in own | STANDARD]
+    return strange([name for each in given for name in each.split(".")], known)
 
 
-def in_function(node, own, here):
+def in_subscript(node, known):
+    name = getattr(node.slice, "value", None)
+    return strange([name], known) if isinstance(name, str) else []
+
+
+def in_pattern(node, known):
+    return strange(node.kwd_attrs, known)
+
+
+def strange(names, known):
+    return [name for name in names if is_private(name) and name not in known.anywhere | STANDARD]
+
+
+def in_function(node, known):
     return [node.name] if node.name in METHODS else []
 
 
@@ -97,22 +124,38 @@ IN = {
     ast.Attribute: in_attribute,
     ast.Constant: in_constant,
     ast.Call: in_call,
+    ast.Subscript: in_subscript,
+    ast.MatchClass: in_pattern,
     ast.FunctionDef: in_function,
 }
 
 
-def foreign_names(tree, own):
-    """Returns each private name in a file that is none of halfstep's `own`, with its line."""
+class Known(NamedTuple):
+    """The names that halfstep defines: anywhere, in the folder of a file, and in the file."""
+
+    anywhere: set
+    near: set
+    here: set
+
+
+def foreign_names(tree, anywhere, folder=frozenset()):
+    """Returns each private name in a file that is none of halfstep's, with its line.
+
+    A name that halfstep defines `anywhere` may be inherited, as `self._name`; on other objects it has to be defined in
+    the file or its `folder`.
+    """
     here = own_names(tree)
+    known = Known(anywhere, here | folder, here)
     nodes = [node for node in ast.walk(tree) if type(node) in IN]
-    return [f"{node.lineno} {name}" for node in nodes for name in IN[type(node)](node, own, here)]
+    return [f"{node.lineno} {name}" for node in nodes for name in IN[type(node)](node, known)]
 
 
 def parsed(path):
     return ast.parse(path.read_text(encoding="utf-8"), str(path))
 
 
-OWN = {name for path in FILES for name in own_names(parsed(path)) if is_private(name)}
+NAMES = {path: {name for name in own_names(parsed(path)) if is_private(name)} for path in FILES}
+OWN = set().union(*NAMES.values())
 
 
 # Keras's own, which has no public name for them; the adapter's tests run on the releases that its extra allows.
@@ -120,12 +163,11 @@ KERAS = {"_dtype_policy", "_variable_dtype", "_flatten_layers", "_trainable_vari
 
 
 def test_no_other_file_names_a_private_name_of_torch():
-    keras = PACKAGE / "adapters" / "keras"
-    found = [
-        f"{path.relative_to(PACKAGE)}:{each}"
-        for path in FILES
-        for each in foreign_names(parsed(path), OWN | KERAS if keras in path.parents else OWN)
-    ]
+    found = []
+    for path in FILES:
+        keras = KERAS if PACKAGE / "adapters" / "keras" in path.parents else set()
+        folder = keras.union(*(NAMES[each] for each in FILES if each.parent == path.parent))
+        found += [f"{path.relative_to(PACKAGE)}:{each}" for each in foreign_names(parsed(path), OWN | keras, folder)]
     assert found == []
 
 
@@ -152,13 +194,23 @@ def test_no_other_file_names_a_private_name_of_torch():
         "'_orig_mod' in names",
         "'torch._dynamo' in sys.modules",
         "def _lazy_init_scale_growth_tracker(self, dev): ...",
+        "import_module('torch.utils._pytree')",
+        "vars(module)['_forward_hooks_with_kwargs']",
+        "operator.attrgetter('mm._schema')",
+        "match module:\n    case nn.Module(_forward_hooks=hooks): ...",
+        "module._apply(torch.Tensor.cpu)",
+        "optimizer._stack",
+        "loader._collate",
+        "from torch.multiprocessing.reductions import StorageWeakRef",
     ],
 )
 def test_a_private_name_is_found(code):
     assert foreign_names(ast.parse(code), OWN)
 
 
-@pytest.mark.parametrize("code", ["self._buffers = []; self._buffers", "place._replace(a=1)", "x.__dict__", "own._run"])
+@pytest.mark.parametrize(
+    "code", ["self._buffers = []; self._buffers", "place._replace(a=1)", "x.__dict__", "_run = 1; x._run"]
+)
 def test_a_name_of_halfsteps_own_is_none_of_torchs(code):
     assert foreign_names(ast.parse(code), OWN) == []
 
@@ -218,6 +270,9 @@ def test_an_attribute_that_modules_no_longer_have_is_missing(monkeypatch, name):
         ("DISPATCH_FILES", (os.path.join(torch_internals.FOLDER, "_operators.py"),), "files and functions"),
         ("_JOIN", "_joined", "DistributedDataParallel"),
         ("_SYNCS", "sync", "DistributedDataParallel"),
+        ("_HOOKS", "_hooks_of_communication", "DistributedDataParallel"),
+        ("OpenAutocast", torch.autocast, "torch.autocast has"),
+        ("is_users_function", lambda node: False, "autograd nodes of Functions"),
         ("_CLASS_INDEX", "_cls_index", "fully_shard"),
         ("_SHARDING", "Sharded", "fully_shard"),
         ("_FAKE", "Fake", "fully_shard"),
@@ -233,13 +288,24 @@ def test_what_a_release_does_otherwise_is_told(monkeypatch, name, value, told):
     assert found.startswith(told)
 
 
-def test_an_import_without_a_name_is_one_error_that_says_which_and_what_works():
-    program = "import torch; del torch._C._current_graph_task_id, torch._foreach_norm; import halfstep"
+@pytest.mark.parametrize(
+    "paths",
+    [
+        ["torch._C._current_graph_task_id", "torch._foreach_norm"],
+        ["torch.amp.grad_scaler.OptState"],
+        ["torch.multiprocessing.reductions.StorageWeakRef"],
+    ],
+)
+def test_an_import_without_a_name_is_one_error_that_says_which_and_what_works(paths):
+    program = f"import torch, torch.multiprocessing.reductions; del {', '.join(paths)}; import halfstep"
     run = subprocess.run([sys.executable, "-c", program], cwd=PACKAGE.parent, capture_output=True, text=True)
     assert run.returncode == 1
-    assert run.stderr.splitlines()[-1] == (
-        f"ImportError: torch {torch.__version__} lacks torch._C._current_graph_task_id, torch._foreach_norm, which "
-        f"this halfstep uses; install torch {torch_internals.WORKS_WITH}, or a newer halfstep"
+    said = run.stderr.splitlines()[-1]
+    assert all(path in said for path in paths)
+    assert re.fullmatch(
+        rf"ImportError: torch {re.escape(torch.__version__)} lacks [^ ]+(, [^ ]+)*, which this halfstep uses; "
+        rf"install torch {torch_internals.WORKS_WITH}, or a newer halfstep",
+        said,
     )
 
 

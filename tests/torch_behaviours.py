@@ -207,7 +207,35 @@ def _states_have_metadata():
     return internals.metadata_of(nn.Linear(1, 1).state_dict()).get("", {}).get("version") == 1
 
 
+def _autocasts_keep_settings():
+    made = internals.OpenAutocast("cpu", torch.bfloat16, False, cache_enabled=False)
+    again = [internals.OpenAutocast("cpu", torch.bfloat16, on, cache_enabled=on).again() for on in (True, False)]
+    seen = []
+    for each in again:
+        with each:
+            seen.append((torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled()))
+    return not made.enabled and seen == [(True, True), (False, False)]
+
+
+class _Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2
+
+
+def _nodes_know_their_functions():
+    x = torch.ones(2, dtype=torch.float32, device="cpu", requires_grad=True)
+    made = _Twice.apply(x), checkpoint(torch.sin, x, use_reentrant=True), x.sin()
+    return [internals.is_users_function(each.grad_fn) for each in made] == [True, False, False]
+
+
 BEHAVIOURS = {
+    "torch.autocast has _enabled and _cache_enabled": _autocasts_keep_settings,
+    "autograd nodes of Functions have _forward_cls": _nodes_know_their_functions,
     "AveragedModel.update_parameters asks both models for their parameters itself": _averages_ask_for_parameters,
     "step hooks of all optimizers lie in two dicts": _global_hooks_are_kept,
     f"LR schedulers look at {internals._STEPPED} and {internals.SCHEDULED}": _schedulers_see_marks,

@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from halfstep.torch_internals import saved_tensor_hooks, storage_identity, tree_leaves
+from halfstep.torch_internals import StorageWeakRef, saved_tensor_hooks, storage_identity, tree_leaves
 
 _MANY = 64  # calls of one module at least, before those whose memory is gone are dropped
 

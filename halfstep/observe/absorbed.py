@@ -8,7 +8,6 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from halfstep.formats import LOW_DTYPES, as_format
 from halfstep.modes import as_called
@@ -17,7 +16,7 @@ from halfstep.observe.outputs import readable
 from halfstep.observe.recompute import widened
 from halfstep.observe.schemas import is_collective, is_uninitialised, is_view, written
 from halfstep.records import AbsorbedOverflow
-from halfstep.torch_internals import in_backward, storage_identity, tree_leaves
+from halfstep.torch_internals import StorageWeakRef, in_backward, storage_identity, tree_leaves
 
 TOLERANCE = 0.05
 """Relative difference to fp32 above which an overflow has done harm; rounding alone causes about 0.001."""

@@ -16,7 +16,6 @@ from types import CodeType, FrameType, FunctionType, TracebackType
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from halfstep.observe.nonfinite import elements
 from halfstep.plan.compatibility import unwrap
@@ -29,6 +28,7 @@ from halfstep.torch_internals import (
     FOLDER,
     FUNCTIONAL_FILES,
     NO_BACKWARD,
+    StorageWeakRef,
     backward_task,
     sparse_values,
     storage_identity,

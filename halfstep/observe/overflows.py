@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from halfstep.modes import as_called, run_uncompiled, take_off
 from halfstep.observe.absorbed import Absorbed, OverflowTrail, is_plain
@@ -22,7 +21,7 @@ from halfstep.observe.opnames import public_name
 from halfstep.observe.schemas import aten_name, written
 from halfstep.observe.stats import measure
 from halfstep.records import ABSORBED, Observation
-from halfstep.torch_internals import TorchDispatchMode, in_backward, storage_identity, tree_leaves
+from halfstep.torch_internals import StorageWeakRef, TorchDispatchMode, in_backward, storage_identity, tree_leaves
 
 _LOG = logging.getLogger("halfstep")
 Under = Callable[[TorchDispatchMode], AbstractContextManager[None]]

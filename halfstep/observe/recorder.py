@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from halfstep.modes import as_called
 from halfstep.observe.absorbed import OverflowTrail
@@ -28,6 +27,7 @@ from halfstep.observe.schemas import aten_name, is_collective, is_uninitialised,
 from halfstep.records import AFTER_BACKWARD, OpCall
 from halfstep.torch_internals import (
     NO_BACKWARD,
+    StorageWeakRef,
     TorchDispatchMode,
     backward_task,
     next_sequence_number,

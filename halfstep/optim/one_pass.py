@@ -20,7 +20,7 @@ from halfstep.optim.hooks import has_hooks, run_post_hooks, run_pre_hooks
 from halfstep.optim.implementations import IMPLEMENTATIONS, Implementation, update
 from halfstep.optim.masters import MasterStore
 from halfstep.optim.sparse import SparseRows, touched_rows, widened
-from halfstep.optim.table import OptimizerRow
+from halfstep.optim.table import OptimizerRow, unsupported_options
 from halfstep.processes.shards import is_sharded, like, local, part_of, spread
 from halfstep.torch_internals import mark_stepped
 
@@ -136,6 +136,11 @@ class OnePassStepper:
 
     def _sorted(self, params: list[Parameter], grads: list[Tensor], all_options: list[Options]) -> BatchCache:
         """Sorts parameters and gradients into batches and sparse rows, and makes the state that is missing."""
+        if ignored := unsupported_options(self._optimizer):
+            raise SessionError(
+                f"{type(self._optimizer).__name__} now has {', '.join(ignored)}, which halfstep's update of it does "
+                "not support; set this back, or set it before halfstep.initialize: the optimizer's own step then runs"
+            )
         cache = BatchCache()
         for options, members in zip(all_options, self._by_group(params, grads), strict=True):
             self._gather(options, members, cache)

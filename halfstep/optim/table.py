@@ -6,16 +6,20 @@ To add an optimizer, in three files:
    `numbers` that its kernels take; `options(group)`, which reads them from a param group; and `eager`, its law, which
    yields the new weight and the new states of each parameter (`halfstep.optim.eager.Law`). With these the optimizer
    works on every device, for weights of every layout, with skipped steps, `observe` and checkpoints. For its `step`
-   without a session, call `halfstep.optim.own_step`.
+   without a session, call `halfstep.optim.own_step`. Where an option that `options` does not read differs from its
+   default, the optimizer's own `step` runs.
 2. A row in `TABLE` below, by the exact class of the optimizer, since a subclass may compute something else. A subclass
    that differs only in its constructor can share the row: it sets its class attribute `updates_as` to the row's class.
 3. For speed on a CPU, a struct in `halfstep/kernels/optimizers.h`, listed in `find_optimizer`, and its name in the row.
-   It must give the same bits as the law: add the optimizer to `OWN` in tests/optim/cases.py, and the tests compare
-   them. A Triton kernel for CUDA can follow (`halfstep/kernels/triton.py`); until then the law runs there.
+   It must give the same bits as the law. A Triton kernel for CUDA can follow (`halfstep/kernels/triton.py`); until
+   then the law runs there.
+
+CONTRIBUTING.md says how it is tested.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
@@ -91,6 +95,8 @@ TABLE: dict[type[Optimizer], OptimizerRow] = {
     novograd.NovoGrad: OptimizerRow(options=novograd.options, eager=novograd.eager, counts=True, whole=True),
 }
 
+KERNELS = {"foreach", "fused", "capturable"}  # options of torch that choose how its own step computes, not what
+
 
 def has_row(cls: type[Optimizer]) -> bool:
     """Returns whether halfstep updates optimizers of `cls` by a row of its table, if their options permit."""
@@ -98,20 +104,48 @@ def has_row(cls: type[Optimizer]) -> bool:
 
 
 def row_of(optimizer: Optimizer) -> OptimizerRow | None:
-    """Returns the row of `optimizer`; None if it has none, or has options that only its own `step` supports.
+    """Returns the row of `optimizer`; None if it has none, or has options that only its own `step` supports."""
+    return None if unsupported_options(optimizer) else TABLE.get(_class_of_row(type(optimizer)))
 
-    Such options are `differentiable=True`, and a tensor as the value of any number except the learning rate.
+
+def unsupported_options(optimizer: Optimizer) -> list[str]:
+    """Returns the options of an optimizer that only its own `step` supports, as "name=value"; empty if it has no row.
+
+    These are options that its row does not read, unless they have the default value or only choose a kernel, and
+    options other than the learning rate whose value is a tensor.
     """
-    row = TABLE.get(_class_of_row(type(optimizer)))
-    if row is None:
-        return None
+    cls, found = _class_of_row(type(optimizer)), []
+    if cls not in TABLE:
+        return []
+    parameters = inspect.signature(cls).parameters
     for group in optimizer.param_groups:
-        options = row.options(group)
-        if group.get("differentiable") or any(
-            isinstance(number, Tensor) for number in (options.weight_decay, *options.numbers)
-        ):
-            return None
-    return row
+        read = _Read(group)
+        TABLE[cls].options(read)
+        for name in optimizer.defaults.keys() & group.keys() - KERNELS:
+            value = group[name]
+            if any(isinstance(each, Tensor) for each in (value if isinstance(value, tuple | list) else [value])):
+                supported = name == "lr"
+            else:
+                supported = name in read.names or (name in parameters and value == parameters[name].default)
+            if not supported:
+                found.append(f"{name}={value!r}")
+    return sorted({*found})
+
+
+class _Read(dict[str, Any]):
+    """A param group that notes in `names` which of its options are read."""
+
+    def __init__(self, group: Mapping[str, Any]) -> None:
+        super().__init__(group)
+        self.names: set[str] = set()
+
+    def __getitem__(self, name: str) -> Any:
+        self.names.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.names.add(name)
+        return super().get(name, default)
 
 
 def _class_of_row(cls: type[Optimizer]) -> type[Optimizer]:

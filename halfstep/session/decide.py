@@ -16,7 +16,7 @@ from halfstep.cast.functions import check_functions
 from halfstep.errors import SetupError
 from halfstep.machine import DeviceFacts, Processor
 from halfstep.optim.steppers import needs_closure
-from halfstep.optim.table import row_of
+from halfstep.optim.table import row_of, unsupported_options
 from halfstep.plan.choose import needs_emulation
 from halfstep.plan.compatibility import (
     check_closures,
@@ -129,12 +129,13 @@ def say_what_steps_itself(decision: Decision, optimizers: Sequence[Optimizer]) -
     if decision.plan.param == "low" or (decision.mixed and decision.device.type != "cpu"):
         for optimizer in optimizers:
             if row_of(optimizer) is None:
-                _say_that_it_steps_itself(type(optimizer).__name__)
+                options = ", ".join(unsupported_options(optimizer))
+                _say_that_it_steps_itself(type(optimizer).__name__ + (options and f" with {options}"))
 
 
 @functools.cache
 def _say_that_it_steps_itself(name: str) -> None:
-    """Warns, once per process and `name`, that halfstep has no update for this optimizer class, and what that costs."""
+    """Warns, once per process and `name`, that halfstep has no update for such an optimizer, and what that costs."""
     _LOG.warning(
         "halfstep has no update of its own for %s, so the optimizer's own step runs. It needs fp32 copies of the "
         "weights that are stored low (2 bytes per parameter more than split masters take), and waits for the device at "

@@ -278,7 +278,9 @@ def nothing_said():
 
 @pytest.mark.usefixtures("nothing_said")
 @pytest.mark.parametrize("low", ["bf16", "fp16"])
-@pytest.mark.parametrize("build", [torch.optim.RMSprop, type("MyAdamW", (torch.optim.AdamW,), {})])
+@pytest.mark.parametrize(
+    "build", [type("MyRMSprop", (torch.optim.RMSprop,), {}), type("MyAdamW", (torch.optim.AdamW,), {})]
+)
 def test_an_optimizer_without_an_own_update_steps_on_copies_and_it_is_said_once(build, low, caplog):
     with caplog.at_level("WARNING", "halfstep"):
         for _ in range(2):

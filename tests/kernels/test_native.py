@@ -11,7 +11,7 @@ from torch.optim import SGD, AdamW
 from halfstep.kernels import build, native
 from halfstep.kernels.batch import Batch
 from halfstep.scale.norm import read_with_torch
-from tests.optim.cases import ADAMS, FALSE, OWN, TRUE, assert_same_bits, options_of, own_run
+from tests.optim.cases import ADAMS, FALSE, OWN, TRUE, assert_same_bits, has_kernel, options_of, own_run
 
 pytestmark = pytest.mark.skipif(build.find_compiler() is None, reason="needs a C++ compiler")
 
@@ -27,10 +27,11 @@ MASTERS = [
 
 def every_layout():
     """Marks a test over optimizers and layouts; the fast rows have each option once, and of each class one in all."""
-    firsts = {cls: options for cls, options in reversed(OWN)}
+    compiled = [own for own in OWN if has_kernel("native", *own)]
+    firsts = {cls: options for cls, options in reversed(compiled)}
     rows = [
         pytest.param(*own, *layout, marks=[pytest.mark.slow] * (i % len(MASTERS) != j and own[1] is not firsts[own[0]]))
-        for i, own in enumerate(OWN)
+        for i, own in enumerate(compiled)
         for j, layout in enumerate(MASTERS)
     ]
     return pytest.mark.parametrize(("cls", "options", "kind", "low"), rows)

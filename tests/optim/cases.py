@@ -50,6 +50,11 @@ NOVOGRADS = [
 ]
 OWN = ADAMS + SGDS + LIONS
 WHOLE = LAMBS + NOVOGRADS  # which take whole weights, and so run in eager code alone
+OWN_STEP = [  # options that a row does not read: with these the optimizer's own step runs
+    (Adam, {"differentiable": True}),
+    (AdamW, {"differentiable": True}),
+    (SGD, {"differentiable": True}),
+]
 
 HERE = [name for name in IMPLEMENTATIONS if name != "triton"]  # on a CPU; that one has tests/kernels/test_triton.py
 
@@ -74,6 +79,11 @@ def gradients(params, seed, scale=1.0):
 
 def options_of(optimizer):
     return TABLE[type(optimizer)].options(optimizer.param_groups[0])
+
+
+def has_kernel(implementation, cls, options):
+    """Whether an implementation computes the update of an optimizer with these options, by its row."""
+    return IMPLEMENTATIONS[implementation].kernel(TABLE[cls], options_of(cls(parameters(), **options))) is not None
 
 
 @dataclass

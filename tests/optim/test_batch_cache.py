@@ -6,11 +6,11 @@ import weakref
 
 import pytest
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import SGD, AdamW
 
 from halfstep.errors import SessionError
 from halfstep.optim.masters import MasterStore
+from halfstep.torch_internals import StorageWeakRef
 from tests.optim.cases import FALSE, assert_same_bits, gradients, one_pass, own_run
 
 LR = {"lr": 1e-2}

@@ -1,21 +1,25 @@
 """The table of optimizers: what a row can ask for, and that what no kernel knows is an error and not another update."""
 
 from dataclasses import dataclass, replace
+from inspect import signature
 
 import pytest
 import torch
 from torch.nn import Parameter
 from torch.optim import SGD, Adam, AdamW
 
+import halfstep
+from halfstep.errors import SessionError
 from halfstep.kernels.batch import Batch, Options, Scratch
 from halfstep.kernels.build import find_compiler
+from halfstep.optim import adam
 from halfstep.optim.implementations import IMPLEMENTATIONS, update
 from halfstep.optim.lamb import Lamb
 from halfstep.optim.lion import Lion
 from halfstep.optim.masters import MasterStore
 from halfstep.optim.one_pass import OnePassStepper
-from halfstep.optim.table import TABLE, OptimizerRow, row_of
-from tests.optim.cases import FALSE, OWN, options_of
+from halfstep.optim.table import KERNELS, TABLE, OptimizerRow, _Read, row_of, unsupported_options
+from tests.optim.cases import FALSE, OWN, OWN_STEP, WHOLE, has_kernel, options_of
 
 BF16 = torch.bfloat16
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
@@ -27,9 +31,8 @@ def test_a_row_with_whole_weights_has_no_loop_over_blocks():
 
 
 @needs_compiler
-@pytest.mark.parametrize(("cls", "options"), OWN)
-def test_every_row_names_a_loop_that_is_there(cls, options):
-    assert TABLE[cls].native is not None
+@pytest.mark.parametrize(("cls", "options"), [own for own in OWN if has_kernel("native", *own)])
+def test_a_loop_that_a_row_names_is_there(cls, options):
     weight = Parameter(torch.ones(3))
     stepper = OnePassStepper(cls([weight], **options), MasterStore("none", BF16), TABLE[cls])
     stepper._implementations = {"native": IMPLEMENTATIONS["native"]}
@@ -77,11 +80,94 @@ def test_a_batch_that_no_implementation_takes_is_an_error():
         update(TABLE[Lion], batch_of(options), options, None, FALSE, Scratch(), table)
 
 
-def test_options_that_a_row_does_not_know_are_left_to_the_optimizers_own_step():
+def test_a_row_is_for_a_class_and_not_for_its_subclasses():
     one = [Parameter(torch.ones(1))]
     assert row_of(Lion(one)) is TABLE[Lion]
     assert row_of(SGD(one, lr=torch.tensor(0.1))) is TABLE[SGD]
     assert row_of(type("Mine", (Lion,), {})(one)) is None
-    assert row_of(SGD(one, dampening=torch.tensor(0.5), momentum=0.9)) is None
-    assert row_of(AdamW(one, differentiable=True)) is None
     assert TABLE[Adam] is TABLE[AdamW]
+
+
+@pytest.mark.parametrize(("cls", "options"), [*OWN_STEP, (SGD, {"dampening": torch.tensor(0.5), "momentum": 0.9})])
+def test_options_that_a_row_does_not_know_are_left_to_the_optimizers_own_step(cls, options):
+    one = Parameter(torch.ones(1))
+    optimizer = cls([one], **options)
+    name, value = next(iter(options.items()))
+    assert row_of(optimizer) is None
+    assert unsupported_options(optimizer) == [f"{name}={value!r}"]
+    in_one_group = cls([{"params": [one]}, {"params": [Parameter(torch.ones(1))], **options}])
+    assert row_of(in_one_group) is None
+
+
+def arguments(cls):
+    """The names of the constructor's arguments with their defaults."""
+    return [(name, argument.default) for name, argument in signature(cls).parameters.items()]
+
+
+def varied(cls, cases):
+    """The options that some case of a class with the row of `cls` gives another value than the constructor does."""
+    rows = [(each, options) for each, options in cases if TABLE[each] is TABLE[cls]]
+    return {
+        name
+        for each, options in rows
+        for name, value in cls([Parameter(torch.ones(1))], **options).defaults.items()
+        if isinstance(value, torch.Tensor) or (name, value) not in arguments(each)
+    }
+
+
+@pytest.mark.parametrize("cls", TABLE)
+def test_each_option_is_tried_or_listed_as_one_that_the_row_does_not_know(cls):
+    """In tests/optim/cases.py: in OWN or WHOLE, or in OWN_STEP; those in KERNELS change no number."""
+    read = _Read(cls([Parameter(torch.ones(1))]).param_groups[0])
+    TABLE[cls].options(read)
+    defaults = {*cls([Parameter(torch.ones(1))]).defaults}
+    listed = {name for each, options in OWN_STEP if each is cls for name in options}
+    assert listed == defaults - KERNELS - read.names, "list in OWN_STEP the options that the row does not read"
+    assert read.names & defaults - varied(cls, OWN + WHOLE) == set(), "give these options another value in some case"
+
+
+@pytest.fixture
+def forgetful(monkeypatch):
+    """The row of AdamW does not know eps and amsgrad."""
+
+    names = ("lr", "betas", "weight_decay", "maximize", "decoupled_weight_decay")
+
+    def options(group):
+        return adam.options({"eps": 1e-8, "amsgrad": False, **{name: group[name] for name in names}})
+
+    monkeypatch.setitem(TABLE, AdamW, replace(TABLE[AdamW], options=options))
+
+
+def test_an_option_that_a_row_forgets_is_left_to_the_optimizers_own_step_and_named(forgetful, caplog):
+    def trained(plan, **options):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(3, 2)
+        optimizer = AdamW(model.parameters(), lr=0.1, **options)
+        session = halfstep.initialize(model, optimizer, plan, low="bf16")
+        for scale in (4.0, 1.0, 1.0):
+            optimizer.zero_grad()
+            session.backward(model(torch.full((1, 3), scale)).square().sum())
+            session.step()
+        session.close()
+        return optimizer.state_dict()["state"][0].keys()
+
+    assert "max_exp_avg_sq" not in trained("O2")
+    assert "halfstep has no update" not in caplog.text
+    assert "max_exp_avg_sq" in trained("O2", amsgrad=True)
+    assert "halfstep has no update of its own for AdamW with amsgrad=True" in caplog.text
+
+
+def test_an_option_that_only_the_own_step_supports_is_refused_in_a_session_that_has_begun(forgetful):
+    model = torch.nn.Linear(3, 2)
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    session = halfstep.initialize(model, optimizer, "O2", low="bf16")
+    session.backward(model(torch.ones(1, 3)).sum())
+    session.step()
+    state = optimizer.state_dict()
+    state["param_groups"][0]["eps"] = 1e-3
+    optimizer.load_state_dict(state)
+    session.backward(model(torch.ones(1, 3)).sum())
+    before = model.weight.clone()
+    with pytest.raises(SessionError, match=r"AdamW now has eps=0.001, which halfstep's update of it does not support"):
+        session.step()
+    assert torch.equal(model.weight, before)

@@ -9,7 +9,7 @@ import torch
 from halfstep.formats import FP16
 from halfstep.plan.io import to_dict
 from halfstep.plan.levels import level
-from halfstep.records import Observation, SessionStart, StepRecord, TensorStats
+from halfstep.records import COUNTS, DOUBLES, Observation, SessionStart, StepRecord, TensorStats
 from halfstep.report.log import RunLog
 
 START = SessionStart(to_dict(level("O2", FP16)), "cpu", emulated=True)
@@ -25,17 +25,21 @@ def stats(powers, *, zeros=0, infinities=0):
     exponents = [0] * 256
     for power, count in powers.items():
         exponents[power + 127] = count
-    return TensorStats(
+    return counted(
+        exponents,
         count=sum(exponents) + zeros + infinities,
         zeros=zeros,
-        negatives=0,
         infinities=infinities,
-        nans=0,
-        exponents=tuple(exponents),
         total=math.fsum(2.0**p * n for p, n in powers.items()),
         squares=math.fsum(4.0**p * n for p, n in powers.items()),
         amax=max((2.0**p for p in powers), default=0.0),
     )
+
+
+def counted(exponents, **given):
+    """Statistics with this histogram, and 0 for each that is not given."""
+    zeros = {**dict.fromkeys(COUNTS, 0), **dict.fromkeys(DOUBLES, 0.0)}
+    return TensorStats(**{**zeros, "count": sum(exponents), "exponents": tuple(exponents), **given})
 
 
 def seen(number, module, powers, *, kind="weight_grad", scale=1.0, fmt="fp32", zeros=0, infinities=0, sampled=False):

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 import halfstep
 import halfstep.report.log
 from halfstep.errors import LogError
-from halfstep.records import Finding, Observation, OpCall, SessionStart, StepRecord, StepValues, TensorStats, Verdict
+from halfstep.records import Finding, Observation, OpCall, SessionStart, StepRecord, StepValues, Verdict
 from halfstep.report.async_reader import AsyncReader
 from halfstep.report.lines import Event, decode, encode
 from halfstep.report.log import RunLog
@@ -39,8 +39,7 @@ def observation(number, module="head", *, bins=None, **stats):
     exponents = [0] * 256
     for bin_, count in (bins or {}).items():
         exponents[bin_] = count
-    counts = {"zeros": 0, "negatives": 0, "infinities": 0, "nans": 0, "total": 0.0, "squares": 0.0, "amax": 0.0} | stats
-    counted = TensorStats(count=sum(exponents) + counts["zeros"], exponents=tuple(exponents), **counts)
+    counted = logs.counted(exponents, count=sum(exponents) + stats.get("zeros", 0), **stats)
     return Observation(number, module, "weight_grad", "weight", "fp16", 8.0, counted)
 
 

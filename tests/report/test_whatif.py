@@ -8,15 +8,16 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from halfstep.records import Finding, Rounded, ScaleRange, TensorStats, WhatIf
+from halfstep.records import Finding, Rounded, ScaleRange, WhatIf
 from halfstep.report.json import to_json
 from halfstep.report.whatif import whatif_table
+from tests.report.logs import counted
 
 
 def stats(nonzero, zeros=0):
     counts = [0] * 256
     counts[127] = nonzero
-    return TensorStats(nonzero + zeros, zeros, 0, 0, 0, tuple(counts), 0.0, 0.0, 1.0)
+    return counted(counts, count=nonzero + zeros, zeros=zeros, amax=1.0)
 
 
 def row(module, kind="weight", **fields):
