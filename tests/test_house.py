@@ -73,6 +73,11 @@ def test_every_module_has_a_docstring():
     assert [path for path in MODULES if not ast.get_docstring(tree_of(path))] == []
 
 
+def test_an_adapter_in_one_file_has_at_most_300_lines():
+    adapters = (PACKAGE / "adapters").glob("*.py")
+    assert {path.name for path in adapters if len(path.read_text(encoding="utf-8").splitlines()) > 300} == set()
+
+
 def test_imports_come_from_the_defining_module():
     packages, known = {name_of(path) for path in PACKAGES}, {name_of(path) for path in MODULES}
 

@@ -44,10 +44,8 @@ except ImportError as error:
 # Where Lightning's averaging callbacks read and write weights, but for AveragedModel's reads, which see fp32 values.
 EXCHANGING = ("on_train_epoch_start", "on_train_end", "on_validation_epoch_start", "on_validation_epoch_end")
 # By name, as Trainer and Fabric have one class of each. Fabric shards a model after it has asked the plugin.
-STRATEGIES = {
-    "Trainer": ("SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy"),
-    "Fabric": ("SingleDeviceStrategy", "DDPStrategy"),
-}
+_BOTH = ("SingleDeviceStrategy", "DDPStrategy")
+STRATEGIES = {"Trainer": (*_BOTH, "ModelParallelStrategy"), "Fabric": _BOTH}
 
 
 class Halfstep(Precision):
@@ -113,23 +111,19 @@ class Halfstep(Precision):
         """Sets up all models and optimizers of a Fabric loop; returns them as `fabric.setup` does, in one tuple.
 
         Raises:
-            PlanError: for the same reasons as `halfstep.initialize`.
-            SetupError: for the same reasons as `halfstep.initialize`, or because `setup` was called before, or halfstep
-                does not support the strategy.
+            PlanError, SetupError: for the same reasons as `halfstep.initialize`.
+            SetupError: `setup` was called before, or halfstep does not support the strategy.
         """
         _check_strategy("Fabric", fabric.strategy)
         if self._session is not None:
-            raise SetupError(
-                "plugin.setup was called before; pass all models in one call, or call plugin.close() first"
-            )
+            raise SetupError("plugin.setup was called before; pass all models in one call, or call plugin.close()")
         models = [model] if isinstance(model, nn.Module) else list(model)
         for each in models:
             fabric.to_device(each)
         self._loop = FabricPrecision
         self._open(models, optimizers)
-        wrapped = [fabric.setup_module(each) for each in models]
-        stepped = [fabric.setup_optimizers(each) for each in optimizers]
-        return (*wrapped, *stepped) if len(wrapped) + len(stepped) > 1 else wrapped[0]
+        made = (*map(fabric.setup_module, models), *map(fabric.setup_optimizers, optimizers))
+        return made if len(made) > 1 else made[0]
 
     def _open(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], *sinks: Sink) -> None:
         self.close()
@@ -141,26 +135,21 @@ class Halfstep(Precision):
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Checks a model and the strategy before Lightning wraps the model; returns the model.
 
-        With a Trainer's DDPStrategy it also opens the session, since DistributedDataParallel must wrap a model that is
-        already converted.
+        With a Trainer's DDPStrategy it also opens the session: DistributedDataParallel must wrap a converted model.
 
         Raises:
-            SetupError: halfstep does not support the strategy or the model's low-precision weights, or the model was
-                not passed to `setup` (with Fabric).
+            SetupError: the strategy or low weights are not supported, or `setup` did not get the model (with Fabric).
         """
         trainer = _trainer_of(module)
         if trainer is not None:
-            strategy = trainer.strategy
-            _check_strategy("Trainer", strategy)
+            _check_strategy("Trainer", trainer.strategy)
             _check_low(trainer, module, trains_them=self._plan == "O0")
             self.close()
-            if type(strategy).__name__ == "DDPStrategy":  # which wraps the model before it has optimizers
-                strategy.model_to_device()
+            if type(trainer.strategy).__name__ == "DDPStrategy":  # which wraps the model before it has optimizers
+                trainer.strategy.model_to_device()
                 self._open([module], [], partial(self._log, module))
         elif not any(module is each for each, _ in self.session.modules()):
-            raise SetupError(
-                f"this {type(module).__name__} was not passed to plugin.setup; pass all models in one call"
-            )
+            raise SetupError(f"this {type(module).__name__} was not passed to plugin.setup; pass all models at once")
         return module
 
     def forward_context(self) -> AbstractContextManager[Any]:
@@ -219,8 +208,7 @@ class Halfstep(Precision):
     def _log(self, module: LightningModule, record: StepRecord) -> None:
         """Passes the values of a step to the Trainer's loggers, which read them when they log.
 
-        `log_dict` makes thousands of Python calls, so steps that Lightning does not log are left out. With manual
-        optimization, all steps are passed.
+        Leaves out steps that Lightning does not log, as far as it is known, as `log_dict` makes thousands of calls.
         """
         trainer, optimizers = module.trainer, self.session.optimizers
         self._skipped = self._skipped + record.skipped.float()
@@ -255,11 +243,10 @@ class Halfstep(Precision):
 
 
 def _trainer_of(module: nn.Module) -> Trainer | None:
-    try:
-        trainer = module.trainer if isinstance(module, LightningModule) else None
-    except RuntimeError:  # it has none
-        return None
-    return trainer if isinstance(trainer, Trainer) else None  # Fabric puts a stand-in there
+    with suppress(RuntimeError):  # it has none
+        if isinstance(module, LightningModule) and isinstance(module.trainer, Trainer):  # Fabric puts a stand-in there
+            return module.trainer
+    return None
 
 
 def _check_strategy(trainer: str, strategy: object) -> None:
@@ -276,11 +263,7 @@ def _averaging_of(trainer: Trainer) -> list[Any]:
 
 
 def _check_low(trainer: Trainer, module: nn.Module, *, trains_them: bool) -> None:
-    """Refuses fp16 or bf16 weights if Lightning would copy fp32 values into them, which would round these values.
-
-    Lightning copies such values if a callback averages weights, or if it loads a checkpoint (`ckpt_path`). A checkpoint
-    is allowed if `trains_them` is True: the plan then trains the weights in the format that they have.
-    """
+    """Refuses low weights to which averages or, unless the plan `trains_them`, a checkpoint would be rounded."""
     low = next((p.dtype for p in module.parameters() if p.requires_grad and is_low(p)), None)
     averaging = _averaging_of(trainer)
     if low is not None and (averaging or (trainer.ckpt_path and not trains_them)):
@@ -310,10 +293,8 @@ def _average_in_full(trainer: Trainer, session: Session) -> ExitStack:
 @contextmanager
 def _as_in_their_classes(models: Sequence[nn.Module]) -> Iterator[None]:
     """Within the context, removes the compiled `forward` that `Trainer.fit(torch.compile(model))` puts on instances."""
-    compiled = [vars(each) for each in models if isinstance(each, LightningModule) and "forward" in vars(each)]
-    held = [(attributes, attributes.pop("forward")) for attributes in compiled]
-    try:
+    with ExitStack() as undo:
+        for own in [vars(each) for each in models if isinstance(each, LightningModule)]:
+            if "forward" in own:
+                undo.callback(own.__setitem__, "forward", own.pop("forward"))
         yield
-    finally:
-        for attributes, forward in held:
-            attributes["forward"] = forward
