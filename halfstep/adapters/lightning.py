@@ -263,7 +263,7 @@ def _averaging_of(trainer: Trainer) -> list[Any]:
 
 
 def _check_low(trainer: Trainer, module: nn.Module, *, trains_them: bool) -> None:
-    """Refuses low weights to which averages or, unless the plan `trains_them`, a checkpoint would be rounded."""
+    """Refuses low weights that averages or, unless the plan `trains_them` as they are, a checkpoint would round."""
     low = next((p.dtype for p in module.parameters() if p.requires_grad and is_low(p)), None)
     averaging = _averaging_of(trainer)
     if low is not None and (averaging or (trainer.ckpt_path and not trains_them)):
