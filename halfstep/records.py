@@ -310,8 +310,8 @@ class AbsorbedOverflow:
         line_by = f" at {self.by_where}" if self.by_where not in (self.where, None) else ""
         return (
             f"{self.operator} gives {self.exact:,.6g}, which is {'-' if self.exact < 0 else ''}inf in {self.format}, "
-            f"whose largest value is {as_format(self.format).max:g}; {self.by}{line_by} then gives {self.got:g}, and "
-            f"{self.want:g} in fp32: its result is finite, but off by {self.off:.0%}"
+            f"whose largest value is {as_format(self.format).max:g}; {self.by}{line_by} turns that into {self.got:g}, "
+            f"where fp32 has {self.want:g}: finite, but off by {self.off:.0%}"
         )
 
 

@@ -208,7 +208,7 @@ def call(loop: Any, kernel: str, structures: tuple[Any, Any], options: Options, 
     numbers = array("d", options.numbers)
     if not loop(kernel.encode(), *structures, address(numbers), len(numbers), *rest):
         raise LookupError(
-            f"there is no compiled loop {kernel!r}, or it does not take {len(numbers)} numbers and the states "
-            f"{list(options.states)}; the optimizer's row (halfstep/optim/table.py) and its loop "
-            "(halfstep/kernels/optimizers.h) must agree"
+            f"the optimizer's row (halfstep/optim/table.py) names the compiled loop {kernel!r} with {len(numbers)} "
+            f"numbers and the states {list(options.states)}, but halfstep/kernels/optimizers.h has no such loop: the "
+            "two files must agree"
         )

@@ -57,7 +57,8 @@ class OptimizerRow:
     def __post_init__(self) -> None:
         if self.whole and (self.native or self.triton):
             raise ValueError(
-                "compiled loops update weights in blocks; a row with whole=True must not name one as native or triton"
+                "an optimizer row has whole=True and names a compiled loop (native or triton), but these loops see "
+                "weights only in blocks: leave native and triton out"
             )
 
     def native_of(self, options: Any) -> str | None:

@@ -265,4 +265,8 @@ def _check_state(state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
             " load it into a session of the plan that it came from"
         )
     if state.keys() != own.keys():
-        raise StateError(f"the state of the loss scale has the keys {sorted(map(str, state))}; expected {sorted(own)}")
+        differ = {"lacks": own.keys() - state.keys(), "has the unknown keys": state.keys() - own.keys()}
+        what = " and ".join(f"{word} {sorted(map(str, keys))}" for word, keys in differ.items() if keys)
+        raise StateError(
+            f"the state of a loss scale {what}; it must have {sorted(own)}: load what session.state_dict() returned"
+        )

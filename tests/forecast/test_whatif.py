@@ -694,7 +694,7 @@ def test_an_overflow_that_would_be_absorbed_is_predicted_with_its_two_operations
     (finding,) = [each for each in found.stay_full["fp16"] if each.code == "overflow absorbed"]
     assert finding.place.startswith("norm, test_absorbed.py:")
     assert finding.evidence.startswith("mul gives ")
-    assert "rsqrt then gives 0, and " in finding.evidence
+    assert "rsqrt turns that into 0, where fp32 has " in finding.evidence
     assert [each for each in found.stay_full["bf16"] if each.code == "overflow absorbed"] == []
     rules = {edit.pattern: edit for edit in found.edits("fp16") if isinstance(edit, Rule)}
     assert rules["norm"].policy.compute == "full"

@@ -67,7 +67,7 @@ def test_a_compiled_loop_that_does_not_know_the_row_is_an_error_and_changes_noth
     options = Other(0.1, 0.0, False, False, states, numbers)
     batch = batch_of(options)
     row = OptimizerRow(options=lambda group: options, eager=TABLE[Lion].eager, native=kernel)
-    with pytest.raises(LookupError, match=rf"'{kernel}', or it does not take {len(numbers)} numbers and the states"):
+    with pytest.raises(LookupError, match=rf"'{kernel}' with {len(numbers)} numbers and the states"):
         update(row, batch, options, None, FALSE, Scratch(), IMPLEMENTATIONS)
     assert batch.weights[0].tolist() == [1.0] * 3
     assert batch.steps[0] == 0
