@@ -131,7 +131,14 @@ class Session:
         self._replicas = Replicas(roots, shared)
         self._spoiled: Tensor | None = None  # in which processes a loss of the last step overflowed
         self.runtime = Runtime(
-            plan, roots, device, self._casting, self._scales, self._store.full, self._replicas.summing
+            plan,
+            roots,
+            device,
+            self._casting,
+            self._scales,
+            self._store.full,
+            self._store.fit,
+            self._replicas.summing,
         )
         try:
             self._open()
