@@ -66,6 +66,7 @@ def _cures(rehearsal: Rehearsal, plan: Plan, place: _Place) -> bool:
     try:
         with rehearsal.under(plan) as trial, trial.recording(recorder):
             loss = trial.loss()
+        recorder.trail.end([loss])
     except HalfstepError:  # the plan does not fit
         return False
     cured = place not in {_place(recorder, each) for each in recorder.trail.found}

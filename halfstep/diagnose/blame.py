@@ -157,6 +157,7 @@ def _first_run(rehearsal: Rehearsal, scale: float, *, least: float = 1.0, record
     with rehearsal.recording(recorder):
         try:
             loss = rehearsal.loss()
+            recorder.trail.end([loss])
         except HalfstepError:
             raise
         except _OF_NUMBERS as error:

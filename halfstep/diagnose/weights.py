@@ -39,7 +39,7 @@ def sizes_of(roots: Sequence[nn.Module], full: Callable[[nn.Parameter], Tensor])
                 and value.numel()
                 and not value.is_meta
             ):
-                norm = torch.linalg.vector_norm(value, dtype=torch.float32)
+                norm = torch.linalg.vector_norm(value, dtype=torch.promote_types(value.dtype, torch.float32))
                 sizes.setdefault(name, norm / value.numel() ** 0.5)
     return sizes
 

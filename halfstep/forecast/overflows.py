@@ -35,11 +35,12 @@ def absorbed_in_fp16(closure: Callable[[], Any], model: nn.Module, plan: Plan) -
         watch = AbsorbedWatch(session.runtime.roots)
         try:
             with session.runtime.under(watch), watch:
-                compute_loss(closure, list(model.parameters()))
+                loss = compute_loss(closure, list(model.parameters()))
         except SessionError:
             raise
         except Exception as error:  # whatever the model raises
             evidence = f"a forward pass under {plan.name} in fp16 raises {type(error).__name__}: {error}"
             advice = "find the place and a cure with halfstep.check(session, closure) in a session with low='fp16'"
             return (Finding("warning", "step fails", "(model)", evidence, advice),)
+        watch.end([loss])
         return tuple(watch.observations(0))

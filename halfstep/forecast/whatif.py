@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 
 from halfstep.cast.owners import owners
 from halfstep.diagnose.closure import leaves_kept
-from halfstep.diagnose.cures import FULL_OUT
+from halfstep.diagnose.cures import FULL_OUT, edited, is_op
 from halfstep.diagnose.rewind import untouched
-from halfstep.edits import FULL, LARGEST_SCALE, Policy, Rule, Scaling
+from halfstep.edits import FULL, LARGEST_SCALE, Edit, OpChange, Policy, Rule, Scaling, spell
 from halfstep.errors import FormatError, PlanError, SessionError, SetupError
 from halfstep.forecast.backward import watching_gradients
 from halfstep.forecast.overflows import absorbed_in_fp16
@@ -291,7 +291,8 @@ def _about_absorbed(
 ) -> Iterator[Finding]:
     """Yields a finding for each overflow that would be absorbed.
 
-    Each has rules as its cure, unless a finding in `known` already has a rule for the same module.
+    Each has rules as its cure, unless a finding in `known` already has a rule for the same module. If a rule would keep
+    the whole model full, the cure denies the operation that overflows.
     """
     ruled = {edit.pattern for finding in known for edit in finding.cure if isinstance(edit, Rule)}
     for each in absorbed:
@@ -299,11 +300,20 @@ def _about_absorbed(
             yield each
             continue
         said = absorbed_finding(each)
-        cure, why = _cure(each.module, FULL_OUT, model, plan)
-        if ruled.intersection(rule.pattern for rule in cure):
-            cure, why = (), "the rule of another finding already keeps this module full"
-        ruled.update(rule.pattern for rule in cure)
-        yield replace(said, advice=why, cure=cure)
+        rules, why = _cure(each.module, FULL_OUT, model, plan)
+        denied = () if rules else _denied(each.name, plan)
+        if denied:
+            why = f"{spell(denied)}, which computes {each.name} in fp32: a rule would keep the whole model full"
+        if ruled.intersection(rule.pattern for rule in rules):
+            rules, why = (), "the rule of another finding already keeps this module full"
+        ruled.update(rule.pattern for rule in rules)
+        yield replace(said, advice=why, cure=(*rules, *denied))
+
+
+def _denied(operator: str, plan: Plan) -> tuple[Edit, ...]:
+    """Returns the edit that denies an operation; () if there is none or it contradicts the plan."""
+    candidates = [(OpChange("deny", operator),)] if is_op(operator) else []
+    return next((edits for edits, _ in edited(plan, candidates)), ())
 
 
 def _cure(module: str, policy: Policy, model: nn.Module, plan: Plan) -> tuple[tuple[Rule, ...], str]:

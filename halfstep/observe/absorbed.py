@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -11,10 +11,11 @@ from torch import Tensor
 
 from halfstep.formats import LOW_DTYPES, as_format
 from halfstep.modes import as_called
+from halfstep.observe.locator import memory_of, storage_of
 from halfstep.observe.nonfinite import nonfinite
 from halfstep.observe.outputs import readable
 from halfstep.observe.recompute import widened
-from halfstep.observe.schemas import is_collective, is_uninitialised, is_view, written
+from halfstep.observe.schemas import is_collective, is_uninitialised, is_unread, is_view, written
 from halfstep.records import AbsorbedOverflow
 from halfstep.torch_internals import StorageWeakRef, in_backward, storage_identity, tree_leaves
 
@@ -24,7 +25,7 @@ TOLERANCE = 0.05
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Absorbed(Generic[T]):
     """An overflow in the operation `origin`, absorbed by the operation `by`, whose result is finite but wrong.
 
@@ -89,13 +90,22 @@ class _Shadow(Generic[T]):
         return bool((~tensor.isfinite() & self.of(tensor).isfinite()).any())
 
 
+@dataclass(frozen=True, eq=False)
+class _Result(Generic[T]):
+    """A memory that was computed from results in which overflows were absorbed; `reference` is as in `_Shadow`."""
+
+    reference: StorageWeakRef
+    absorbed: Sequence[Absorbed[T]]
+
+
 class OverflowTrail(Generic[T]):
     """Follows values that overflowed in a forward pass until an operation absorbs the overflow (makes it finite).
 
     When elements of a low tensor overflow that are finite in fp32, the fp32 values of the tensor are kept; these are
     its trail. Infinities that fp32 has too (masks, log of 0) get no trail. An operation is computed again in fp32 if
     its low result is not finite or an argument has a trail. `found` lists the absorbed overflows, one for each
-    operation in which an overflow began.
+    operation in which an overflow began, that a loss depends on: what only a diagnostic reads does no harm. `end`
+    tells the trail what the losses are.
 
     A trail ends at operations that draw random numbers, have no fp32 kernel or return integers. Sparse, nested and
     distributed tensors and those of torch.func have no trail. Each low result is examined, which waits for the device.
@@ -104,16 +114,40 @@ class OverflowTrail(Generic[T]):
     def __init__(self) -> None:
         self.found: list[Absorbed[T]] = []
         self._shadows: dict[int, _Shadow[T]] = {}  # keyed by the memory of a tensor, which its views share
+        self._results: dict[int, _Result[T]] = {}  # likewise: what was computed from absorbed overflows
 
     def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Callable[[], T]) -> Any:
         """Runs an operation for a dispatch mode, follows overflows through it, and returns its result.
 
         `here()` returns the object by which the caller identifies the operation, should it be where one began.
         """
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        backward = in_backward()
-        blind = backward or is_view(func) or is_uninitialised(func) or is_collective(func)
-        if blind or not all(map(is_plain, given)):
+        if in_backward():
+            return self.compute(func, args, kwargs)
+        given = _tensors((args, kwargs))
+        read = [t for t in given if self._results and not is_unread(func, (args, kwargs), t)]
+        absorbed = [] if is_uninitialised(func) else self._behind(read)
+        result = self._run(func, args, kwargs, given, here)
+        if absorbed:
+            self._depend(_tensors((result, written(func, args, kwargs))), absorbed)
+        return result
+
+    def end(self, losses: Sequence[Tensor]) -> None:
+        """Adds to `found` the absorbed overflows that the losses, from which a backward pass will start, depend on."""
+        told = {id(each.origin) for each in self.found}
+        for each in self._behind(losses):
+            if id(each.origin) not in told:
+                told.add(id(each.origin))
+                self.found.append(each)
+
+    def _run(
+        self,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        given: Sequence[Tensor],
+        here: Callable[[], T],
+    ) -> Any:
+        if is_view(func) or is_uninitialised(func) or is_collective(func) or not all(map(is_plain, given)):
             return self.compute(func, args, kwargs)
         trails = [shadow for t in given if (shadow := self._shadow(t)) is not None and shadow.reaches(t)]
         changing = {_memory(t) for t in written(func, args, kwargs)}
@@ -165,12 +199,24 @@ class OverflowTrail(Generic[T]):
                 origin = trails[0].origin if trails else _Origin(here(), exact[lost[i]], out.dtype)
                 self._keep(out, torch.where(lost[i], exact, out.to(exact.dtype)), origin)
                 continue
-            if bare and all(each.origin is not trails[0].origin.of for each in self.found):
-                worst = _worst_row(out, exact, bare[i] != exact)
-                if worst is not None:
-                    origin = trails[0].origin
-                    self.found.append(Absorbed(origin.of, here(), origin.values, origin.dtype, *worst))
+            worst = _worst_row(out, exact, bare[i] != exact) if bare else None
+            if worst is not None:
+                origin = trails[0].origin
+                self._depend([out], [Absorbed(origin.of, here(), origin.values, origin.dtype, *worst)])
             self._overwrite(out)
+
+    def _behind(self, tensors: Iterable[Tensor]) -> list[Absorbed[T]]:
+        """Returns the absorbed overflows that the values of some tensors depend on, each once."""
+        held = [self._results.get(storage_of(t)) for t in tensors]
+        return list(dict.fromkeys(each for result in held if result is not None for each in result.absorbed))
+
+    def _depend(self, tensors: Iterable[Tensor], absorbed: Sequence[Absorbed[T]]) -> None:
+        for tensor in tensors:
+            memory, before = memory_of(tensor), self._behind([tensor])
+            if memory is not None:
+                storage = memory.untyped_storage()
+                reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+                self._results[storage_identity(storage)] = _Result(reference, list(dict.fromkeys([*before, *absorbed])))
 
     def _shadow(self, tensor: Tensor) -> _Shadow[T] | None:
         if not self._shadows or not tensor.is_floating_point():
@@ -197,6 +243,10 @@ class OverflowTrail(Generic[T]):
             shadow.of(out).copy_(out)
 
 
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
 def _memory(tensor: Tensor) -> int:
     return storage_identity(tensor.untyped_storage())
 
@@ -207,10 +257,10 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def _floats(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> list[Tensor]:
-    """Returns the floating-point tensors that an operation wrote to, then those that it created."""
+    """Returns the plain floating-point tensors that an operation wrote to, then those that it created."""
     into = written(func, args, kwargs)
-    made = [t for t in tree_leaves(result) if isinstance(t, Tensor) and all(t is not each for each in into)]
-    return [t for t in (*into, *made) if t.is_floating_point()]
+    made = [t for t in _tensors(result) if all(t is not each for each in into)]
+    return [t for t in (*into, *made) if t.is_floating_point() and is_plain(t)]
 
 
 def _worst_row(out: Tensor, exact: Tensor, touched: Tensor) -> tuple[float, float, float] | None:

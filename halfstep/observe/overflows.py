@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.modes import as_called, run_uncompiled, take_off
-from halfstep.observe.absorbed import Absorbed, OverflowTrail, is_plain
+from halfstep.observe.absorbed import Absorbed, OverflowTrail
 from halfstep.observe.locator import Locator, Place
 from halfstep.observe.opnames import public_name
-from halfstep.observe.schemas import aten_name, written
+from halfstep.observe.schemas import aten_name
 from halfstep.observe.stats import measure
 from halfstep.records import ABSORBED, Observation
-from halfstep.torch_internals import StorageWeakRef, TorchDispatchMode, in_backward, storage_identity, tree_leaves
+from halfstep.torch_internals import TorchDispatchMode, in_backward
 
 _LOG = logging.getLogger("halfstep")
 Under = Callable[[TorchDispatchMode], AbstractContextManager[None]]
@@ -30,11 +30,10 @@ Under = Callable[[TorchDispatchMode], AbstractContextManager[None]]
 
 @dataclass(frozen=True, eq=False)
 class _Here:
-    """The place from which an operation was called, its public name, and whether gradients were on."""
+    """The place from which an operation was called, and its public name."""
 
     place: Place
     operator: str
-    trains: bool
 
 
 class _Trail(OverflowTrail[_Here]):
@@ -58,10 +57,9 @@ class _Trail(OverflowTrail[_Here]):
 class AbsorbedWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's class has no annotations
     """Reports overflows that are absorbed in training forwards; the mode may be entered again inside itself.
 
-    Gradients can be off in parts of a training forward: in a `no_grad` block, a custom function, a reentrant
-    checkpoint. An overflow absorbed there is reported once an operation with gradients reads the result. In an
-    evaluation there is no such operation, so nothing is reported. While all models are in eval mode, operations without
-    gradients are ignored.
+    Only overflows that a loss depends on are reported; `end` says what the losses are. Gradients can be off in parts of
+    a training forward: in a `no_grad` block, a custom function, a reentrant checkpoint. While all models are in eval
+    mode, operations without gradients are ignored.
 
     Each low result is examined, which waits for the device. An error in the watch ends the watch, never the step.
     """
@@ -71,7 +69,6 @@ class AbsorbedWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
         self.on = True
         self._roots = [weakref.ref(root) for root in roots]  # weak: the stack of modes must keep no session alive
         self._trail = _Trail()
-        self._waiting: dict[int, tuple[StorageWeakRef, list[Absorbed[_Here]]]] = {}  # by memory that depends on them
         self._local = threading.local()
 
     def __torch_dispatch__(
@@ -85,11 +82,7 @@ class AbsorbedWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
         self._local.inside, trail = True, self._trail
         trail.started, trail.results = False, []
         try:
-            known = len(trail.found)
-            result = trail.run(func, args, named, lambda: self._here(func, args))
-            if len(trail.found) > known or self._waiting:
-                self._weigh(known, _plain((args, named)), _plain((result, written(func, args, named))))
-            return result
+            return trail.run(func, args, named, lambda: self._here(func, args))
         except Exception as error:
             if trail.started and not trail.results:
                 raise  # the operation's own
@@ -103,39 +96,22 @@ class AbsorbedWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
         finally:
             self._local.inside, trail.results = False, []
 
+    def end(self, losses: Sequence[Tensor]) -> None:
+        """Notes the overflows that the losses, from which a backward pass will start, depend on."""
+        self._trail.end(losses)
+
     def _live_roots(self) -> list[nn.Module]:
         return [root for each in self._roots if (root := each()) is not None]
 
     def _may_train(self) -> bool:
         return torch.is_grad_enabled() or any(root.training for root in self._live_roots())
 
-    def _weigh(self, known: int, given: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-        """Reports those new overflows that an operation with gradients depends on, and holds back the others.
-
-        In the trail's `found`, the overflows after the first `known` are new. If gradients were off, an overflow is
-        held back until an operation with gradients reads a result that depends on it. `given` are the tensors that the
-        current operation read, and `outputs` those that it returned or wrote.
-        """
-        found, trains = self._trail.found, torch.is_grad_enabled()
-        waiting = [each for each in found[known:] if not (trains and each.origin.trains)]
-        found[known:] = [each for each in found[known:] if trains and each.origin.trains]
-        for tensor in given:
-            reference, before = self._waiting.get(storage_identity(tensor.untyped_storage()), (None, []))
-            if reference is not None and not reference.expired():  # type: ignore[no-untyped-call]
-                waiting += before
-        if trains and any(tensor.requires_grad for tensor in given):
-            found += waiting
-        elif waiting:
-            for storage in (tensor.untyped_storage() for tensor in outputs):
-                reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-                self._waiting[storage_identity(storage)] = reference, list(dict.fromkeys(waiting))
-
     def _here(self, func: Any, args: Sequence[Any]) -> _Here:
         locator = Locator(self._live_roots())
         place, aten = locator.here(), aten_name(func, args)
         module = None if place.module is None else locator.module(place.module)
         operator = public_name(aten, call=[aten], function=place.function, module=module)
-        return _Here(place, operator, torch.is_grad_enabled())
+        return _Here(place, operator)
 
     def observations(self, step: int) -> list[Observation]:
         """Returns the absorbed overflows as observations, one for each line of each module where they began."""
@@ -149,10 +125,6 @@ class AbsorbedWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
 def _capturing() -> bool:
     """Tells whether a CUDA graph is being captured: then nothing can be read on the host."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
-
-
-def _plain(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and is_plain(leaf)]
 
 
 def _observation(step: int, absorbed: Absorbed[_Here]) -> Observation:

@@ -186,10 +186,10 @@ class Probes:
             probe.detach()
         self._attached.clear()
 
-    def carry(self, scale: Tensor) -> None:
-        """Tells the probes the loss scale of the next backward pass."""
+    def carry(self, scale: Tensor, losses: Sequence[Tensor]) -> None:
+        """Tells the probes the loss scale of the next backward pass, and from which `losses` it will start."""
         for window in self._windows():
-            window.carry(scale)
+            window.carry(scale, losses)
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -83,8 +83,10 @@ class Window:
         pending = self._rows.pending(step)
         return pending if self.watch is None else replace(pending, absorbed=self.watch.observations(step))
 
-    def carry(self, scale: Tensor) -> None:
-        """Notes that a backward pass comes next, and its loss scale."""
+    def carry(self, scale: Tensor, losses: Sequence[Tensor]) -> None:
+        """Notes that a backward pass of the `losses` comes next, and its loss scale."""
+        if self.watch is not None:
+            self.watch.end(losses)
         if self.hooks is not None:
             self.hooks.new_backward()
         if not self._capturing():

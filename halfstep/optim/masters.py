@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,11 +20,38 @@ from halfstep.torch_internals import version_of
 _LAYOUTS: dict[Master, Layout] = {"none": "low", "copy": "copy", "split": "split"}
 
 
+class Fit(NamedTuple):
+    """How many elements of an fp32 weight are not 0, become 0 or infinite in a low format, and are not finite in fp32.
+
+    >>> fit(torch.tensor([0.0, 1.0, 1e-9, 1e5, float("inf")]), torch.float16)
+    Fit(nonzero=4, lost=1, beyond=1, nonfinite=1)
+    """
+
+    nonzero: int
+    lost: int
+    beyond: int
+    nonfinite: int
+
+
+def fit(full: Tensor, low: torch.dtype) -> Fit:
+    """Counts the elements of an fp32 weight that the dtype `low` cannot hold."""
+    return Fit(*_counts(full, full.to(low)).tolist())
+
+
+def _counts(full: Tensor, stored: Tensor) -> Tensor:
+    """Returns the counts of a `Fit` as a tensor, without waiting for the device."""
+    nonzero, finite = full != 0, full.isfinite()
+    return torch.stack(
+        [each.sum() for each in (nonzero, nonzero & (stored == 0), finite & ~stored.isfinite(), ~finite)]
+    )
+
+
 @dataclass
 class _Entry:
     param: Parameter
     extra: Tensor | None
     version: int
+    rounded: Tensor | None = None  # without a master: the counts of the fp32 value that was rounded
 
 
 class MasterStore:
@@ -59,7 +87,7 @@ class MasterStore:
         full = torch.empty_like(p, dtype=torch.float32).copy_(p)  # dense, in the memory format of p
         weight, extra = self._stored(full)
         _set_data(p, weight)
-        self._entries[id(p)] = _Entry(p, extra, version_of(p))
+        self._entries[id(p)] = _Entry(p, extra, version_of(p), self._rounded(full, weight))
 
     def layout(self, p: Parameter) -> Layout:
         """Returns how the value of `p` is kept: `full` (in `p` itself), `low` (without a master), `copy` or `split`.
@@ -121,6 +149,20 @@ class MasterStore:
         return p.detach().float() if layout == "low" else p.detach()
 
     @torch.no_grad()
+    def fit(self, p: Parameter) -> Fit:
+        """Returns how the fp32 value of `p` fits the low format.
+
+        A weight without a master no longer has the fp32 value that was rounded, which was counted then. It counts as
+        lost, or as beyond the format, as long as the weight is still 0, or infinite.
+        """
+        now, entry = fit(self.full(p), self.low), self._entries.get(id(p))
+        if entry is None or entry.rounded is None:
+            return now
+        nonzero, lost, beyond, _ = entry.rounded.tolist()
+        lost, beyond = min(lost, p.numel() - now.nonzero), min(beyond, now.nonfinite)
+        return Fit(nonzero, lost, beyond, now.nonfinite - beyond)
+
+    @torch.no_grad()
     def write(self, p: Parameter, value: Tensor) -> None:
         """Sets the value of `p` in place: the weight, and the master or remainder beside it."""
         if p not in self:
@@ -177,6 +219,8 @@ class MasterStore:
         if p in self and value.dtype is self.low:
             value = self._reconciled(self.full(p), value.to(p.device))
         self.write(p, value)
+        if p in self:
+            self._entries[id(p)].rounded = self._rounded(value.to(p.device), p)
         return p.detach()
 
     def loaded(self, p: Parameter) -> None:
@@ -241,6 +285,9 @@ class MasterStore:
         if self.kind == "split":
             return split(full)
         return round_half_away(full, self.low), full if self.kind == "copy" else None
+
+    def _rounded(self, full: Tensor, weight: Tensor) -> Tensor | None:
+        return _counts(full, weight) if self.kind == "none" else None
 
     def _as_stored(self, entry: _Entry) -> bool:
         p, extra = entry.param, entry.extra

@@ -16,6 +16,7 @@ from halfstep.edits import FULL, OpChange, Rule, Scaling
 from halfstep.errors import SessionError
 from halfstep.formats import FP16, FP32, LOW_DTYPES, Format, as_format
 from halfstep.machine import read_facts, units
+from halfstep.optim.masters import Fit
 from halfstep.plan.compatibility import named
 from halfstep.plan.matching import Site, uncompiled
 from halfstep.plan.norms import has_running_stats, norm_kind
@@ -29,6 +30,7 @@ from halfstep.torch_internals import buffers_of, parameters_of
 
 ROTARY = ("inv_freq", "freqs", "rotary", "rope", "cos", "sin", "timescale", "sinusoid")  # parts of buffer names
 PRODUCT_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+MOST_LOST = 0.1  # share of the nonzero values of a weight; initializations lose less than 0.001
 ALIGNED = 8  # elements of 16 bits: the multiple that tensor cores compute fastest with
 
 
@@ -50,8 +52,8 @@ class Part:
 class Setup:
     """What the checks read: a session's plan, modules, optimizers and device, and the loop's own gradient scaler.
 
-    `traced` is True if a step was traced. `full` returns the fp32 value of a stored parameter. `rounded` has the ids of
-    the weights that the traced step cast to the low format.
+    `traced` is True if a step was traced. `fit` returns how the fp32 value of a parameter fits the low format.
+    `rounded` has the ids of the weights that the traced step cast to the low format.
     """
 
     plan: Plan
@@ -60,7 +62,7 @@ class Setup:
     device: torch.device
     traced: bool
     scaler: torch.amp.GradScaler | None
-    full: Callable[[nn.Parameter], Tensor] = torch.Tensor.detach  # the fp32 value of a stored parameter
+    fit: Callable[[nn.Parameter], Fit]
     rounded: Set[int] = frozenset()  # ids of the weights that the traced step cast to the low format
 
 
@@ -96,7 +98,7 @@ def check(
         device=session.runtime.device,
         traced=closure is not None,
         scaler=scaler,
-        full=session.runtime.full,
+        fit=session.runtime.fit,
         rounded=rounded,
     )
     found = [finding for look in CHECKS for finding in look(setup)] + traced
@@ -146,44 +148,40 @@ def _parameters(setup: Setup) -> Iterator[Finding]:
                 )
 
 
-def _weights(setup: Setup) -> Iterator[tuple[Part, str, nn.Parameter, Tensor]]:
-    """Yields each floating weight with its module, its name and its fp32 value."""
+def _weights(setup: Setup) -> Iterator[tuple[Part, str, nn.Parameter, Fit]]:
+    """Yields each floating weight with its module, its name and how its fp32 value fits the low format."""
     for part in setup.parts:
         for name, parameter in parameters_of(part.module).items():
             if parameter is not None and parameter.is_floating_point() and parameter.numel():
-                yield part, f"{part.name}.{name}".removeprefix("."), parameter, setup.full(parameter).detach()
+                yield part, f"{part.name}.{name}".removeprefix("."), parameter, setup.fit(parameter)
 
 
 def _values(setup: Setup) -> Iterator[Finding]:
-    """Finds weights that are not finite before the first step."""
-    bad = [name for _, name, _, value in _weights(setup) if not bool(value.isfinite().all())]
+    """Finds weights that were not finite in fp32 before the first step."""
+    bad = [name for _, name, _, fits in _weights(setup) if fits.nonfinite]
     if bad:
-        yield Finding(
-            "error",
-            "non-finite weights",
-            bad[0],
-            f"not finite: {named(bad)}",
-            f"load or initialize them again; values beyond {setup.plan.low.max:g} are infinite in {setup.plan.low}",
-        )
+        what, advice = f"not finite: {named(bad)}", "load or initialize them again"
+        yield Finding("error", "non-finite weights", bad[0], what, advice)
 
 
 def _ranges(setup: Setup) -> Iterator[Finding]:
-    """Finds weights whose fp32 values the low format cannot hold: too large, or so small that most become 0."""
+    """Finds weights whose fp32 values the low format cannot hold: too large, or too small in more than `MOST_LOST`."""
     low, beyond, lost = setup.plan.low, {}, {}
-    for part, name, parameter, value in _weights(setup):
-        if not _is_rounded(setup, part, parameter) or not bool(value.isfinite().all()):
+    for part, name, parameter, fits in _weights(setup):
+        if fits.nonfinite or not _is_rounded(setup, part, parameter):
             continue
-        sizes = value.abs()
-        if float(sizes.max()) > low.max:
+        if fits.beyond:
             beyond[name] = part
-        elif 2 * int((sizes > low.smallest_subnormal / 2).sum()) < int((sizes > 0).sum()):
-            lost[name] = part
+        elif fits.lost > MOST_LOST * fits.nonzero:
+            lost[f"{name} ({fits.lost / fits.nonzero:.0%})"] = part
     if beyond:
-        what = f"larger than {low.max:g}, the largest value of {low}: {named(beyond)}"
-        yield Finding("error", "weights beyond the format", next(iter(beyond)), what, *_kept_full(beyond.values()))
+        what = f"larger than {low.max:g}, the largest value of {low}: {named(list(beyond))}"
+        place, kept = next(iter(beyond)), _kept_full(setup.plan, beyond.values())
+        yield Finding("error", "weights beyond the format", place, what, *kept)
     if lost:
-        what = f"most values are 0 in {low}, whose smallest number is {low.smallest_subnormal:.0e}: {named(lost)}"
-        yield Finding("warning", "weights vanish", next(iter(lost)), what, *_kept_full(lost.values()))
+        what = f"values other than 0 are 0 in {low}, whose smallest number is {low.smallest_subnormal:.0e}"
+        place, kept = next(iter(lost)).partition(" (")[0], _kept_full(setup.plan, lost.values())
+        yield Finding("warning", "weights vanish", place, f"{what}: {named(list(lost))}", *kept)
 
 
 def _is_rounded(setup: Setup, part: Part, parameter: nn.Parameter) -> bool:
@@ -193,10 +191,13 @@ def _is_rounded(setup: Setup, part: Part, parameter: nn.Parameter) -> bool:
     return setup.plan.ops != "none" and (parameter.dtype is low.dtype or cast)
 
 
-def _kept_full(parts: Iterable[Part]) -> tuple[str, tuple[Rule, ...]]:
+def _kept_full(plan: Plan, parts: Iterable[Part]) -> tuple[str, tuple[Rule, ...]]:
     """Returns the advice to keep modules full, and the rules that do so; there is no rule for the model itself."""
     rules = tuple(Rule(name, FULL_OUT) for name in dict.fromkeys(part.name for part in parts) if name)
-    return "compute in fp32, with a rule that keeps the module full, or rescale the weights", rules
+    advice = "compute in fp32, with a rule that keeps the module full, or rescale the weights"
+    if plan.param == "low" and plan.master == "none":
+        advice += f"; {plan.name} keeps no fp32 values: load the weights again before the next initialize"
+    return advice, rules
 
 
 def _scalers(setup: Setup) -> Iterator[Finding]:

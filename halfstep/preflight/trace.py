@@ -87,6 +87,7 @@ def trace_step(session: Session, closure: Callable[[], Any]) -> tuple[list[Findi
 def _run(rehearsal: Rehearsal, tracer: StepTracer, scale: float) -> tuple[Failure | None, Tensor | None]:
     try:
         loss = rehearsal.loss()
+        tracer.trail.end([loss])
         if bool(torch.isfinite(loss)):
             lower = min(scale, FP16_LOSS_CEILING) if loss.dtype is torch.float16 else scale
             with rehearsal.gradients(loss, lower):

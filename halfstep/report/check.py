@@ -7,19 +7,23 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
+from halfstep.edits import spell
 from halfstep.records import SEVERITIES, Finding
 
 STYLES = {"error": "bold red", "warning": "yellow", "note": "dim"}
 
 
 def check_text(found: Sequence[Finding], *, what: str) -> Text:
-    """Returns the findings as text: place, evidence, advice and edits; `what` names what was checked."""
+    """Returns the findings as text: place, evidence, advice, and edits that the advice does not spell out.
+
+    `what` names what was checked.
+    """
     text = Text(f"{what}: {_counts(found)}")
     for finding in found:
         text.append("\n\n")
         text.append(f"{finding.severity}: {finding.code}", style=STYLES[finding.severity])
         text.append(f" at {finding.place}\n  seen: {finding.evidence}\n  do:   {finding.advice}")
-        for edit in finding.cure:
+        for edit in () if spell(finding.cure) in finding.advice else finding.cure:
             text.append(f"\n  edit: {edit!r}")
     return text
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from halfstep.cast.casting import Casting
 from halfstep.observe.recorder import OpRecorder, Recorded
+from halfstep.optim.masters import Fit
 from halfstep.plan.plan import Plan
 from halfstep.scale.loss import FP16_LOSS_CEILING, wide
 from halfstep.scale.scales import LossScales
@@ -22,8 +23,8 @@ from halfstep.torch_internals import TorchDispatchMode
 class Runtime:
     """Runs the models `roots` under a plan, forward and backward, but makes no step.
 
-    `full` returns the fp32 value of a stored parameter; `summing` tells whether several processes decide together on
-    each step.
+    `full` returns the fp32 value of a stored parameter, and `fit` how that fits the low format; `summing` tells whether
+    several processes decide together on each step.
     """
 
     plan: Plan
@@ -32,6 +33,7 @@ class Runtime:
     casting: Casting
     scales: LossScales
     full: Callable[[nn.Parameter], Tensor]
+    fit: Callable[[nn.Parameter], Fit]
     summing: Callable[[], bool]
 
     def backward(self, loss: Tensor, scale: float | None) -> None:

@@ -131,7 +131,14 @@ class Session:
         self._replicas = Replicas(roots, shared)
         self._spoiled: Tensor | None = None  # in which processes a loss of the last step overflowed
         self.runtime = Runtime(
-            plan, roots, device, self._casting, self._scales, self._store.full, self._replicas.summing
+            plan,
+            roots,
+            device,
+            self._casting,
+            self._scales,
+            self._store.full,
+            self._store.fit,
+            self._replicas.summing,
         )
         try:
             self._open()
@@ -317,7 +324,7 @@ class Session:
         scale = self._scales.of(loss_id)
         if loss.dtype == torch.float16:
             scale.limit(FP16_LOSS_CEILING)
-        self._carry(scale.value)
+        self._carry(scale.value, [loss])
         self._training.backward(loss, loss_id, kwargs)
         self._add_loss(loss, loss_id)
         self._awaiting = list(self._parts)
@@ -341,16 +348,16 @@ class Session:
         scale = self._scales.of(loss_id)
         if any(loss.dtype == torch.float16 for loss in losses):
             scale.limit(FP16_LOSS_CEILING)
-        self._carry(scale.value)
+        self._carry(scale.value, losses)
         with self._training.scaling(losses, loss_id, unscale=unscale) as value:
             yield value
         for loss in losses:
             self._add_loss(loss, loss_id)
         self._awaiting = list(self._parts)
 
-    def _carry(self, scale: Tensor) -> None:
-        """Tells the watchers and probes the loss scale of the next backward pass."""
-        self._probes.carry(scale)
+    def _carry(self, scale: Tensor, losses: Sequence[Tensor]) -> None:
+        """Tells the watchers and probes the loss scale of the next backward pass, and the probes its `losses`."""
+        self._probes.carry(scale, losses)
         for watcher in self.watchers:
             watcher.carry(scale)
 
@@ -380,7 +387,7 @@ class Session:
         scale = self._scales.of(loss_id)
         if any(out.dtype == torch.float16 for out in outputs):
             scale.limit(FP16_LOSS_CEILING)
-        self._carry(scale.value)
+        self._carry(scale.value, outputs)
         value = scale.value.clone()
         if scale.active:
             directions = tuple(
@@ -616,9 +623,10 @@ class Session:
         Their weights are measured.
 
         With `absorbed=True`, the probe also looks for overflows that a later operation makes finite again, in all
-        training forwards of a measured step and in the losses after them. It reports each as an observation of kind
-        "absorbed", whose field `absorbed` tells where the overflow occurred and with what values. This waits for the
-        device at each result in low precision, and takes some 20 microseconds of Python for each operation.
+        training forwards of a measured step and in the losses after them. It reports each that a loss passed to the
+        session depends on, as an observation of kind "absorbed", whose field `absorbed` tells where the overflow
+        occurred and with what values. This waits for the device at each result in low precision, and takes some 20
+        microseconds of Python for each operation.
 
         Compiled models run uncompiled at measured steps. `probe.flush()` returns the observations; `log` and the
         session's sinks that are Recorders get each observation as it arrives.

@@ -701,6 +701,33 @@ def test_an_overflow_that_would_be_absorbed_is_predicted_with_its_two_operations
     assert trained(halfstep.level("O2", "fp16").edit(*found.edits("fp16"))) == pytest.approx(trained("O0"), abs=0.1)
 
 
+class OwnNorm(nn.Module):
+    """An RMS norm in the model's own forward, which no rule could keep full without the whole model."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.head = nn.Linear(16, 64), nn.Linear(64, 5)
+        self.stem.weight.data.mul_(300)
+
+    def forward(self, x):
+        y = self.stem(x)
+        return self.head(y * torch.rsqrt(torch.mul(y, y).mean(-1, keepdim=True) + 1e-5))
+
+
+def test_an_absorbed_overflow_in_the_models_own_forward_gets_the_edit_that_denies_its_operation():
+    torch.manual_seed(0)
+    model, x = OwnNorm(), torch.randn(8, 16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    found = halfstep.whatif(lambda: model(x).square().mean(), model, ("fp16",), optimizer=optimizer)
+    (finding,) = [each for each in found.stay_full["fp16"] if each.code == "overflow absorbed"]
+    assert finding.cure == (halfstep.OpChange("deny", "mul"),)
+    assert "plan.edit(OpChange('deny', 'mul'))" in finding.advice
+    assert finding.cure[0] in found.edits("fp16")
+    with halfstep.initialize(model, optimizer, halfstep.level("O2", "fp16").edit(*finding.cure)) as session:
+        codes = [each.code for each in halfstep.check(session, lambda: model(x).square().mean())]
+    assert "overflow absorbed" not in codes
+
+
 def test_a_forward_that_fails_in_fp16_alone_is_said():
     model = nn.Linear(4, 4)
 

@@ -7,15 +7,17 @@ from torch.utils.checkpoint import checkpoint
 from halfstep.cast.emulate import Emulation
 from halfstep.formats import FP16
 from halfstep.observe.recorder import OpRecorder, Recorded
+from halfstep.torch_internals import tree_leaves
 
 LOW = torch.float16
 
 
 def found(function, *inputs, emulated=False):
-    """Returns what was absorbed in a call with fp16 inputs: who overflowed, who absorbed it, and the numbers."""
+    """Returns what the result of a call with fp16 inputs absorbed: who overflowed, who absorbed it, and the numbers."""
     recorder = OpRecorder([])
     with Recorded(Emulation(FP16), recorder) if emulated else recorder:
-        function(*(torch.tensor(values, dtype=LOW) for values in inputs))
+        result = function(*(torch.tensor(values, dtype=LOW) for values in inputs))
+    recorder.trail.end(tree_leaves(result))
     return [(each.origin.aten, each.by.aten, each) for each in recorder.trail.found]
 
 
@@ -129,7 +131,9 @@ def test_the_backward_pass_is_the_scales_business():
         y.sum().backward()
 
         factors = iter([1.0, 60000.0])  # overflows only where the checkpoint runs it again
-        checkpoint(lambda y: 1 / (1 + y * next(factors)), x, use_reentrant=False).sum().backward()
+        again = checkpoint(lambda y: 1 / (1 + y * next(factors)), x, use_reentrant=False)
+        again.sum().backward()
+        return y, again, x.grad
 
     assert not found(function, [300.0])
 
@@ -140,6 +144,67 @@ def test_each_origin_is_told_once():
         return 1 / square, torch.rsqrt(square)
 
     assert [names[:2] for names in found(function, [300.0])] == [("mul", "reciprocal")]
+
+
+def scale_of(x):
+    return torch.rsqrt((x * x).sum(-1, keepdim=True) + 1)
+
+
+class Scales(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * scale_of(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+def in_place(x):
+    held = torch.zeros_like(x)
+    held[:1].copy_(scale_of(x.detach()))
+    return x * held
+
+
+READ = {  # whose result is computed from what absorbed the overflow, by whatever way
+    "with gradients": lambda x: x * scale_of(x),
+    "detached before": lambda x: x * scale_of(x.detach()),
+    "detached after": lambda x: x * scale_of(x).detach(),
+    "without gradients": lambda x: x * torch.no_grad()(scale_of)(x),
+    "custom function": Scales.apply,
+    "comparison": lambda x: torch.where(scale_of(x) > 1e-4, x, -x),
+    "argmax": lambda x: x.gather(-1, torch.cat([scale_of(x), scale_of(x) * 2]).argmax(-1, keepdim=True)),
+    "round": lambda x: x * torch.round(scale_of(x) * 1e4),
+    "in place": in_place,
+    "a diagnostic before": lambda x: (scale_of(x), (square := x * x), 1 / square, x * torch.rsqrt(square))[-1],
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_what_the_result_was_computed_from_counts(name):
+    assert found(lambda x: READ[name](x.requires_grad_()), [300.0, 400.0])[0][:2] == ("mul", "rsqrt")
+
+
+def counted(x):
+    x.count = torch.zeros(2)
+    x.count.add_(scale_of(x.detach()))
+    return x * 2
+
+
+UNREAD = {  # diagnostics that nobody reads
+    "with gradients": lambda x: (x * 2, scale_of(x))[0],
+    "detached": lambda x: (x * 2, scale_of(x.detach()))[0],
+    "without gradients": lambda x: (x * 2, torch.no_grad()(scale_of)(x))[0],
+    "read by another": lambda x: (x * 2, scale_of(x.detach()).log())[0],
+    "sparse": lambda x: (x * 2, scale_of(x).expand(2, 2).to_sparse())[0],
+    "counted": counted,
+    "logged": lambda x: (x * 2, scale_of(x).tolist())[0],
+}
+
+
+@pytest.mark.parametrize("name", UNREAD)
+def test_what_the_result_was_not_computed_from_does_no_harm(name):
+    assert not found(lambda x: UNREAD[name](x.requires_grad_()), [300.0, 400.0])
 
 
 def test_an_overflow_that_ends_in_nan_or_infinity_is_seen_elsewhere():

@@ -19,7 +19,7 @@ from halfstep.report.live import LiveLine
 from halfstep.report.log import RunLog
 from halfstep.report.page import page_of
 from halfstep.report.run import read_log
-from tests.preflight.test_absorbed import HEALTHY, PLANTED, WIDE, Does, Fixed, classifier, inputs
+from tests.preflight.test_absorbed import HEALTHY, PLANTED, WIDE, Does, Fixed, checked, classifier, inputs
 
 PLANS = pytest.mark.parametrize("plan", ["O1", "O2"])
 
@@ -71,6 +71,23 @@ def test_healthy_patterns_are_left_in_peace(name, plan):
 
 def test_bf16_has_the_range_of_fp32():
     assert observed(PLANTED["RMS norm"][0], "O2", WIDE, low="bf16") == []
+
+
+def watched(x):
+    """Computes a diagnostic that nobody reads."""
+    torch.rsqrt(x.detach().square().sum() + 1), torch.rsqrt((x * x).sum() + 1)
+    with torch.no_grad():
+        torch.rsqrt((x * x).sum() + 1)
+    return x
+
+
+@PLANS
+def test_a_diagnostic_that_nobody_reads_is_reported_by_none(plan):
+    assert observed(watched, plan, WIDE) == []
+    assert checked(watched, plan, WIDE) == ([], [])
+    model = Fixed(Does(watched), WIDE)
+    predicted = halfstep.whatif(lambda: model(inputs()).float().mean(), model, ["fp16"], plan=plan)
+    assert [each.code for each in predicted.stay_full["fp16"] if each.code == "overflow absorbed"] == []
 
 
 def test_only_the_steps_that_are_observed_are_looked_at():

@@ -26,7 +26,7 @@ needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="needs a C++
 
 
 def test_a_row_with_whole_weights_has_no_loop_over_blocks():
-    with pytest.raises(ValueError, match="a row with whole=True must not name one"):
+    with pytest.raises(ValueError, match="has whole=True and names a compiled loop"):
         replace(TABLE[Lamb], native="adam")
 
 

@@ -1,5 +1,7 @@
 """The check before training, of what needs no step: weights, buffers, optimizers, sizes; and what it refuses."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -9,6 +11,7 @@ from halfstep import LOW, Rule
 from halfstep.diagnose.cures import FULL_OUT
 from halfstep.errors import SessionError
 from halfstep.machine import DeviceFacts
+from halfstep.optim.masters import fit
 from halfstep.preflight.check import Part, Setup, _shapes
 from tests.contracts.cases import backward_and_step
 from tests.preflight.planted import Does, Two, checked, loss_of, notes, only, opened
@@ -137,7 +140,16 @@ def test_weights_that_are_not_finite_are_an_error(plan):
     assert (only(found).place, only(found).code) == ("planted.weight", "non-finite weights")
 
 
-@pytest.mark.parametrize("plan", ["O1", "O2"])
+def filled(fill):
+    """Returns a model with a layer whose weight is filled by a function."""
+    model = Two(nn.Linear(8, 8, bias=False))
+    with torch.no_grad():
+        nn.init.constant_(model.planted.weight, 0.5)
+        fill(model.planted.weight)
+    return model
+
+
+@pytest.mark.parametrize("plan", ["O1", "O2", "O3"])
 @pytest.mark.parametrize(
     ("fill", "code"),
     [
@@ -145,22 +157,59 @@ def test_weights_that_are_not_finite_are_an_error(plan):
         (lambda weight: weight[0].fill_(-65504.0), None),
         (lambda weight: weight.fill_(1e-9), "weights vanish"),
         (lambda weight: weight.fill_(2.0**-24), None),
-        (lambda weight: weight[:4].fill_(1e-9), None),  # the half of them
+        (lambda weight: weight[0].fill_(1e-9), "weights vanish"),  # 8 of 64
+        (lambda weight: weight[0, :6].fill_(1e-9), None),
+        (lambda weight: weight[1:].fill_(0.0), None),
         (lambda weight: weight.fill_(0.0), None),
     ],
 )
 def test_weights_that_the_low_format_does_not_hold_get_a_rule_that_keeps_them(plan, fill, code):
-    model = Two(nn.Linear(8, 8, bias=False))
-    with torch.no_grad():
-        fill(model.planted.weight)
+    model = filled(fill)
     found, plan_ = checked(model, plan, trace=False)
     assert [finding.code for finding in found] == ([] if code is None else [code])
     if code is not None:
         assert found[0].place == "planted.weight"
         assert found[0].cure == (Rule("planted", FULL_OUT),)
-        assert "load" not in found[0].advice
-        assert checked(model, plan_.edit(*found[0].cure), None, trace=False)[0] == []
-    assert checked(model, plan, "bf16", trace=False)[0] == []
+        assert ("load the weights again" in found[0].advice) == (plan == "O3")
+    model = filled(fill)  # at O3 the first session has rounded the weights
+    assert checked(model, plan_.edit(*(found[0].cure if found else ())), None, trace=False)[0] == []
+    assert checked(filled(fill), plan, "bf16", trace=False)[0] == []
+
+
+@pytest.mark.parametrize("plan", ["O1", "O2", "O3"])
+def test_the_share_of_a_weight_that_vanishes_is_told(plan):
+    found, _ = checked(filled(lambda weight: weight[:3].fill_(1e-9)), plan, trace=False)
+    assert only(found).evidence.endswith("6e-08: planted.weight (38%)")
+
+
+def test_at_o3_what_has_become_of_the_weights_since_counts():
+    model = filled(lambda weight: weight.fill_(1e-9))
+    with opened(model, "O3") as session:
+        codes = [finding.code for finding in halfstep.check(session)]
+        with torch.no_grad():
+            model.planted.weight.fill_(0.5)
+        assert "weights vanish" in codes
+        assert "weights vanish" not in [finding.code for finding in halfstep.check(session)]
+        model.load_state_dict(model.state_dict() | {"planted.weight": torch.full((8, 8), 1e5)})
+        assert "weights beyond the format" in [finding.code for finding in halfstep.check(session)]
+
+
+INITS = {
+    "normal": lambda weight: nn.init.normal_(weight, std=1e-5),
+    "truncated": lambda weight: nn.init.trunc_normal_(weight, std=0.02),
+    "sparse": lambda weight: nn.init.sparse_(weight, 0.9),
+    "orthogonal": nn.init.orthogonal_,
+    "identity": nn.init.eye_,
+    "layer scale": lambda weight: nn.init.constant_(weight, 1e-6),
+    "xavier": nn.init.xavier_uniform_,
+    "zeros but one": lambda weight: weight.zero_()[0].fill_(1.0),
+}
+
+
+@pytest.mark.parametrize("plan", ["O1", "O2", "O3"])
+@pytest.mark.parametrize("name", INITS)
+def test_healthy_initializations_are_left_in_peace(name, plan):
+    assert checked(filled(INITS[name]), plan, trace=False)[0] == []
 
 
 class Calls(nn.Module):
@@ -233,7 +282,7 @@ def test_sizes_that_tensor_cores_pad_are_a_note_on_a_device_that_has_them(monkey
     plan = halfstep.level("O2", "fp16")
     assignment = halfstep.resolve(plan, model)
     parts = tuple(Part(f.name, m, f) for (_, m), f in zip(model.named_modules(), assignment.modules, strict=True))
-    setup = Setup(plan, parts, (), torch.device("cuda"), traced=False, scaler=None)
+    setup = Setup(plan, parts, (), torch.device("cuda"), traced=False, scaler=None, fit=partial(fit, low=torch.float16))
     monkeypatch.setattr("halfstep.preflight.check.read_facts", lambda device: DeviceFacts("cuda", capability=(8, 0)))
     assert [(f.severity, f.evidence) for f in _shapes(setup)] == [
         ("note", "weights with sizes that are not multiples of 8: 1 (65, 16)")

@@ -20,6 +20,11 @@ def test_each_finding_has_place_evidence_advice_and_edits():
     assert lines[7] == "note: no loss scale at O3"
 
 
+def test_edits_that_the_advice_spells_out_are_printed_once():
+    finding = Finding("warning", "x", "a", "seen", "plan.edit(Rule('a', FULL)): it runs", (Rule("a", FULL),))
+    assert check_text([finding], what="it").plain.count("Rule('a', FULL)") == 1
+
+
 def test_counts_and_nothing():
     assert check_text([NOTE, NOTE], what="it").plain.startswith("it: 2 notes\n")
     assert check_text([], what="it").plain == "it: nothing found"
