@@ -116,6 +116,7 @@ def closure():
 
 
 verdict = halfstep.blame(session, closure)
+assert verdict is not None, "the loss and its gradients are finite"
 print(verdict)
 
 # %% [markdown]

@@ -27,16 +27,21 @@ from halfstep.observe.stats import measure
 from halfstep.optim.lamb import Lamb
 from halfstep.optim.lion import Lion
 from halfstep.optim.novograd import NovoGrad
-from halfstep.plan.io import load_plan, save_plan
+from halfstep.plan.io import edit_from_dict, load_plan, save_plan
 from halfstep.plan.levels import level
 from halfstep.plan.plan import Plan
 from halfstep.plan.resolve import Assignment, ModuleFormats, resolve
 from halfstep.preflight.check import check
 from halfstep.records import (
+    AbsorbedOverflow,
     Finding,
+    Kind,
     NumericsError,
     Observation,
+    OpCall,
     Recorder,
+    Rounded,
+    ScaleRange,
     SessionStart,
     Status,
     StepRecord,
@@ -59,6 +64,7 @@ __all__ = [
     "FULL",
     "LOW",
     "TF32",
+    "AbsorbedOverflow",
     "Assignment",
     "Edit",
     "Finding",
@@ -67,6 +73,7 @@ __all__ = [
     "GradScaler",
     "HalfstepError",
     "Inspection",
+    "Kind",
     "Lamb",
     "Lion",
     "LogError",
@@ -75,6 +82,7 @@ __all__ = [
     "NumericsError",
     "Observation",
     "ObserveError",
+    "OpCall",
     "OpChange",
     "OpChanges",
     "OpError",
@@ -83,9 +91,11 @@ __all__ = [
     "Policy",
     "Probe",
     "Recorder",
+    "Rounded",
     "Rule",
     "Run",
     "RunLog",
+    "ScaleRange",
     "Scaling",
     "Session",
     "SessionError",
@@ -102,6 +112,7 @@ __all__ = [
     "autocast",
     "blame",
     "check",
+    "edit_from_dict",
     "fsdp_policy",
     "initialize",
     "inspect",

@@ -85,7 +85,9 @@ def as_format(value: Format | torch.dtype | str) -> Format:
     found = _BY_DTYPE.get(value) if isinstance(value, torch.dtype) else FORMATS.get(str(value))
     if found is None:
         known = f"{', '.join(FORMATS)} or the torch dtypes {', '.join(map(str, _BY_DTYPE))}"
-        raise FormatError(f"unknown format {value!r}; expected one of {known}")
+        named = getattr(torch, str(value).removeprefix("torch."), None)  # "half" and "bfloat16" are names of torch's
+        hint = next((f"; did you mean {fmt.name!r}?" for dtype, fmt in _BY_DTYPE.items() if dtype is named), "")
+        raise FormatError(f"unknown format {value!r}; expected one of {known}{hint}")
     return found
 
 

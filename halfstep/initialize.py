@@ -29,6 +29,7 @@ from halfstep.processes.gone import telling_of_errors
 from halfstep.session.decide import Stepping, decide, say_what_steps_itself
 from halfstep.session.loaded import widened
 from halfstep.session.session import Session, Sink
+from halfstep.validate import short
 
 _LOG = logging.getLogger("halfstep")
 
@@ -105,8 +106,8 @@ def initialize(  # noqa: PLR0913  # the one public entry; each keyword is a docu
 def _check_settings(plan: Plan, sinks: Any, on_failure: Any, stepping: Any, emulate: Any) -> None:
     if not isinstance(sinks, (list, tuple)) or any(isinstance(sink, type) or not callable(sink) for sink in sinks):
         raise SetupError(
-            f"sinks is {sinks!r:.80}; expected a list of functions, or of objects such as RunLog(path) (not classes); "
-            "each is called with every StepRecord"
+            f"sinks is {short(sinks)}; each entry of this list must be a function, or an object such as RunLog(path) "
+            "(not a class), that can be called with a StepRecord"
         )
     if on_failure not in get_args(OnFailure):
         raise SetupError(
@@ -117,7 +118,7 @@ def _check_settings(plan: Plan, sinks: Any, on_failure: Any, stepping: Any, emul
         raise SetupError(
             f"stepping is {stepping!r}; expected 'session' (for session.step()) or 'optimizer' (for optimizer.step())"
         )
-    if emulate not in (None, True, False):
+    if not any(emulate is each for each in (None, True, False)):
         raise SetupError(f"emulate is {emulate!r}; expected True, False, or None to decide by the device")
     if emulate is not None and plan.ops == "none":
         raise SetupError(

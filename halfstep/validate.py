@@ -1,14 +1,20 @@
-"""Checks values that a user passes: words, numbers and text; in each check, `what` names the value in the error."""
+"""Checks values that a user passes: words, numbers, text, paths; in each check, `what` names the value in the error."""
 
 from __future__ import annotations
 
 import difflib
 import math
+import os
 from collections.abc import Iterable
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any
 
+import torch
+
 from halfstep.errors import PlanError
+
+_SHOWN = 80
 
 
 def near_miss(value: object, allowed: Iterable[str]) -> str:
@@ -22,6 +28,16 @@ def near_miss(value: object, allowed: Iterable[str]) -> str:
     by_lower = {word.lower(): word for word in allowed}
     found = difflib.get_close_matches(value.lower(), list(by_lower), n=1)
     return f"; did you mean {by_lower[found[0]]!r}?" if found else ""
+
+
+def short(value: object) -> str:
+    """Returns the `repr` of a value on one line, cut to 80 characters.
+
+    >>> short("x" * 100)[-5:]
+    'xxxx…'
+    """
+    text = " ".join(repr(value).split())
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 1]}…"
 
 
 def one_of(what: str, value: object, allowed: tuple[str, ...]) -> None:
@@ -66,7 +82,7 @@ def instance(what: str, value: object, kind: type, example: str) -> None:
     """Raises a PlanError unless `value` is an instance of `kind`; the message has `example`, code of a valid value."""
     if not isinstance(value, kind):
         raise PlanError(
-            f"{what} is {value!r} of type {type(value).__name__}; expected a {kind.__name__}, such as {example}"
+            f"{what} is {short(value)} of type {type(value).__name__}; expected a {kind.__name__}, such as {example}"
         )
 
 
@@ -75,3 +91,21 @@ def as_tuple(what: str, value: object, *, of: str) -> tuple[Any, ...]:
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise PlanError(f"{what} is {value!r} of type {type(value).__name__}; expected a tuple of {of}")
     return tuple(value)
+
+
+def file_path(what: str, value: object) -> Path:
+    """Returns a caller's path as a `Path`; raises a PlanError unless it is a str or a PathLike."""
+    if not isinstance(value, (str, os.PathLike)):
+        came = f"{short(value)} of type {type(value).__name__}"
+        raise PlanError(f"{what} is {came}; expected a path, as a str or a Path")
+    return Path(value)
+
+
+def check_device_type(what: str, value: object) -> None:
+    """Raises a PlanError unless `value` is a string that torch reads as a device."""
+    try:
+        known = isinstance(value, str) and torch.device(value)
+    except RuntimeError:
+        known = False
+    if not known:
+        raise PlanError(f"{what} is {short(value)}; expected the name of a device type, such as 'cuda' or 'cpu'")

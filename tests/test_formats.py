@@ -101,6 +101,12 @@ def test_as_format_names_what_is_known(value):
         as_format(value)
 
 
+@pytest.mark.parametrize(("value", "name"), [("half", "fp16"), ("bfloat16", "bf16"), ("torch.float32", "fp32")])
+def test_a_name_of_torchs_is_answered_with_ours(value, name):
+    with pytest.raises(FormatError, match=f"did you mean '{name}'"):
+        as_format(value)
+
+
 @pytest.mark.parametrize("fmt", [BF16, FP16, E4M3, E5M2], ids=str)
 def test_every_value_of_a_format_rounds_to_itself(fmt):
     values = every_value(fmt)

@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FUNCTIONS = {
     "blame",
     "check",
+    "edit_from_dict",
     "fsdp_policy",
     "initialize",
     "inspect",
@@ -33,11 +34,11 @@ FUNCTIONS = {
 FORMATS = {"BF16", "E4M3", "E5M2", "FP16", "FP32", "TF32"}
 EDITS = {"FULL", "LOW", "Edit", "OpChange", "OpChanges", "Policy", "Rule", "Scaling"}
 RESULTS = {
-    "Assignment", "Finding", "Inspection", "ModuleFormats", "Observation", "Plan", "Run", "SessionStart", "Status",
-    "StepRecord", "TensorStats", "Verdict", "WhatIf",
+    "AbsorbedOverflow", "Assignment", "Finding", "Inspection", "ModuleFormats", "Observation", "OpCall", "Plan",
+    "Rounded", "Run", "ScaleRange", "SessionStart", "Status", "StepRecord", "TensorStats", "Verdict", "WhatIf",
 }  # fmt: skip
 CLASSES = {
-    "Format", "GradScaler", "Lamb", "Lion", "NovoGrad", "Probe", "Recorder", "RunLog", "Session", "autocast",
+    "Format", "GradScaler", "Kind", "Lamb", "Lion", "NovoGrad", "Probe", "Recorder", "RunLog", "Session", "autocast",
 }  # fmt: skip
 ERRORS = {
     "FormatError", "HalfstepError", "LogError", "NumericsError", "ObserveError", "OpError", "PlanError", "SessionError",

@@ -2,7 +2,7 @@ import numpy
 import pytest
 
 from halfstep.errors import PlanError
-from halfstep.validate import as_tuple, count, near_miss, one_of, real, text
+from halfstep.validate import as_tuple, check_device_type, count, file_path, instance, near_miss, one_of, real, text
 
 
 @pytest.mark.parametrize("value", ["splt", "SPLIT", "spli"])
@@ -79,3 +79,25 @@ def test_as_tuple_takes_any_iterable():
 def test_as_tuple_refuses_strings_and_single_things(value):
     with pytest.raises(PlanError, match=r"expected a tuple of Rules"):
         as_tuple("rules", value, of="Rules")
+
+
+def test_instance_shows_a_long_value_on_one_line():
+    with pytest.raises(PlanError, match=r"^plan is 'x+… of type str; expected a int, such as 3"):
+        instance("plan", "x" * 1000, int, "3")
+
+
+@pytest.mark.parametrize("value", [3, None, b"plan.toml"])
+def test_file_path_refuses_what_is_no_path(value):
+    with pytest.raises(PlanError, match=rf"plan file is {value!r} of type {type(value).__name__}; expected a path"):
+        file_path("plan file", value)
+
+
+@pytest.mark.parametrize("value", ["gpu", "", 3, 65536.0, None])
+def test_check_device_type_refuses_what_torch_does_not_know(value):
+    with pytest.raises(PlanError, match=rf"device is {value!r}; expected .* 'cuda' or 'cpu'"):
+        check_device_type("device", value)
+
+
+@pytest.mark.parametrize("value", ["cpu", "cuda", "cuda:1"])
+def test_check_device_type_takes_the_names_of_devices(value):
+    check_device_type("device", value)

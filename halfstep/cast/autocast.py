@@ -30,7 +30,13 @@ class autocast(OpenAutocast):
         enabled: bool = True,
         cache_enabled: bool | None = None,
     ) -> None:
-        super().__init__(device_type, dtype, enabled, cache_enabled)
+        try:
+            super().__init__(device_type, dtype, enabled, cache_enabled)
+        except (RuntimeError, ValueError) as error:
+            raise type(error)(
+                f"{error}; autocast expected the type of a device, such as 'cuda' or 'cpu', and the format as "
+                "dtype=torch.bfloat16"
+            ) from None
         self._entered: dict[int, list[torch.autocast]] = {}  # by thread
         self.on_made()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -18,6 +19,26 @@ from halfstep.torch_internals import tree_leaves, without_modes
 
 _NEAR = 0.05  # of the largest element: how far equal inputs may differ if a model computed them in low precision
 
+_CLOSURE = "pass a function without arguments that computes the loss and returns it: lambda: loss_fn(model(x), y)"
+
+
+def check_closure(function: str, closure: object) -> None:
+    """Checks that the public function named `function` can call the closure that was passed to it.
+
+    Raises:
+        SessionError: `closure` is not a function, or needs arguments.
+    """
+    if not callable(closure):
+        raise SessionError(
+            f"{function}() takes a function that returns the loss, not {type(closure).__name__}; {_CLOSURE}"
+        )
+    try:
+        inspect.signature(closure).bind()
+    except ValueError:  # a builtin without a signature
+        pass
+    except TypeError as error:
+        raise SessionError(f"{function}() calls the closure without arguments, but it is {error}; {_CLOSURE}") from None
+
 
 def compute_loss(closure: Callable[[], Any], params: Sequence[nn.Parameter]) -> Tensor:
     """Calls the closure and returns the loss that it computed.
@@ -26,11 +47,12 @@ def compute_loss(closure: Callable[[], Any], params: Sequence[nn.Parameter]) -> 
         SessionError: the closure returned no scalar tensor that requires a gradient, or ran the backward pass itself.
     """
     loss = begin_pass(closure)
-    what = "pass a function without arguments that computes the loss and returns it: lambda: loss_fn(model(x), y)"
     if not isinstance(loss, Tensor):
-        raise SessionError(f"the closure returned {type(loss).__name__}, not the loss; {what}")
+        raise SessionError(f"the closure returned {type(loss).__name__}, not the loss; {_CLOSURE}")
     if loss.numel() != 1 or loss.is_complex():
-        raise SessionError(f"the closure returned a tensor of shape {tuple(loss.shape)}, not one real number; {what}")
+        raise SessionError(
+            f"the closure returned a tensor of shape {tuple(loss.shape)}, not one real number; {_CLOSURE}"
+        )
     if any(param.grad is not None for param in params):
         raise SessionError(
             "the closure ran the backward pass; remove that call: a closure only computes and returns the loss, and "

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd import set_detect_anomaly
 
 from halfstep.cast.enter import put_in_place
-from halfstep.diagnose.closure import Inputs, compute_loss, leaves_kept, noting_inputs
+from halfstep.diagnose.closure import Inputs, check_closure, compute_loss, leaves_kept, noting_inputs
 from halfstep.diagnose.rewind import CONTAINERS, attributes, give_attributes, untouched
 from halfstep.errors import SessionError, SetupError
 from halfstep.modes import uncompiled
@@ -80,17 +80,13 @@ def check_given(function: str, session: object, closure: object) -> None:
     """Checks the session and the closure that were passed to the public function named `function`.
 
     Raises:
-        SessionError: `session` is not an open session, or `closure` is not a function.
+        SessionError: `session` is not an open session, or `closure` is not a function without arguments.
         SetupError: the model of the session is sharded.
     """
     if not isinstance(session, Session) or session.closed:
         what = "a closed session" if isinstance(session, Session) else type(session).__name__
         raise SessionError(f"{function}() takes an open session, not {what}; call it after halfstep.initialize")
-    if not callable(closure):
-        raise SessionError(
-            f"the closure of {function}() must be a function that returns the loss, such as "
-            f"lambda: loss_fn(model(x), y), got {type(closure).__name__}"
-        )
+    check_closure(function, closure)
     reshard(session.runtime.roots)  # after an evaluation they hold whole weights
     if sharded_parameters(session.runtime.roots):
         raise SetupError(

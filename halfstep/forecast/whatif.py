@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfstep.cast.owners import owners
-from halfstep.diagnose.closure import leaves_kept
+from halfstep.diagnose.closure import check_closure, leaves_kept
 from halfstep.diagnose.cures import FULL_OUT, edited, is_op
 from halfstep.diagnose.rewind import untouched
 from halfstep.edits import FULL, LARGEST_SCALE, Edit, OpChange, Policy, Rule, Scaling, spell
@@ -30,7 +30,7 @@ from halfstep.machine import read_facts
 from halfstep.optim.steppers import needs_closure
 from halfstep.plan.choose import choose_plan
 from halfstep.plan.compatibility import check_models, check_optimizers
-from halfstep.plan.levels import customize
+from halfstep.plan.levels import customize, loss_scale_of
 from halfstep.plan.matching import together, uncompiled
 from halfstep.plan.plan import Plan
 from halfstep.plan.resolve import resolve
@@ -78,7 +78,7 @@ def whatif(
         PlanError: `plan` is unknown or stores nothing low, or `loss_scale` is invalid.
     """
     if loss_scale is not None:
-        loss_scale = Scaling("static", init=loss_scale).init
+        loss_scale = loss_scale_of(loss_scale)
     several = formats if isinstance(formats, Iterable) and not isinstance(formats, str) else [formats]
     chosen = list(dict.fromkeys(as_format(fmt) for fmt in several))
     _check(closure, model, chosen, steps)
@@ -132,12 +132,11 @@ def _fed(closure: Callable[[], Any], further: int) -> Callable[[], Any]:
 
 def _check(closure: object, model: nn.Module, formats: Sequence[Format], steps: int) -> None:
     if not isinstance(model, nn.Module):
-        raise SetupError(f"model must be a Module, not {type(model).__name__}; pass the module that the closure calls")
-    if not callable(closure):
-        raise SessionError(
-            "the closure of whatif() must be a function that returns the loss, such as lambda: loss_fn(model(x), y), "
-            f"got {type(closure).__name__}"
+        raise SetupError(
+            f"model must be a Module, not {type(model).__name__}; pass the module that the closure calls: "
+            "halfstep.whatif(closure, model)"
         )
+    check_closure("whatif", closure)
     if not formats or FP32 in formats:
         raise FormatError(
             "formats must name one or more formats other than fp32; pass some of fp16, bf16, e4m3, e5m2, tf32"

@@ -12,10 +12,11 @@ from halfstep.edits import FULL, Rule
 from halfstep.errors import ObserveError, PlanError
 from halfstep.observe.overflows import Under, watch_absorbed
 from halfstep.observe.probe import Probe
+from halfstep.observe.stats import check_sample
 from halfstep.observe.window import owned
 from halfstep.plan.matching import find_sites, nearest, uncompiled
 from halfstep.records import TENSOR_KINDS, UPDATE, Observation
-from halfstep.validate import near_miss
+from halfstep.validate import near_miss, short
 
 KINDS = (*TENSOR_KINDS, UPDATE)
 _OF_PARAMETERS = {"weight", "weight_grad", UPDATE}
@@ -43,8 +44,7 @@ def make_probe(
     whole = isinstance(every, int) and not isinstance(every, bool)
     if not whole or every < 1:
         raise ObserveError(f"every is {every!r}; pass an integer, 1 or more: every=10 observes one step in ten")
-    if sample is not None and (not isinstance(sample, int) or isinstance(sample, bool) or sample < 1):
-        raise ObserveError(f"sample is {sample!r}; pass how many elements of each tensor to read, or None for all")
+    check_sample(sample)
     kinds = _kinds(tensors, may_be_none=absorbed is not None)
     chosen = _chosen(roots, _patterns(modules))
     if not owned({name: module for root in roots for name, module in root.named_modules()}):
@@ -59,6 +59,23 @@ def make_probe(
         )
     watch = None if absorbed is None else partial(watch_absorbed, roots, absorbed)
     return Probe(chosen, kinds, every=every, sample=sample, deliver=deliver, absorbed=watch)
+
+
+def check_delivery(
+    log: Callable[[Observation], object] | None, absorbed: object
+) -> list[Callable[[Observation], object]]:
+    """Returns the function `log` in a list, which is empty if it is None; also checks the switch `absorbed`.
+
+    Raises:
+        ObserveError: `log` is not a function, or `absorbed` is neither True nor False.
+    """
+    if not isinstance(absorbed, bool):
+        raise ObserveError(
+            f"absorbed is {short(absorbed)}; pass True to look for overflows that a later operation hides, or False"
+        )
+    if log is not None and not callable(log):
+        raise ObserveError(f"log is {short(log)}; pass a function that is called with each Observation, or None")
+    return [] if log is None else [log]
 
 
 def _listed(name: str, given: Any, what: str) -> list[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from halfstep.errors import ObserveError
 from halfstep.kernels.stats import add_stats, empty_rows
 from halfstep.records import BINS, COUNTS, DOUBLES, TensorStats
 
@@ -18,10 +19,22 @@ def measure(tensor: Tensor, *, sample: int | None = None) -> TensorStats:
     >>> stats = measure(torch.tensor([1.0, -3.0, 0.0, float("inf")]))
     >>> stats.zeros, stats.negatives, stats.infinities, stats.exponents[127], stats.exponents[128], stats.amax
     (1, 1, 1, 1, 1, 3.0)
+
+    Raises:
+        ObserveError: `tensor` is not a tensor, or `sample` is not an integer of 1 or more.
     """
+    if not isinstance(tensor, Tensor):
+        raise ObserveError(f"measure() expected a tensor, got {type(tensor).__name__}; pass torch.as_tensor(values)")
+    check_sample(sample)
     rows = empty_rows(1, tensor.device)
     add_stats([tensor], rows, [0], sample=sample)
     return read_rows(rows)[0]
+
+
+def check_sample(sample: object) -> None:
+    """Raises an ObserveError unless `sample` is an integer of 1 or more, or None."""
+    if sample is not None and (not isinstance(sample, int) or isinstance(sample, bool) or sample < 1):
+        raise ObserveError(f"sample is {sample!r}; pass how many elements of each tensor to read, or None for all")
 
 
 def read_rows(rows: Tensor) -> list[TensorStats]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.optim import Optimizer
 
 from halfstep.kernels.batch import Batch, Options
 from halfstep.optim.eager import Number, bias_corrections, decayed, precise, root, widest
-from halfstep.optim.own_step import check_numbers, own_step
+from halfstep.optim.own_step import check_arguments, own_step
 
 
 class Lamb(Optimizer):
@@ -37,6 +38,7 @@ class Lamb(Optimizer):
 
     Raises:
         ValueError: a number is out of its range.
+        TypeError: `params` is a model.
     """
 
     def __init__(  # noqa: PLR0913  # the numbers of its law
@@ -53,9 +55,11 @@ class Lamb(Optimizer):
         decoupled_weight_decay: bool = True,
         always_adapt: bool = False,
     ) -> None:
-        check_numbers("Lamb", betas, {"learning rate": lr, "eps": eps, "weight decay": weight_decay})
-        if max_grad_norm is not None and not max_grad_norm > 0:
-            raise ValueError(f"Lamb's max_grad_norm must be above 0, or None for no clipping, not {max_grad_norm}")
+        check_arguments("Lamb", params, betas, {"learning rate": lr, "eps": eps, "weight decay": weight_decay})
+        if max_grad_norm is not None and not (isinstance(max_grad_norm, Real) and max_grad_norm > 0):
+            raise ValueError(
+                f"Lamb's max_grad_norm must be a number above 0, or None for no clipping, not {max_grad_norm!r}"
+            )
         defaults = {
             "lr": lr,
             "betas": betas,

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from halfstep.kernels.batch import Batch, Options
 from halfstep.optim.eager import decayed, rounded
-from halfstep.optim.own_step import check_numbers, own_step
+from halfstep.optim.own_step import check_arguments, own_step
 
 
 class Lion(Optimizer):
@@ -32,6 +32,7 @@ class Lion(Optimizer):
 
     Raises:
         ValueError: a number is out of its range.
+        TypeError: `params` is a model.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class Lion(Optimizer):
         *,
         maximize: bool = False,
     ) -> None:
-        check_numbers("Lion", betas, {"learning rate": lr, "weight decay": weight_decay})
+        check_arguments("Lion", params, betas, {"learning rate": lr, "weight decay": weight_decay})
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults)
 

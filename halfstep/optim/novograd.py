@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from halfstep.kernels.batch import Batch, Options
 from halfstep.optim.eager import bias_corrections, rounded, widest
-from halfstep.optim.own_step import check_numbers, own_step
+from halfstep.optim.own_step import check_arguments, own_step
 
 
 class NovoGrad(Optimizer):
@@ -37,6 +37,7 @@ class NovoGrad(Optimizer):
 
     Raises:
         ValueError: a number is out of its range.
+        TypeError: `params` is a model.
     """
 
     def __init__(  # noqa: PLR0913  # the numbers of its law
@@ -53,7 +54,7 @@ class NovoGrad(Optimizer):
         norm_type: int = 2,
         init_zero: bool = False,
     ) -> None:
-        check_numbers("NovoGrad", betas, {"learning rate": lr, "eps": eps, "weight decay": weight_decay})
+        check_arguments("NovoGrad", params, betas, {"learning rate": lr, "eps": eps, "weight decay": weight_decay})
         if norm_type not in (0, 2):
             raise ValueError(f"NovoGrad's norm_type must be 2, or 0 for the largest magnitude, not {norm_type!r}")
         defaults = {

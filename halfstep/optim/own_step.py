@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from numbers import Real
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
@@ -52,13 +53,25 @@ def own_step(
     return loss
 
 
-def check_numbers(name: str, betas: tuple[float, float], others: Mapping[str, float | Tensor]) -> None:
-    """Raises a ValueError unless `betas` are in [0, 1) and all numbers in `others`, a dict by name, are 0 or more."""
+def check_arguments(name: str, params: object, betas: Any, others: Mapping[str, Any]) -> None:
+    """Checks what an optimizer is made from; `others` are numbers by name.
+
+    Raises:
+        ValueError: `betas` are not two numbers in [0, 1), or one of `others` is not a number of 0 or more.
+        TypeError: `params` is a module.
+    """
+    if isinstance(params, nn.Module):
+        raise TypeError(f"{name} expected parameters, not {type(params).__name__}; pass model.parameters()")
     for words, value in others.items():
-        if not value >= 0:
-            raise ValueError(f"{name}'s {words} must be 0 or more, not {value}")
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        raise ValueError(f"{name}'s betas must be in [0, 1), not {betas}")
+        if not _is_number(value) or not value >= 0:
+            raise ValueError(f"{name}'s {words} must be a number, 0 or more, not {value!r}")
+    pair = betas if isinstance(betas, (tuple, list)) else ()
+    if len(pair) != 2 or not all(_is_number(beta) and 0 <= beta < 1 for beta in pair):
+        raise ValueError(f"{name}'s betas must be two numbers in [0, 1), not {betas!r}")
+
+
+def _is_number(value: object) -> bool:
+    return value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real)
 
 
 def _batch_of(p: Parameter, state: dict[str, Any], options: Options, *, counts: bool) -> Batch:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,8 +31,17 @@ _SHOWN = 5
 _LOSS_ID = re.compile("0|[1-9][0-9]{0,17}")  # as `str` writes it: other digits would name one loss twice
 
 
-def as_list(value: Any, kind: type, what: str) -> list[Any]:
-    """Returns one object, or a list or tuple of them, as a list.
+# What is passed by mistake as a model or an optimizer, and what to do instead.
+_INSTEAD: tuple[tuple[Callable[[Any], bool], str], ...] = (
+    (lambda item: isinstance(item, type), "pass an instance, which calling the class makes"),
+    (lambda item: isinstance(item, (nn.Module, Optimizer)), "pass the model first, then the optimizer"),
+    (lambda item: isinstance(item, Iterator), "pass them in a list; parameters go to an optimizer, and that is passed"),
+    (lambda item: True, "as in halfstep.initialize(model, torch.optim.AdamW(model.parameters()))"),
+)
+
+
+def as_list(value: Any, kind: type, what: str, *, empty: bool = False) -> list[Any]:
+    """Returns one object, or a list or tuple of them, as a list; `empty` allows a list without items.
 
     Raises:
         SetupError: an item is not a `kind`, an item appears twice, or there is no item.
@@ -40,10 +49,10 @@ def as_list(value: Any, kind: type, what: str) -> list[Any]:
     items = list(value) if isinstance(value, (list, tuple)) else [value]
     for item in items:
         if not isinstance(item, kind):
-            raise SetupError(
-                f"{what} must be a {kind.__name__} or a list of them, not {type(item).__name__}: {item!r:.80}"
-            )
-    if not items or len({id(item) for item in items}) != len(items):
+            instead = next(do for looks, do in _INSTEAD if looks(item))
+            came = "the class " + item.__name__ if isinstance(item, type) else "of type " + type(item).__name__
+            raise SetupError(f"{what} is {came}; expected a torch {kind.__name__}, or a list of them; {instead}")
+    if not (items or empty) or len({id(item) for item in items}) != len(items):
         raise SetupError(f"{what} is an empty list, or has one object twice; pass each {kind.__name__} once")
     return items
 
@@ -291,7 +300,8 @@ def check_state(state: dict[str, Any], plan: dict[str, Any]) -> None:
     if not isinstance(state, dict) or set(state) - {"losses"} != expected:
         have = sorted(map(str, state)) if isinstance(state, dict) else type(state).__name__
         raise StateError(
-            f"expected a session state with the entries {sorted(expected)}, got {have}; was the file cut short?"
+            f"expected a session state with the entries {sorted(expected)}, got {have}; pass what session.state_dict() "
+            "returned (or was the file cut short?)"
         )
     kinds = {"plan": dict, "steps": int, "skipped": int, "losses": int, "scales": dict}
     for key, kind in kinds.items():

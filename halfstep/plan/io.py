@@ -21,7 +21,7 @@ from halfstep.pages import PLANS, more
 from halfstep.plan.levels import LEVELS, level
 from halfstep.plan.opnames import check_op_changes
 from halfstep.plan.plan import Plan
-from halfstep.validate import near_miss
+from halfstep.validate import file_path, instance, near_miss
 
 SCHEMA = 1
 _SHORT: Mapping[str, Policy] = {"full": FULL, "low": LOW}
@@ -114,7 +114,13 @@ def edit_to_dict(edit: Edit) -> dict[str, Any]:
 
 
 def edit_from_dict(entries: Mapping[str, Any]) -> Edit:
-    """Returns the edit that a dict made by `edit_to_dict` describes; does not change the dict.
+    """Returns the edit that a dict describes, such as an entry of a `cure` in JSON or in a log; for `plan.edit`.
+
+    The dict is not changed. Its entry `edit` is "rule", "op_change" or "scale"; the others are the fields of a Rule,
+    OpChange or Scaling, as in a plan file.
+
+    >>> edit_from_dict({"edit": "op_change", "list": "deny", "op": "softmax"})
+    OpChange('deny', 'softmax')
 
     Raises:
         PlanError: the dict does not describe an edit.
@@ -122,7 +128,10 @@ def edit_from_dict(entries: Mapping[str, Any]) -> Edit:
     try:
         entry = msgspec.convert(entries, Union[tuple(_EDITS.values())])  # noqa: UP007
     except msgspec.ValidationError as error:
-        raise PlanError(f"{entries!r:.80} is not an edit: {error}; pass a dict that edit_to_dict returned") from None
+        raise PlanError(
+            f"{entries!r:.80} is not an edit ({_in_our_words(str(error))}); pass one entry of a `cure`, as "
+            "`halfstep check --json` and run logs hold them"
+        ) from None
     kind = next(kind for kind, table in _EDITS.items() if isinstance(entry, table))
     return _rule(_given(entry)) if kind is Rule else kind(**_given(entry))
 
@@ -269,9 +278,14 @@ def _explain(message: str, entries: Mapping[str, Any]) -> str:
         )
     if found and found[1]:
         return f"{_place(path)}: a key is not text; expected names, such as 'low'"
+    text = _in_our_words(text)
+    return f"{_place(path)}: {text}, {_value(path, entries)!r:.60}" if " got " in text else f"{_place(path)}: {text}"
+
+
+def _in_our_words(text: str) -> str:
     for theirs, ours in _WORDS:
         text = text.replace(theirs, ours)
-    return f"{_place(path)}: {text}, {_value(path, entries)!r:.60}" if " got " in text else f"{_place(path)}: {text}"
+    return text
 
 
 def _types(path: str) -> dict[str, Any]:
@@ -297,7 +311,7 @@ def load_plan(path: str | os.PathLike[str], *, low: Format | torch.dtype | str |
         PlanError: the file is missing or cut short, has another schema version, or has a wrong field; the message names
             the file and the path in it.
     """
-    file = Path(path)
+    file = file_path("plan file", path)
     codec = _codec(file)
     try:
         entries = codec.decode(file.read_bytes())
@@ -315,9 +329,10 @@ def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
     """Writes the plan to a .toml or .json file; an existing file is replaced as a whole or not at all.
 
     Raises:
-        PlanError: the path has another suffix, or the folder cannot be written to.
+        PlanError: `plan` is not a Plan, the path has another suffix, or the folder cannot be written to.
     """
-    file = Path(path)
+    instance("plan", plan, Plan, "halfstep.level('O2', 'bf16')")
+    file = file_path("plan file", path)
     data = _codec(file).encode(to_dict(plan))
     half = file.with_name(f".{file.name}.{os.getpid()}.tmp")
     try:

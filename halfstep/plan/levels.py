@@ -10,11 +10,20 @@ from typing import Any
 
 import torch
 
-from halfstep.edits import OP_LISTS, OpChange, OpChanges, Rule, Scaling, Width
+from halfstep.edits import (
+    LARGEST_SCALE,
+    OP_LISTS,
+    SMALLEST_SCALE,
+    OpChange,
+    OpChanges,
+    Rule,
+    Scaling,
+    Width,
+)
 from halfstep.errors import PlanError
-from halfstep.formats import BF16, FP16, LOW_FORMATS, Format, as_format
+from halfstep.formats import BF16, FORMATS, FP16, LOW_FORMATS, Format, as_format
 from halfstep.plan.plan import Master, Plan, PlanInput
-from halfstep.validate import as_tuple, near_miss
+from halfstep.validate import as_tuple, near_miss, real
 
 _OFF = Scaling("none")
 _DYNAMIC = Scaling("dynamic")
@@ -87,6 +96,8 @@ def level(name: str, low: Format | torch.dtype | str) -> Plan:
 def _level_hint(name: object) -> str:
     if not isinstance(name, str):
         return " (strings)"
+    if name in FORMATS:
+        return f"; pass a format as low={name!r}"
     letters = name.strip().upper().replace("0", "O", 1) if name.strip()[:1] == "0" else name.strip().upper()
     if letters in LEVELS:
         why = "the letter O, not the digit 0" if name.strip()[:1] == "0" else "the capital letter O and a digit"
@@ -159,7 +170,16 @@ def as_scaling(value: str | float | Scaling) -> Scaling:
         return _scaling_from_text(value)
     if isinstance(value, bool) or not isinstance(value, Real):
         raise PlanError(f"loss_scale is {value!r}; expected 'dynamic', 'none', a number or a Scaling")
-    return Scaling("static", init=float(value))
+    return Scaling("static", init=loss_scale_of(value))
+
+
+def loss_scale_of(value: object) -> float:
+    """Returns a number that was passed as `loss_scale`, as a float.
+
+    Raises:
+        PlanError: it is not a number, or outside the range of a loss scale.
+    """
+    return real("loss_scale", value, low=SMALLEST_SCALE, high=LARGEST_SCALE)
 
 
 def _scaling_from_text(value: str) -> Scaling:
@@ -170,7 +190,7 @@ def _scaling_from_text(value: str) -> Scaling:
     except ValueError:
         hint = near_miss(value, _NAMED_SCALES)
         raise PlanError(f"loss_scale is {value!r}; expected 'dynamic', 'none', a number or a Scaling{hint}") from None
-    return Scaling("static", init=number)
+    return Scaling("static", init=loss_scale_of(number))
 
 
 def _op_edits(ops: OpChanges | Mapping[str, Iterable[str]] | None) -> list[OpChange]:

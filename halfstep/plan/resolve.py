@@ -14,13 +14,13 @@ from torch.nn.utils.parametrize import ParametrizationList
 from halfstep.edits import FULL, BufferWidth, OutputWidth, Policy, Rule, RuleInput, Width
 from halfstep.errors import PlanError, SetupError
 from halfstep.formats import FP32, Format
-from halfstep.plan.compatibility import enterable, unwrap
+from halfstep.plan.compatibility import as_list, enterable, unwrap
 from halfstep.plan.matching import Site, find_sites, match_rules, uncompiled
 from halfstep.plan.norms import has_running_stats, norm_kind
 from halfstep.plan.opnames import check_op_changes
 from halfstep.plan.plan import Plan
 from halfstep.torch_internals import compiled_module, parameters_of
-from halfstep.validate import near_miss
+from halfstep.validate import instance, near_miss
 
 # Children whose weights the parent uses without calling them, so that nothing can be done at their own forward.
 BORROWED: tuple[tuple[type[nn.Module], str], ...] = ((nn.MultiheadAttention, "out_proj"),)
@@ -137,9 +137,12 @@ def resolve(plan: Plan, model: nn.Module | Sequence[nn.Module], *, made_low: Ite
 
     Raises:
         PlanError: a rule matches nothing, two rules disagree on a module, a tied parameter or a shared module would get
-            two formats, a rule requires what the module or its kernel cannot do, or an op change names no op.
+            two formats, a rule requires what the module or its kernel cannot do, or an op change names no op; or `plan`
+            is not a Plan.
+        SetupError: `model` is neither a module nor a list of modules.
     """
-    roots = [unwrap(each) for each in ([model] if isinstance(model, nn.Module) else model)]
+    instance("plan", plan, Plan, "halfstep.level('O2', 'bf16')")
+    roots = [unwrap(each) for each in as_list(model, nn.Module, "model")]
     check_op_changes(plan.op_changes)
     sites = [site for number, root in enumerate(roots) for site in find_sites(root, number)]
     matched = match_rules(plan.rules, sites)

@@ -80,7 +80,7 @@ def check(
         SessionError: the session is closed, the model is on the meta device, or the closure returns no scalar loss.
         SetupError: the model is sharded.
     """
-    check_given("check", session, trace_step if closure is None else closure)
+    check_given("check", session, (lambda: None) if closure is None else closure)
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         what = type(scaler).__name__
         raise SessionError(

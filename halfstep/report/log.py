@@ -52,7 +52,13 @@ class RunLog(AbstractContextManager["RunLog"]):
         self._finish = weakref.finalize(self, _finish, self._steps, self._file)
 
     def __call__(self, record: StepRecord) -> None:
-        """Receives a step's record, without waiting for the device."""
+        """Receives a step's record, without waiting for the device.
+
+        Raises:
+            LogError: `record` is not a StepRecord.
+        """
+        if not isinstance(record, StepRecord):
+            raise LogError(_not_a_record(record))
         self._last = record.step
         self._steps.add(record)
         self._write_steps()
@@ -77,10 +83,7 @@ class RunLog(AbstractContextManager["RunLog"]):
             case Verdict() | Finding():
                 self._write(Event(self._last, record))
             case _:
-                raise LogError(
-                    f"RunLog takes records that halfstep made, such as StepRecord, got {type(record).__name__}: "
-                    f"{record!r:.60}"
-                )
+                raise LogError(_not_a_record(record))
 
     def flush(self) -> None:
         """Writes the steps that are not yet written, waiting for the device."""
@@ -142,6 +145,13 @@ class _File:
 
     def close(self) -> None:
         self._file.close()
+
+
+def _not_a_record(record: object) -> str:
+    return (
+        f"expected a record of halfstep, got {type(record).__name__}: {record!r:.60}; pass the log to "
+        "initialize(..., sinks=[log]), and the session writes its records"
+    )
 
 
 def path_of(path: str | os.PathLike[str]) -> Path:

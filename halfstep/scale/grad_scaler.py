@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.optim import Optimizer
 from halfstep.errors import PlanError, StateError
 from halfstep.scale.scaling import Schedule, adapt_
 from halfstep.torch_internals import OpenGradScaler, takes_found_inf
+from halfstep.validate import check_device_type, short
 
 _MIN, _MAX, _HYSTERESIS = 1.0, 2.0**24, 1
 _TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
@@ -39,7 +41,8 @@ class GradScaler(OpenGradScaler):
     GradScaler; its own range and hysteresis then stay as they are.
 
     Raises:
-        PlanError: `init_scale` is outside the range, or `hysteresis` is not an integer of 1 or more.
+        PlanError: `device` names no device, a scale is not a number, `init_scale` is outside the range, or
+            `hysteresis` is not an integer of 1 or more.
 
     >>> scaler = GradScaler("cpu", init_scale=2.0)
     >>> scaler.scale(torch.tensor(3.0))
@@ -59,6 +62,17 @@ class GradScaler(OpenGradScaler):
         max_scale: float | None = None,
         hysteresis: int = _HYSTERESIS,
     ) -> None:
+        if enabled:
+            check_device_type("GradScaler's device", str(device) if isinstance(device, torch.device) else device)
+            for name, value in (
+                ("init_scale", init_scale),
+                ("growth_interval", growth_interval),
+                ("min_scale", _MIN if min_scale is None else min_scale),
+                ("max_scale", _MAX if max_scale is None else max_scale),
+            ):
+                if not isinstance(value, Real):
+                    came = f"{short(value)} of type {type(value).__name__}"
+                    raise PlanError(f"GradScaler's {name} is {came}; expected a number")
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self._min_scale = min(_MIN, init_scale) if min_scale is None else float(min_scale)
         self._max_scale = max(_MAX, init_scale) if max_scale is None else float(max_scale)
@@ -164,14 +178,10 @@ class GradScaler(OpenGradScaler):
 
         Raises:
             RuntimeError: the state is empty, as a disabled scaler returns it.
-            StateError: an entry is missing; nothing was changed.
+            StateError: it is no state, or an entry is missing or no number; nothing was changed.
         """
-        missing = [key for key in _TORCH_KEYS if key not in state_dict]
-        if self.is_enabled() and state_dict and missing:
-            raise StateError(
-                f"the state of the GradScaler lacks {missing} and has {sorted(state_dict)};"
-                " pass what state_dict() of a GradScaler returned"
-            )
+        if self.is_enabled():
+            _check_state(state_dict)
         super().load_state_dict(dict(state_dict))
         if not self.is_enabled():
             return
@@ -194,6 +204,25 @@ class GradScaler(OpenGradScaler):
 
     def _get_overflows_left(self) -> int:
         return self._init_overflows_left if self._overflows_left is None else int(self._overflows_left)
+
+
+def _check_state(state: object) -> None:
+    """Refuses what a GradScaler cannot load; an empty state is left to torch, which refuses it.
+
+    Raises:
+        StateError: it is not a dict, or an entry is missing or not a number of 0 or more.
+    """
+    instead = "pass what state_dict() of a GradScaler returned"
+    if not isinstance(state, Mapping):
+        raise StateError(f"the state of the GradScaler is {short(state)} of type {type(state).__name__}; {instead}")
+    missing = [key for key in _TORCH_KEYS if key not in state]
+    if state and missing:
+        raise StateError(f"the state of the GradScaler lacks {missing} and has {sorted(map(str, state))}; {instead}")
+    for key, value in state.items():
+        if not isinstance(value, (int, float, Tensor)) or not value >= 0:
+            raise StateError(
+                f"the state of the GradScaler has {key} {short(value)}; expected a number, 0 or more: {instead}"
+            )
 
 
 def _with_gradients(optimizer: Optimizer) -> list[Any]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from halfstep.errors import SessionError
 from halfstep.formats import LOW_DTYPES
@@ -22,7 +24,10 @@ def check_loss(loss: Any, kwargs: dict[str, Any]) -> None:
             have no `gradient`.
     """
     if not isinstance(loss, Tensor):
-        raise SessionError(f"backward() expected the loss as a tensor, got {type(loss).__name__}")
+        raise SessionError(
+            f"backward() expected the loss as a tensor, got {type(loss).__name__}; pass what the loss function "
+            "returned, not loss.item() or a list"
+        )
     if loss.numel() != 1 and kwargs.get("gradient") is None:
         raise SessionError(
             f"the loss has shape {tuple(loss.shape)}; reduce it to one number (loss.mean()) before backward()"
@@ -32,7 +37,7 @@ def check_loss(loss: Any, kwargs: dict[str, Any]) -> None:
     if not loss.requires_grad:
         raise SessionError(
             "the loss requires no gradient: it was detached, or computed under torch.no_grad() or from nothing "
-            "trainable; compute it with gradients enabled, from parameters that require them"
+            "trainable; pass it as it was computed from the model's output, with gradients enabled"
         )
 
 
@@ -40,16 +45,24 @@ def pair_outputs(outputs: Any, grad_outputs: Any) -> tuple[tuple[Tensor, ...], t
     """Returns the outputs and their `grad_outputs` (None means 1), as two tuples of the same length.
 
     Raises:
-        SessionError: an output is not a tensor, the number of `grad_outputs` differs, or an output that is not a scalar
-            has none.
+        SessionError: an output is not a tensor that requires a gradient, the number of `grad_outputs` differs, one is
+            not a tensor, or an output that is not a scalar has none.
     """
     paired = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs) if isinstance(outputs, (list, tuple)) else ()
     if not paired or not all(isinstance(out, Tensor) for out in paired):
         raise SessionError(
             f"grad() expected a tensor or a list of tensors as outputs, got {type(outputs).__name__}: {outputs!r:.60}"
         )
+    if not all(out.requires_grad for out in paired):
+        raise SessionError(
+            "grad() got an output that requires no gradient: it was computed under torch.no_grad(), detached, or from "
+            "nothing trainable; pass it as it was computed, with gradients on"
+        )
     given = (None,) * len(paired) if grad_outputs is None else grad_outputs
-    directions = (given,) if isinstance(given, Tensor) else tuple(given)
+    directions = tuple(given) if isinstance(given, (list, tuple)) else (given,)
+    if not all(direction is None or isinstance(direction, Tensor) for direction in directions):
+        kinds = [type(direction).__name__ for direction in directions]
+        raise SessionError(f"grad() got grad_outputs of types {kinds}; pass a tensor for each output, or None for 1")
     if len(directions) != len(paired):
         raise SessionError(
             f"grad() got {len(directions)} grad_outputs for {len(paired)} outputs; pass one for each output"
@@ -61,6 +74,38 @@ def pair_outputs(outputs: Any, grad_outputs: Any) -> tuple[tuple[Tensor, ...], t
                 "scalar"
             )
     return paired, directions
+
+
+def grad_inputs(inputs: Any) -> tuple[Any, ...]:
+    """Returns what `grad` differentiates with respect to, as a tuple.
+
+    Raises:
+        SessionError: an input is not a tensor that requires a gradient.
+    """
+    listed = [inputs] if isinstance(inputs, (Tensor, GradientEdge)) or not isinstance(inputs, Iterable) else inputs
+    found = tuple(listed)
+    for each in found:
+        if not isinstance(each, GradientEdge) and not (isinstance(each, Tensor) and each.requires_grad):
+            came = "a tensor that requires no gradient" if isinstance(each, Tensor) else f"a {type(each).__name__}"
+            raise SessionError(
+                f"grad() got {came} as an input; pass tensors that the outputs were computed from, such as the "
+                "weights, or data after data.requires_grad_()"
+            )
+    return found
+
+
+def check_losses(losses: Iterable[Any]) -> None:
+    """Refuses losses that are not tensors, for a backward pass that the caller runs.
+
+    Raises:
+        SessionError: a loss is not a tensor.
+    """
+    for loss in losses:
+        if not isinstance(loss, Tensor):
+            raise SessionError(
+                f"scaling() expected the losses as tensors, got {type(loss).__name__}; pass those that the "
+                "block scales: with session.scaling(loss) as scale: (loss * scale).backward()"
+            )
 
 
 def overflowed(loss: Tensor) -> Tensor:

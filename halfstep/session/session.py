@@ -21,15 +21,15 @@ from halfstep.cast.casting import Casting
 from halfstep.cast.copies import CheckpointHook, plain_copies
 from halfstep.cast.modules import Given, cast_buffers, holds_state, keep_checkpoints_full, keep_parameters
 from halfstep.cast.owners import mark
-from halfstep.errors import ObserveError, SessionError
+from halfstep.errors import SessionError
 from halfstep.formats import FP16, FP32
-from halfstep.observe.attach import make_probe
+from halfstep.observe.attach import check_delivery, make_probe
 from halfstep.observe.probe import Probe, Probes
 from halfstep.optim.guard import forbid_step, send_step
 from halfstep.optim.hooks import watch_steps
 from halfstep.optim.masters import MasterStore
 from halfstep.optim.state import exact_state_loading
-from halfstep.plan.compatibility import STATE_SCHEMA, check_optimizers, check_state
+from halfstep.plan.compatibility import STATE_SCHEMA, as_list, check_optimizers, check_state
 from halfstep.plan.io import to_dict
 from halfstep.plan.plan import Plan
 from halfstep.plan.resolve import Assignment, ModuleFormats
@@ -46,7 +46,7 @@ from halfstep.records import (
     Verdict,
 )
 from halfstep.scale.buffers import BufferGuard
-from halfstep.scale.loss import FP16_LOSS_CEILING, check_loss, pair_outputs, true_gradient
+from halfstep.scale.loss import FP16_LOSS_CEILING, check_loss, check_losses, grad_inputs, pair_outputs, true_gradient
 from halfstep.scale.norm import read
 from halfstep.scale.scales import LossScales
 from halfstep.session.decide import Decision, check_training, decide_for_copies, say_what_steps_itself
@@ -340,11 +340,12 @@ class Session:
         them scaled if more backward passes follow before the step.
 
         Raises:
-            SessionError: the session is closed or for inference.
+            SessionError: the session is closed or for inference, or a loss is not a tensor.
         """
         self._check_training()
         if not self._parts:
             raise SessionError(NO_OPTIMIZER)
+        check_losses(losses)
         scale = self._scales.of(loss_id)
         if any(loss.dtype == torch.float16 for loss in losses):
             scale.limit(FP16_LOSS_CEILING)
@@ -380,10 +381,12 @@ class Session:
         those of `torch.autograd.grad`.
 
         Raises:
-            SessionError: the session is closed, an output is not a tensor, or a non-scalar has no `grad_outputs`.
+            SessionError: the session is closed, an output or input is not a tensor that requires a gradient, or a
+                non-scalar has no `grad_outputs`.
         """
         self._check_open()
         outputs, directions = pair_outputs(outputs, grad_outputs)
+        inputs = grad_inputs(inputs)
         scale = self._scales.of(loss_id)
         if any(out.dtype == torch.float16 for out in outputs):
             scale.limit(FP16_LOSS_CEILING)
@@ -538,9 +541,10 @@ class Session:
 
         Raises:
             SessionError: the gradients of a backward pass still wait for their step.
-            SetupError: as raised by `initialize`. After any error nothing has changed.
+            SetupError: an item is not an optimizer, or as raised by `initialize`. After any error nothing has changed.
         """
         self._check_open()
+        optimizers = as_list(optimizers, Optimizer, "optimizers", empty=True)
         if self._awaiting:
             raise SessionError("gradients of a backward pass still wait for their step; add optimizers after the step")
         reshard(self._roots)
@@ -641,9 +645,7 @@ class Session:
                 "observe() needs session.step(), which this session does not run (inference, or an optimizer with a "
                 "closure); to measure one tensor use halfstep.measure(tensor)"
             )
-        if log is not None and not callable(log):
-            raise ObserveError(f"log is {log!r:.60}; pass a function that is called with each Observation, or None")
-        deliver = [*([log] if log else []), *([self.tell] if self._recorders else [])]
+        deliver = [*check_delivery(log, absorbed), *([self.tell] if self._recorders else [])]
         probe = make_probe(
             self._roots,
             every=every,

@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from halfstep import OpChange, edit_from_dict
+
 SMALL = ["--set", "d_in=8", "--set", "d_out=8", "--set", "batch=4"]
 OWN = (
     "import torch\n"
@@ -63,5 +65,6 @@ def test_the_findings_are_written_as_json_also_where_it_ends_with_1(halfstep, tm
     assert finding.keys() == {"severity", "code", "place", "evidence", "advice", "cure"}
     assert (finding["severity"], finding["code"]) == ("error", "value beyond the format")
     assert finding["cure"] == [{"edit": "op_change", "list": "deny", "op": "masked_fill"}]
+    assert [edit_from_dict(edit) for edit in finding["cure"]] == [OpChange("deny", "masked_fill")]
     assert halfstep("check", "regression", *SMALL, "--json", tmp_path / "none.json")[0] == 0
     assert json.loads((tmp_path / "none.json").read_text(encoding="utf-8"))["findings"] == []

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import halfstep
-from halfstep import FULL, LOW, OpChanges, PlanError, Rule, Scaling, SessionError, SetupError
+from halfstep import FULL, LOW, OpChange, OpChanges, PlanError, Rule, Scaling, SessionError, SetupError
 from halfstep.session.decide import _say_that_it_steps_itself
 from tests.contracts.cases import Net, backward_and_step, batch, make, start
 from tests.contracts.test_close import fingerprint
@@ -30,7 +30,11 @@ BAD = {
     "rules at O0": ({"plan": "O0", "rules": (Rule("head", FULL),)}, PlanError, r"O0"),
     "emulation at O0": ({"plan": "O0", "emulate": True}, SetupError, r"O0"),
     "unknown scale": ({"loss_scale": "adaptive"}, PlanError, r"adaptive.*dynamic"),
-    "negative scale": ({"loss_scale": -1.0}, PlanError, r"-1"),
+    "negative scale": ({"loss_scale": -1.0}, PlanError, r"loss_scale is -1; expected a number"),
+    "negative scale as text": ({"loss_scale": "-1"}, PlanError, r"loss_scale is -1; expected a number"),
+    "NaN as scale": ({"loss_scale": float("nan")}, PlanError, r"loss_scale is nan; expected a number"),
+    "format for plan": ({"plan": "bf16"}, PlanError, r"O0, O1, O2, O3; pass a format as low='bf16'"),
+    "op that does not exist": ({"rules": (OpChange("deny", "matmuls"),)}, PlanError, r"matmuls.*did you mean 'matmul'"),
     "infinite scale": ({"loss_scale": float("inf")}, PlanError, r"inf"),
     "rule that matches nothing": ({"rules": (Rule("heads.*", FULL),)}, PlanError, r"heads.*nothing|matches no"),
     "rules that disagree": ({"rules": (Rule("head", FULL), Rule("he*", LOW))}, PlanError, r"head.*he\*|disagree"),
@@ -40,6 +44,7 @@ BAD = {
     "op in two lists": ({"ops": {"allow": ["softmax"], "deny": ["softmax"]}}, PlanError, r"softmax"),
     "sink that cannot be called": ({"sinks": (3,)}, SetupError, r"sink"),
     "one sink not in a list": ({"sinks": print}, SetupError, r"list of functions"),
+    "emulate as a tensor": ({"emulate": torch.ones(2)}, SetupError, r"emulate is tensor.*True, False"),
     "emulate of a wrong type": ({"emulate": "yes"}, SetupError, r"emulate is 'yes'"),
     "rule of a wrong type": ({"rules": ("head",)}, PlanError, r"Rule"),
 }
@@ -79,8 +84,11 @@ def test_an_optimizer_of_another_model_is_refused():
 
 def test_a_wrong_model_or_optimizer_type_is_refused():
     model, opt = make()
-    refuse(SetupError, r"Module.*not", model.state_dict(), opt)
-    refuse(SetupError, r"Optimizer.*not", model, model)
+    refuse(SetupError, r"model is of type OrderedDict; .* Module.*as in halfstep\.init", model.state_dict(), opt)
+    refuse(SetupError, r"optimizer is of type Net; .* Optimizer, .*; pass the model first", model, model)
+    refuse(SetupError, r"^model is of type AdamW; .* Module, .*; pass the model first, then the optimizer", opt, model)
+    refuse(SetupError, r"optimizer is the class Adam; .*; pass an instance", model, torch.optim.Adam)
+    refuse(SetupError, r"optimizer is of type generator; .*; parameters go to an optimizer", model, model.parameters())
     refuse(SetupError, r"empty", [], opt)
     refuse(SetupError, r"twice", [model, model], opt)
     refuse(SetupError, r"no parameters", nn.ReLU(), None)
@@ -147,7 +155,7 @@ def test_bad_losses_are_refused():
     out = model(batch(0)[0])
     with pytest.raises(SessionError, match=r"shape \(16, 4\).*mean"):
         session.backward(out)
-    with pytest.raises(SessionError, match="requires no gradient"):
+    with pytest.raises(SessionError, match=r"requires no gradient: .*; pass it as it was computed"):
         session.backward(out.sum().detach())
     with pytest.raises(SessionError, match="float"):
         session.backward(1.0)
@@ -155,12 +163,38 @@ def test_bad_losses_are_refused():
         session.backward(out.sum() * 1j)
     with pytest.raises(SessionError, match="float"):
         session.grad(1.0, out)
+    with pytest.raises(SessionError, match="got an output that requires no gradient"):
+        session.grad(out.sum().detach(), out)
+    for wrong, words in ((3, "a int"), (None, "a NoneType"), (["w"], "a str"), (torch.ones(2), "requires no gradient")):
+        with pytest.raises(SessionError, match=rf"got .*{words}.* as an input; pass tensors"):
+            session.grad(out.sum(), wrong)
+    with pytest.raises(SessionError, match=r"grad_outputs of types \['int'\]; pass a tensor"):
+        session.grad(out.sum(), out, grad_outputs=3)
+    with pytest.raises(SessionError, match=r"scaling\(\) expected .* got float; pass those"), session.scaling(1.0):
+        pass
     with pytest.raises(SessionError, match="got 2 grad_outputs for 1 outputs"):
         session.grad(out.sum(), out, grad_outputs=[None, None])
     with pytest.raises(SessionError, match="loss_id"):
         session.backward(out.sum(), loss_id=-1)
     with pytest.raises(SessionError, match="loss_id"):
         session.backward(out.sum(), loss_id="generator")
+
+
+def test_what_is_no_optimizer_is_not_added():
+    model, opt, session = start("O1", "bf16")
+    with pytest.raises(SetupError, match=r"optimizers is of type str; expected a torch Optimizer"):
+        session.add_optimizers("adam")
+    with pytest.raises(SetupError, match=r"in two optimizers"):
+        session.add_optimizers(opt)
+    session.add_optimizers([])
+    backward_and_step(session, model(batch(0)[0]).sum())
+
+
+def test_a_generator_of_inputs_is_differentiated():
+    model, _, session = start("O1", "bf16")
+    params = [p for p in model.parameters() if p.requires_grad]
+    found = session.grad(model(batch(0)[0]).sum(), iter(params), allow_unused=True)
+    assert len(found) == len(params)
 
 
 def test_bad_steps_are_refused():

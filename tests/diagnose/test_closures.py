@@ -47,10 +47,19 @@ def test_a_closure_that_computes_no_loss_is_refused(loss, words):
         verdict_on(nn.Linear(8, 4), loss=loss)
 
 
-def test_what_is_no_function_is_refused():
+@pytest.mark.parametrize("ask", [halfstep.blame, halfstep.check, halfstep.inspect])
+def test_what_is_no_function_without_arguments_is_refused(ask):
     _, _, session, closure = tower()
-    with pytest.raises(SessionError, match="must be a function that returns the loss"):
-        halfstep.blame(session, closure())
+    with pytest.raises(SessionError, match=r"takes a function .* not Tensor; pass a function without arguments"):
+        ask(session, closure())
+    words = rf"{ask.__name__}\(\) calls the closure without arguments, but it is missing .*'batch'; pass a function"
+    with pytest.raises(SessionError, match=words):
+        ask(session, lambda batch: batch.sum())
+
+
+def test_a_function_whose_arguments_have_defaults_is_a_closure():
+    _, _, session, closure = tower()
+    assert halfstep.blame(session, lambda loss=closure: loss()) is None
 
 
 def test_a_closure_that_does_not_repeat_says_so_and_tries_nothing():

@@ -581,6 +581,8 @@ def test_scripted_modules_take_no_hooks_and_are_named_once(caplog):
         ({"every": 2.5}, r"every is 2\.5"),
         ({"sample": 0}, "sample is 0"),
         ({"sample": 0.5}, r"sample is 0\.5"),
+        ({"absorbed": "yes"}, "absorbed is 'yes'; pass True"),
+        ({"log": "run.jsonl"}, "log is 'run.jsonl'; pass a function"),
         ({"modules": "type:ReLU", "tensors": ("weight", "update")}, "has a floating-point parameter"),
     ],
 )
@@ -589,6 +591,19 @@ def test_what_is_not_there_is_refused_in_words(arguments, message):
     with pytest.raises(ObserveError, match=message):
         session.observe(**arguments)
     assert not hooks_of(model)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "sample", "message"),
+    [
+        ([1.0, 2.0], None, r"expected a tensor, got list; pass torch\.as_tensor\(values\)"),
+        (torch.ones(3), 0, "sample is 0; pass how many"),
+        (torch.ones(3), "64", "sample is '64'; pass how many"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_in_words(tensor, sample, message):
+    with pytest.raises(ObserveError, match=message):
+        halfstep.measure(tensor, sample=sample)
 
 
 def test_a_model_without_floating_parameters_is_refused_in_words():

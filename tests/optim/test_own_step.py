@@ -47,19 +47,30 @@ def test_a_session_trains_skips_and_resumes_bit_identically(name, low, cls, opti
 @pytest.mark.parametrize(
     ("cls", "options", "said"),
     [
-        (Lion, {"lr": -1.0}, "learning rate must be 0 or more, not -1.0"),
-        (Lion, {"lr": float("nan")}, "learning rate must be 0 or more, not nan"),
-        (Lion, {"weight_decay": -0.1}, "weight decay must be 0 or more, not -0.1"),
-        (Lion, {"betas": (0.9, 1.0)}, r"betas must be in \[0, 1\), not \(0.9, 1.0\)"),
-        (Lamb, {"eps": -1.0}, "eps must be 0 or more, not -1.0"),
-        (Lamb, {"max_grad_norm": 0.0}, "max_grad_norm must be above 0, or None for no clipping, not 0.0"),
-        (NovoGrad, {"betas": (1.0, 0.9)}, r"betas must be in \[0, 1\), not \(1.0, 0.9\)"),
+        (Lion, {"lr": -1.0}, "learning rate must be a number, 0 or more, not -1.0"),
+        (Lion, {"lr": float("nan")}, "learning rate must be a number, 0 or more, not nan"),
+        (Lion, {"lr": "1e-3"}, "learning rate must be a number, 0 or more, not '1e-3'"),
+        (Lion, {"lr": torch.ones(2)}, r"learning rate must be a number, 0 or more, not tensor\(\[1., 1.\]\)"),
+        (Lion, {"weight_decay": -0.1}, "weight decay must be a number, 0 or more, not -0.1"),
+        (Lion, {"betas": (0.9, 1.0)}, r"betas must be two numbers in \[0, 1\), not \(0.9, 1.0\)"),
+        (Lion, {"betas": 0.9}, r"betas must be two numbers in \[0, 1\), not 0.9"),
+        (Lamb, {"betas": ("0.9", 0.9)}, r"betas must be two numbers in \[0, 1\), not \('0.9', 0.9\)"),
+        (Lamb, {"max_grad_norm": "1"}, "max_grad_norm must be a number above 0, or None for no clipping, not '1'"),
+        (Lamb, {"eps": -1.0}, "eps must be a number, 0 or more, not -1.0"),
+        (Lamb, {"max_grad_norm": 0.0}, "max_grad_norm must be a number above 0, or None for no clipping, not 0.0"),
+        (NovoGrad, {"betas": (1.0, 0.9)}, r"betas must be two numbers in \[0, 1\), not \(1.0, 0.9\)"),
         (NovoGrad, {"norm_type": 1}, "norm_type must be 2, or 0 for the largest magnitude, not 1"),
     ],
 )
 def test_numbers_out_of_range_are_refused(cls, options, said):
     with pytest.raises(ValueError, match=said):
         cls([Parameter(torch.ones(1))], **options)
+
+
+@pytest.mark.parametrize("cls", [Lion, Lamb, NovoGrad])
+def test_a_model_is_no_parameters(cls):
+    with pytest.raises(TypeError, match=rf"{cls.__name__} expected parameters, not Linear; pass model\.parameters\(\)"):
+        cls(torch.nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize("cls", [Lion, Lamb, NovoGrad])

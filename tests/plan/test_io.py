@@ -421,6 +421,19 @@ def test_saving_replaces_an_earlier_file_and_leaves_nothing_else(tmp_path):
     assert [each.name for each in tmp_path.iterdir()] == ["plan.toml"]
 
 
+@pytest.mark.parametrize("use", [load_plan, lambda path: save_plan(level("O1", BF16), path)])
+@pytest.mark.parametrize("path", [3, None, level("O1", BF16)])
+def test_what_is_no_path_is_refused_on_both_ways(use, path):
+    with pytest.raises(PlanError, match=rf"plan file is .* of type {type(path).__name__}; expected a path"):
+        use(path)
+
+
+def test_what_is_no_plan_is_not_saved(tmp_path):
+    with pytest.raises(PlanError, match=r"plan is 'O2' of type str; expected a Plan, such as halfstep\.level"):
+        save_plan("O2", tmp_path / "plan.toml")
+    assert not list(tmp_path.iterdir())
+
+
 def test_saving_into_a_missing_folder_is_refused(tmp_path):
     with pytest.raises(PlanError, match=r"cannot be written: No such file or directory; check the folder"):
         save_plan(level("O1", BF16), tmp_path / "no" / "plan.toml")

@@ -173,7 +173,7 @@ REFUSED = [
         for value in ("dynamc", "", "static", True, [1], torch.tensor(1.0), b"1")
     ),
     *(
-        ("O1", {"loss_scale": value}, "scale init is .*; expected a number from")
+        ("O1", {"loss_scale": value}, "loss_scale is .*; expected a number from")
         for value in (0, -1, "0", "inf", float("nan"), 1e300)
     ),
     ("O1", {"loss_scale": "Dynamc"}, "did you mean 'dynamic'"),

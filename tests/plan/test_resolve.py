@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from halfstep.edits import FULL, LOW, OpChange, Policy, Rule
-from halfstep.errors import PlanError
+from halfstep.errors import PlanError, SetupError
 from halfstep.formats import BF16, FP16, FP32
 from halfstep.plan.levels import level
 from halfstep.plan.resolve import Assignment, resolve
@@ -308,6 +308,13 @@ def test_what_does_not_fit_is_refused_in_words(plan, model, words):
     with pytest.raises(PlanError) as caught:
         resolve(plan, model())
     assert [each for each in words if each not in str(caught.value)] == []
+
+
+def test_plan_and_model_in_the_wrong_order_are_refused_in_words():
+    with pytest.raises(PlanError, match=r"plan is Linear\(.*expected a Plan, such as halfstep\.level"):
+        resolve(linear(), O2)
+    with pytest.raises(SetupError, match="model is of type str; expected a torch Module, or a list of them"):
+        resolve(O2, ["head"])
 
 
 def test_modules_come_in_the_order_of_named_modules():

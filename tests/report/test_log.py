@@ -509,6 +509,8 @@ def test_a_closed_log_says_so_once(path, caplog):
 def test_a_record_of_another_kind_is_refused(path):
     with RunLog(path) as log, pytest.raises(LogError, match="got dict"):
         log.record({"loss": 1.0})
+    with RunLog(path) as log, pytest.raises(LogError, match=r"got dict: .*; pass the log to initialize"):
+        log({"loss": 1.0})
 
 
 PROGRAM = """

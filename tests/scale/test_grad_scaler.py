@@ -74,11 +74,19 @@ class TestScale:
             {"hysteresis": 0},
             {"hysteresis": 1.5},
             {"hysteresis": True},
+            {"init_scale": "65536"},
+            {"min_scale": "1"},
+            {"growth_interval": "2000"},
+            {"device": 65536.0},
+            {"device": "gpu"},
         ],
     )
     def test_nonsense_is_refused(self, arguments):
         with pytest.raises(PlanError, match=next(iter(arguments))):
-            GradScaler("cpu", **arguments)
+            GradScaler(**{"device": "cpu", **arguments})
+
+    def test_a_device_may_be_a_torch_device(self):
+        assert GradScaler(torch.device("cpu")).is_enabled()
 
     def test_ends_of_the_range_are_allowed(self):
         GradScaler("cpu", init_scale=4.0, min_scale=4.0, max_scale=4.0)
@@ -310,6 +318,23 @@ class TestState:
         state = {key: value for key, value in Torch("cpu", init_scale=2.0).state_dict().items() if key != missing}
         with pytest.raises(StateError, match=missing):
             scaler.load_state_dict(state)
+        assert scaler.state_dict() == before
+
+    @pytest.mark.parametrize(
+        ("wrong", "message"),
+        [
+            (None, "is None of type NoneType; pass what"),
+            ("scaler.pt", "is 'scaler.pt' of type str; pass what"),
+            ({"scale": "8"}, "has scale '8'; expected a number, 0 or more"),
+            ({"scale": -1.0}, "has scale -1.0; expected a number, 0 or more"),
+            ({"scale": math.nan}, "has scale nan; expected a number, 0 or more"),
+        ],
+    )
+    def test_what_is_no_state_is_refused_and_nothing_changes(self, wrong, message):
+        scaler = GradScaler("cpu")
+        before = scaler.state_dict()
+        with pytest.raises(StateError, match=message):
+            scaler.load_state_dict({**before, **wrong} if isinstance(wrong, dict) else wrong)
         assert scaler.state_dict() == before
 
     def test_an_empty_state_is_refused_as_by_torch(self):

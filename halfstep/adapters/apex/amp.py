@@ -23,7 +23,7 @@ from halfstep.adapters.apex.functions import (
     register_half_function,
     register_promote_function,
 )
-from halfstep.adapters.apex.properties import BRIEFS, Properties, disabled, make_plan, make_scaling
+from halfstep.adapters.apex.properties import BRIEFS, Properties, disabled, make_plan, make_scaling, switch
 from halfstep.adapters.apex.saved_scales import load_state_dict, state_dict
 from halfstep.adapters.apex.state import (
     NOT_INITIALIZED,
@@ -90,7 +90,7 @@ def initialize(  # noqa: PLR0913  # apex's arguments, in their order
     if not isinstance(verbosity, int):
         raise ValueError(f"verbosity is {verbosity!r}; pass 0 to print nothing, 1 or 2 to print")
     STATE.verbosity = verbosity
-    if not enabled:
+    if not switch("enabled", enabled):
         STATE.opt_properties, STATE.loss_scalers, STATE._current = disabled(), [], None
         return models if optimizers is None else (models, optimizers)
     chosen = _as_list(models, nn.Module, "models")

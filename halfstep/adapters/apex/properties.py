@@ -12,7 +12,7 @@ from torch import nn
 
 from halfstep.edits import FULL, LARGEST_SCALE, LOW, SMALLEST_SCALE, OpChange, Policy, Rule, Scaling
 from halfstep.formats import as_format
-from halfstep.plan.levels import level
+from halfstep.plan.levels import level, loss_scale_of
 from halfstep.plan.plan import Plan, PlanOutput
 from halfstep.torch_internals import BatchNorm
 from halfstep.validate import real
@@ -124,7 +124,12 @@ def _model_type(name: str, value: Any) -> Any:
     return value
 
 
-def _switch(name: str, value: Any) -> bool:
+def switch(name: str, value: Any) -> bool:
+    """Returns the value of an option that is on or off.
+
+    Raises:
+        ValueError: it is neither True nor False, also as text.
+    """
     if value not in (True, False, "True", "False"):
         raise ValueError(f"{name} is {value!r}; pass True or False")
     return value in (True, "True")
@@ -141,9 +146,9 @@ def _loss_scale(name: str, value: Any) -> str | float:
 
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "cast_model_type": _model_type,
-    "patch_torch_functions": _switch,
-    "keep_batchnorm_fp32": _switch,
-    "master_weights": _switch,
+    "patch_torch_functions": switch,
+    "keep_batchnorm_fp32": switch,
+    "master_weights": switch,
     "loss_scale": _loss_scale,
 }
 
@@ -232,7 +237,7 @@ def make_scaling(loss_scale: str | float, least: float | None, most: float) -> S
         PlanError: `least` is above `most`, or one of them is out of range.
     """
     if loss_scale != "dynamic":
-        return Scaling("static", init=float(loss_scale))
+        return Scaling("static", init=loss_scale_of(loss_scale))
     least = SMALLEST_SCALE if least is None else real("min_loss_scale", least, low=SMALLEST_SCALE, high=LARGEST_SCALE)
     most = real("max_loss_scale", most, low=SMALLEST_SCALE, high=LARGEST_SCALE)
     return Scaling("dynamic", init=max(min(FIRST_SCALE, most), least), min=least, max=most)

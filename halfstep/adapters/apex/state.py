@@ -309,6 +309,10 @@ def master_params(optimizer: Any) -> Iterator[nn.Parameter]:
 
     At O2 apex yielded fp32 masters; here the parameters are always those of the model.
     """
+    if not hasattr(optimizer, "param_groups"):
+        raise TypeError(
+            f"amp.master_params got {type(optimizer).__name__}; pass the optimizer that amp.initialize returned"
+        )
     for group in optimizer.param_groups:
         yield from group["params"]
 

@@ -181,12 +181,13 @@ def test_casting_to_fp32_leaves_the_model_as_written_under_a_scale(amp):
         ("O3", {"master_weights": "no"}, ValueError, "master_weights is 'no'; pass True or False"),
         ("O2", {"cast_model_type": torch.float64}, ValueError, "pass torch.float16"),
         ("O1", {"loss_scale": "big"}, ValueError, "loss_scale is 'big'; pass a number, such as 128.0 or '128.0'"),
-        ("O2", {"loss_scale": 0}, ValueError, "init is 0; expected a number from"),
+        ("O2", {"loss_scale": 0}, ValueError, "loss_scale is 0; expected a number from"),
         ("O1", {"min_loss_scale": "1"}, ValueError, "min_loss_scale is '1' of type str; expected a number"),
         ("O1", {"max_loss_scale": None}, ValueError, "max_loss_scale is None of type NoneType; expected a number"),
         ("O1", {"verbosity": "1"}, ValueError, "verbosity is '1'; pass 0"),
         ("O1", {"cast_model_outputs": torch.float64}, ValueError, "cast_model_outputs"),
         ("O1", {"num_losses": 0}, ValueError, "num_losses"),
+        ("O1", {"enabled": "no"}, ValueError, "enabled is 'no'; pass True or False"),
         ("O1", {"min_loss_scale": 2.0**20, "max_loss_scale": 2.0**10}, ValueError, "above max"),
         ("02", {}, RuntimeError, "letter O, not the number zero"),
     ],
@@ -213,6 +214,11 @@ def test_hard_override_prints_in_place_of_raising(amp, capsys):
     amp._amp_state.hard_override = True
     amp.initialize(model, sgd(model), opt_level="O1", keep_batchnorm_fp32=True, verbosity=0)
     assert capsys.readouterr().out.startswith("Warning:  With opt_level O1, batchnorm")
+
+
+def test_a_model_has_no_master_params(amp):
+    with pytest.raises(TypeError, match="master_params got Sequential; pass the optimizer"):
+        list(amp.master_params(small()))
 
 
 def test_tuples_strings_and_none_are_no_models(amp):

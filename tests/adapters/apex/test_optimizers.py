@@ -202,7 +202,7 @@ def test_copies_pickles_and_states_go_on(cls):
         (lambda ps: FusedAdam(ps, master_weights=True), SetupError, "master_weights=True.* opt_level O2"),
         (lambda ps: FusedSGD(ps, 0.1, wd_after_momentum=True), SetupError, "wd_after_momentum=True.*leave it out"),
         (lambda ps: FusedAdagrad(ps, adagrad_w_mode=True), SetupError, "adagrad_w_mode=True.*leave it out"),
-        (lambda ps: FusedLAMB(ps, max_grad_norm=-1.0), ValueError, "max_grad_norm must be above 0"),
+        (lambda ps: FusedLAMB(ps, max_grad_norm=-1.0), ValueError, "max_grad_norm must be a number above 0"),
         (lambda ps: FusedNovoGrad(ps, norm_type=3), ValueError, "norm_type must be 2, or 0"),
     ],
 )
