@@ -218,7 +218,7 @@ def _check_state(state: object) -> None:
     missing = [key for key in _TORCH_KEYS if key not in state]
     if state and missing:
         raise StateError(f"the state of the GradScaler lacks {missing} and has {sorted(map(str, state))}; {instead}")
-    for key, value in state.items():
+    for key, value in ((key, state[key]) for key in _TORCH_KEYS if key in state):
         if not isinstance(value, (int, float, Tensor)) or not value >= 0:
             raise StateError(
                 f"the state of the GradScaler has {key} {short(value)}; expected a number, 0 or more: {instead}"
