@@ -309,7 +309,8 @@ def _in_every_format(found: Diagnosis, full: Diagnosis) -> str:
     if found.kind == Kind.OVERFLOW and _adds_masks(found):
         return f"{_TWO_MASKS}: combine masks as booleans, and leave one entry of each row unmasked"
     if found.kind == Kind.OVERFLOW:
-        return f"no format helps: the result of {name} is too large even for fp32; scale its inputs down"
+        result = "the result" if found.exact is None else "a later result"  # the first is finite in fp32
+        return f"no format helps: {result} of {name} is too large even for fp32; scale its inputs down"
     if found.phase == "backward":
         return _about_gradient(name, called=note is not None and note.line is not None)
     known = next((words for names, words in _NO_VALUE if name in names), None)
@@ -392,7 +393,8 @@ def _about_scale(found: Diagnosis, plan: Plan | None) -> list[str]:
 
 
 def _about_both(other: Diagnosis) -> str:
-    return f"there are two faults; the other one also occurs in fp32, so no edit cures it: first fix {_place(other)}"
+    full = "with the models in fp32" if other.low in LOW_FORMATS else "in fp32"
+    return f"there are two faults; the other one also occurs {full}, so no edit cures it: first fix {_place(other)}"
 
 
 def _about_masks(found: Diagnosis, plan: Plan | None) -> list[str]:
