@@ -124,9 +124,8 @@ def _growth(found: Diagnosis) -> list[str]:
         parts.append(f"{found.grown[0]} has grown to {found.grown[1]:,.0f}")
     if found.outgrown is not None:
         name, first, now = found.outgrown.name, found.outgrown.first, found.outgrown.now
-        parts.append(
-            f"the root mean square of {name} was {first:.3g} at the start of this session and is {now:.3g} now"
-        )
+        size = f" and is {now:.3g} now" if math.isfinite(now) else f"; the sum of its squares is {now:g} in fp32 now"
+        parts.append(f"the root mean square of {name} was {first:.3g} at the start of this session{size}")
     return parts
 
 
@@ -242,7 +241,8 @@ def _advice(found: Diagnosis, plan: Plan | None, cure: Sequence[Edit]) -> str:
             words.insert(1, f"not tried: {found.untried}")
     if found.loss_has_grown:
         words.append(f"if the weights have grown too far, no edit cures that: {_SLOWER}")
-    if not cure and found.untried and found.kind not in _OF_TENSORS and found.phase != AFTER_BACKWARD:
+    known = found.kind in _OF_TENSORS or found.phase == AFTER_BACKWARD or _brought_in(found)
+    if not cure and found.untried and not known:
         words.append(f"no edit was tried ({found.untried}), so no cure is known")
     return "; ".join(words)
 
@@ -274,7 +274,7 @@ def _about_operation(found: Diagnosis, plan: Plan | None) -> list[str]:
         ]
     if found.full is not None:
         return [_in_every_format(found, found.full)]
-    words = []
+    words = [own] if found.untried and (own := _brought_in(found)) else []
     if found.kind == Kind.INVALID and found.tried:
         words.append(
             f"rounding to {found.low or 'the low format'} takes the inputs of {found.operator} out of its domain; in "
@@ -295,7 +295,7 @@ def _in_every_format(found: Diagnosis, full: Diagnosis) -> str:
     name, note = found.operator, found.note
     if name.startswith("empty"):
         return "uninitialized memory was read: allocate it with torch.zeros, or write to all of it first"
-    own = "" if note is None else _brought_in(note, name)
+    own = _brought_in(found)
     if own:
         return own
     if found.infinity:
@@ -337,11 +337,14 @@ def _about_gradient(name: str, *, called: bool) -> str:
     )
 
 
-def _brought_in(note: Note, name: str) -> str:
-    """Returns the advice on a number or tensor that user code passed to the operation `name` and that is not finite.
+def _brought_in(found: Diagnosis) -> str:
+    """Returns the advice on a number or tensor that user code passed to the operation and that is not finite.
 
     Returns "" if there is no such value.
     """
+    note, name = found.note, found.operator
+    if note is None:
+        return ""
     if note.unseen:
         return f"the backward of {name} computes this outside of torch, or sets it: see what it does at these inputs"
     own = [s for s in note.scalars if math.isnan(s) or (math.isinf(s) and note.of_gradient)]
