@@ -52,6 +52,10 @@ _NOT_REACHED = (
     "their weights directly"
 )
 _NO_REPEAT = "the closure does not repeat; use the same batch, and reset what the model keeps, in each run"
+_READS_ORIGINALS = (
+    "edits are tried on copies of the models, but the code also reads weights of the original ones, for example in a "
+    "lambda that refers to a module: read them in a method of the module instead, or add .float()"
+)
 _TRIES = 24  # plans that are tried on the closure, one run each
 _FAULTS = 4  # places that are cured one after the other, if the closure fails in several
 LEAST = 2.0**-24  # the lowest loss scale that is tried: below it, little is left of a gradient in fp16
@@ -411,6 +415,8 @@ def _tried(rehearsal: Rehearsal, plan: Plan, scale: float) -> _Run | str:
                 run = replace(run, found=None)
             passes = at if run.lower is None else run.lower
             run = replace(run, has_room=recorder.has_room and keeps_scale(plan.scale, passes))
+            if trial.reads_originals and run.found is not None and run.found.low is plan.low:
+                return _READS_ORIGINALS
             reached = any(p.grad is not None for p in trial.params)
             return run if reached or run.found is not None else _NOT_REACHED
     except Exception as error:  # whatever the code raises under another plan

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from torch import nn
@@ -13,7 +13,7 @@ from halfstep.errors import PlanError
 from halfstep.plan.compatibility import unwrap
 from halfstep.plan.matching import together, uncompiled
 from halfstep.plan.norms import norm_kind
-from halfstep.plan.optable import ROWS, find
+from halfstep.plan.optable import ROWS, ListedOp, find
 from halfstep.plan.plan import Plan
 from halfstep.records import AFTER_BACKWARD, Kind
 
@@ -103,6 +103,7 @@ def untried_cure(plan: Plan, found: Diagnosis, roots: Sequence[nn.Module]) -> tu
     There can be one if the operation's result is finite in fp32, or if a weight, an eps or a mask that was rounded to
     low caused the failure. If the fp32 result is too large for the low format, the edit must also keep the output of
     the module in fp32. Edits that the plan already has are left out, and no edit cures weights that have grown too far.
+    For a steep operation, such as 1 / x, there is none: where its result is too large, its gradient is far larger.
     """
     if found.outgrown is not None:
         return ()
@@ -110,6 +111,8 @@ def untried_cure(plan: Plan, found: Diagnosis, roots: Sequence[nn.Module]) -> tu
     if found.exact is None and not found.stored_overflow and not rounded:
         return ()
     too_large = found.stored_overflow or (found.exact is not None and found.exact > plan.low.max)
+    if too_large and _is_of(found.operator, lambda row: row.why == "steep"):
+        return ()
     beyond = found.phase == "forward" and too_large
     edits = [each for each in candidates(plan, found, roots) if not (rounded and isinstance(each[0], OpChange))]
     if found.unscaled and too_large:  # the gradient leaves each module, and no loss scale makes it fit
@@ -146,8 +149,13 @@ def is_op(operator: str) -> bool:
 
 
 def _is_cheap(operator: str) -> bool:
+    return _is_of(operator, lambda row: row.category in _BY_OP)
+
+
+def _is_of(operator: str, holds: Callable[[ListedOp], bool]) -> bool:
+    """Tells whether an operation is in a row of the op table for which `holds` is true."""
     overloads = _overloads(operator)
-    return any(row.category in _BY_OP and overloads & set(row.overloads) for row in ROWS)
+    return any(holds(row) and overloads & set(row.overloads) for row in ROWS)
 
 
 def _overloads(operator: str) -> set[object]:

@@ -365,7 +365,8 @@ class Guardian:
             return None
         if lower.scale is None:
             roots = self._runtime.roots
-            found = replace(found, outgrown=outgrown(self._sizes, sizes_of(roots, self._runtime.full)))
+            if found.kind in (Kind.OVERFLOW, Kind.INVALID):
+                found = replace(found, outgrown=outgrown(self._sizes, sizes_of(roots, self._runtime.full)))
             verdict = say(found, plan, untried_cure(plan, found, roots), scale=scale)
             said = "; whether a lower loss scale helps is unknown"
             return verdict, said if lower.may_help else ", and a lower loss scale would not help"

@@ -18,6 +18,7 @@ from halfstep.errors import SessionError, SetupError
 from halfstep.modes import uncompiled
 from halfstep.plan.plan import Plan
 from halfstep.processes.shards import reshard, sharded_parameters
+from halfstep.scale.leaves import leaves_of
 from halfstep.session.session import Session
 from halfstep.torch_internals import hooks_of, parameters_of
 
@@ -27,17 +28,26 @@ class Rehearsal:
 
     `params` are the trainable parameters; `inputs` tells whether all runs got the same inputs. Inside `at_scale(scale)`
     the closure's calls of `session.grad` use that loss scale. Inside `recording(recorder)` a recorder sees the
-    operations.
+    operations. `reads_originals` is True if the models are copies, and the last loss depends on low weights of the
+    originals.
     """
 
     def __init__(
-        self, session: Session, closure: Callable[[], Any], rewind: Callable[[], None], inputs: Inputs
+        self,
+        session: Session,
+        closure: Callable[[], Any],
+        rewind: Callable[[], None],
+        inputs: Inputs,
+        *,
+        originals: Sequence[nn.Parameter] = (),
     ) -> None:
         self.plan, self.roots, self.full = session.plan, session.runtime.roots, session.runtime.full
         self.recording, self.at_scale = session.runtime.recording, session.runtime.scales.held_at
         self.params = trainable(self.roots)
         self._session, self._closure = session, closure
         self._rewind, self.inputs = rewind, inputs
+        self._originals = {id(p) for p in originals if p.dtype is self.plan.low.dtype}
+        self.reads_originals = False
 
     def rewind(self) -> None:
         """Restores the initial state before another run."""
@@ -50,7 +60,9 @@ class Rehearsal:
         Raises:
             SessionError: the closure returned no scalar tensor that requires a gradient, or ran the backward pass.
         """
-        return compute_loss(self._closure, self.params)
+        loss = compute_loss(self._closure, self.params)
+        self.reads_originals = any(id(leaf) in self._originals for leaf in leaves_of([loss]))
+        return loss
 
     @contextmanager
     def gradients(self, loss: Tensor, scale: float | None) -> Iterator[list[Tensor]]:
@@ -73,7 +85,7 @@ class Rehearsal:
             Exception: an error of copying a model.
         """
         with self._session.trial(plan) as trial, _standing_in(self.roots, trial.runtime.roots):
-            yield Rehearsal(trial, self._closure, self._rewind, self.inputs)
+            yield Rehearsal(trial, self._closure, self._rewind, self.inputs, originals=self.params)
 
 
 def check_given(function: str, session: object, closure: object) -> None:

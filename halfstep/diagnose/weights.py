@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +17,10 @@ _LARGE = 1.0  # weights that begin near 0 may grow by any factor up to here
 
 @dataclass(frozen=True)
 class Growth:
-    """A parameter whose values have grown, and their root mean square at the start of the session and now."""
+    """A parameter whose values have grown, and their root mean square at the start of the session and now.
+
+    `now` is infinite if the sum of the squares exceeds fp32's range.
+    """
 
     name: str
     first: float
@@ -45,7 +49,8 @@ def sizes_of(roots: Sequence[nn.Module], full: Callable[[nn.Parameter], Tensor])
 
 
 def outgrown(first: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> Growth | None:
-    """Returns the parameter that has grown by the largest factor; None if all are of a size that training makes."""
+    """Returns the parameter that has grown by the largest factor, or is NaN; None if training makes all these sizes."""
     both = [Growth(name, float(first[name]), float(size)) for name, size in now.items() if name in first]
-    grown = [each for each in both if each.now > max(_FACTOR * each.first, _LARGE)]
-    return max(grown, key=lambda each: each.now / max(each.first, 1e-9), default=None)
+    sound = [each for each in both if math.isfinite(each.first)]
+    grown = [each for each in sound if not each.now <= max(_FACTOR * each.first, _LARGE)]
+    return max(grown, key=lambda each: (math.isnan(each.now), each.now / max(each.first, 1e-9)), default=None)

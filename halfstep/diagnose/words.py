@@ -126,9 +126,8 @@ def _growth(found: Diagnosis) -> list[str]:
         parts.append(f"{found.grown[0]} has grown to {found.grown[1]:,.0f}")
     if found.outgrown is not None:
         name, first, now = found.outgrown.name, found.outgrown.first, found.outgrown.now
-        parts.append(
-            f"the root mean square of {name} was {first:.3g} at the start of this session and is {now:.3g} now"
-        )
+        size = f" and is {now:.3g} now" if math.isfinite(now) else f"; the sum of its squares is {now:g} in fp32 now"
+        parts.append(f"the root mean square of {name} was {first:.3g} at the start of this session{size}")
     return parts
 
 
@@ -245,7 +244,8 @@ def _advice(found: Diagnosis, plan: Plan | None, cure: Sequence[Edit]) -> str:
             words.insert(1, f"not tried: {found.untried}")
     if found.loss_has_grown:
         words.append(f"if the weights have grown too far, no edit cures that: {_SLOWER}")
-    if not cure and found.untried and found.kind not in _OF_TENSORS and found.phase != AFTER_BACKWARD:
+    known = found.kind in _OF_TENSORS or found.phase == AFTER_BACKWARD or _brought_in(found)
+    if not cure and found.untried and not known:
         words.append(f"no edit was tried, so no cure is known: {found.untried}")
     return "; ".join(words)
 
@@ -277,7 +277,7 @@ def _about_operation(found: Diagnosis, plan: Plan | None) -> list[str]:
         ]
     if found.full is not None:
         return [_in_every_format(found, found.full)]
-    words = []
+    words = [own] if found.untried and (own := _brought_in(found)) else []
     if found.kind == Kind.INVALID and found.tried:
         low = found.low if found.low in LOW_FORMATS else "the low format"
         words.append(f"the inputs of {found.operator} leave its domain when rounded to {low}, but not in fp32")
@@ -296,7 +296,7 @@ def _in_every_format(found: Diagnosis, full: Diagnosis) -> str:
     name, note = found.operator, found.note
     if name.startswith("empty"):
         return "uninitialized memory was read: allocate it with torch.zeros, or write to all of it first"
-    own = "" if note is None else _brought_in(note, name)
+    own = _brought_in(found)
     if own:
         return own
     if found.infinity:
@@ -310,7 +310,8 @@ def _in_every_format(found: Diagnosis, full: Diagnosis) -> str:
     if found.kind == Kind.OVERFLOW and _adds_masks(found):
         return f"{_TWO_MASKS}: combine masks as booleans, and leave one entry of each row unmasked"
     if found.kind == Kind.OVERFLOW:
-        return f"no format helps: the result of {name} is too large even for fp32; scale its inputs down"
+        result = "the result" if found.exact is None else "a later result"  # the first is finite in fp32
+        return f"no format helps: {result} of {name} is too large even for fp32; scale its inputs down"
     if found.phase == "backward":
         return _about_gradient(name, called=note is not None and note.line is not None)
     known = next((words for names, words in _NO_VALUE if name in names), None)
@@ -337,11 +338,14 @@ def _about_gradient(name: str, *, called: bool) -> str:
     )
 
 
-def _brought_in(note: Note, name: str) -> str:
-    """Returns the advice on a number or tensor that user code passed to the operation `name` and that is not finite.
+def _brought_in(found: Diagnosis) -> str:
+    """Returns the advice on a number or tensor that user code passed to the operation and that is not finite.
 
     Returns "" if there is no such value.
     """
+    note, name = found.note, found.operator
+    if note is None:
+        return ""
     if note.unseen:
         return f"the backward of {name} computes these values outside of torch, or sets them: check what it does here"
     own = [s for s in note.scalars if math.isnan(s) or (math.isinf(s) and note.of_gradient)]
@@ -398,7 +402,8 @@ def _about_scale(found: Diagnosis, plan: Plan | None) -> list[str]:
 
 
 def _about_both(other: Diagnosis) -> str:
-    return f"there are two faults; fix the other one first, because it also occurs in fp32: {_place(other)}"
+    full = "with the models in fp32" if other.low in LOW_FORMATS else "in fp32"
+    return f"there are two faults; fix the other one first, because it also occurs {full}: {_place(other)}"
 
 
 def _about_masks(found: Diagnosis, plan: Plan | None) -> list[str]:

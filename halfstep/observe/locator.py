@@ -82,8 +82,11 @@ class Locator:
         self._tensors: dict[int, list[_Known]] = {}  # keyed by memory: several may share a flat piece
         self._identities: list[StorageWeakRef] = []  # these keep the identity of freed memory from being reused
         self._kinds: dict[str, str] = {}  # by file
-        classes = {type(module).__module__ for root in roots for module in root.modules()}
-        files = {getattr(sys.modules.get(name), "__file__", None) or "" for name in classes}
+        classes = {type(module) for root in roots for module in root.modules()}
+        defined = [each for c in classes for base in c.__mro__ for each in vars(base).values()]
+        methods = [unwrap_function(each) for each in defined if isinstance(each, FunctionType)]
+        self._methods = {each.__code__ for each in methods if isinstance(each, FunctionType)}
+        files = {getattr(sys.modules.get(each.__module__), "__file__", None) or "" for each in classes}
         self._files = {path for path in files if path.startswith(_OURS)}  # of workloads, whose code counts as user code
         for number, root in enumerate(map(unwrap, roots)):
             model = f"{number}:" if len(roots) > 1 else ""
@@ -151,7 +154,7 @@ class Locator:
                 if line is None and kind == "user":
                     line = f"{os.path.basename(code.co_filename)}:{frame.f_lineno} in {code.co_name}"
                 outermost = code if kind == "user" else outermost
-                module = self._of(frame, code.co_varnames[:1]) if module is None else module
+                module = self._running_in(frame) if module is None else module
                 enclosing = self._of(frame, code.co_freevars) if enclosing is None else enclosing
             if module is not None and line is not None:
                 again = again or self._is_run_again(frame)
@@ -205,6 +208,13 @@ class Locator:
             self._kinds[path] = "user" if path in self._files else _kind(path)
         return self._kinds[path]
 
+    def _running_in(self, frame: FrameType) -> tuple[str, weakref.ref[nn.Module]] | None:
+        """Returns the module whose method runs in a frame; the method may call it something else than `self`."""
+        first = frame.f_code.co_varnames[:1]
+        if first and frame.f_code in self._methods:
+            return self._modules.get(id(frame.f_locals.get(first[0])))
+        return self._of(frame, first)
+
     def _of(self, frame: FrameType, names: Sequence[str]) -> tuple[str, weakref.ref[nn.Module]] | None:
         return self._modules.get(id(frame.f_locals.get("self"))) if "self" in names else None
 
@@ -216,7 +226,7 @@ class Locator:
             code = frame.f_code
             if self._kind(code) == "user":
                 line = f"{os.path.basename(code.co_filename)}:{trace.tb_lineno} in {code.co_name}"
-            known = self._of(frame, code.co_varnames[:1])
+            known = self._running_in(frame)
             module = module if known is None else known[0]
             trace = trace.tb_next
         return Place(module, line, (0, 0))

@@ -10,11 +10,12 @@ from torch import nn
 from torch.nn import functional as F
 
 import halfstep
-from halfstep import NumericsError, Rule, Scaling, SetupError
+from halfstep import NumericsError, OpChange, Rule, Scaling, SetupError
 from halfstep.diagnose import guardian
 from halfstep.diagnose.counter import WINDOW
 from halfstep.diagnose.cures import FULL_OUT, WHOLE, untried_cure
 from halfstep.diagnose.diagnosis import Diagnosis
+from halfstep.diagnose.weights import outgrown
 from tests.contracts.cases import backward_and_step, start, train
 from tests.diagnose.closures import alarm, cross_entropy, run, session_on, train_on
 from tests.diagnose.faults.hosts import Cnn, Transformer, images, words
@@ -135,6 +136,76 @@ def test_weights_that_one_step_made_too_large_get_advice_and_no_edit(plan, make)
     assert (verdict.kind, verdict.phase, verdict.cure) == ("overflow", "forward", ())
     assert "the weights have grown too far, and no edit cures that: load an earlier checkpoint" in verdict.advice
     assert " at the start of this session and is " in verdict.evidence
+
+
+@pytest.mark.parametrize("broken", [torch.inf, torch.nan])
+def test_weights_whose_size_is_not_finite_have_grown_too_far(broken):
+    first = {"a": torch.tensor(0.1), "b": torch.tensor(0.1), "c": torch.tensor(torch.nan)}
+    now = {"a": torch.tensor(50.0), "b": torch.tensor(broken), "c": torch.tensor(torch.nan)}
+    grown = outgrown(first, now)
+    assert (grown.name, grown.first) == ("b", pytest.approx(0.1))
+
+
+@pytest.mark.parametrize("plan", ["O1", "O2"])
+def test_weights_beyond_fp32_squares_get_advice_and_no_edit(plan):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 8))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=10.0, weight_decay=1e30)
+    session = halfstep.initialize(model, optimizer, plan, low="fp16")
+    inputs = torch.randn(8, 16)
+    verdict = alarm(train_on, lambda: model(inputs).float().square().mean(), session, optimizer).verdict
+    assert verdict.cure == ()
+    assert "the weights have grown too far" in verdict.advice
+    assert "the sum of its squares is inf in fp32 now" in verdict.evidence
+
+
+def test_data_is_not_laid_to_weights_that_have_grown():
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    session = halfstep.initialize(model, optimizer, "O1", low="bf16")
+    inputs = torch.full((4, 8), torch.nan)
+
+    def loss():
+        model.weight.data.fill_(100.0)
+        return model(inputs).float().square().mean()
+
+    verdict = alarm(train_on, loss, session, optimizer).verdict
+    assert verdict.kind == "input data"
+    assert "clean the batch" in verdict.advice
+
+
+def test_a_number_that_the_code_passes_is_named():
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    session = halfstep.initialize(model, optimizer, "O1", low="bf16")
+    inputs = torch.randn(4, 8)
+    verdict = alarm(train_on, lambda: model(inputs).float().square().mean() * torch.nan, session, optimizer).verdict
+    assert verdict.advice == "the code passes the number NaN to mul: see where that number comes from"
+
+
+class Precise(nn.Module):
+    """A squared error divided by a standard deviation so small that its inverse exceeds fp16."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean, self.deviation = nn.Linear(8, 1), nn.Linear(8, 1)
+
+    def forward(self, x):
+        return ((1 - self.mean(x)) * (1 / (self.deviation(x).sigmoid() * 1e-5))).square().mean()
+
+
+def test_an_inverse_that_is_too_large_gets_no_guess():
+    torch.manual_seed(0)
+    model, inputs = Precise(), torch.randn(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    session = halfstep.initialize(model, optimizer, "O2", low="fp16")
+    verdict = alarm(train_on, lambda: model(inputs).float(), session, optimizer).verdict
+    assert (verdict.kind, verdict.operator, verdict.cure) == ("overflow", "reciprocal", ())
+    assert ".py:" in verdict.where
+    assert "halfstep.blame(session, closure) tries it" in verdict.advice
+    session.close()
+    session = halfstep.initialize(model, optimizer, session.plan.edit(OpChange("deny", "reciprocal")))
+    alarm(train_on, lambda: model(inputs).float(), session, optimizer)  # the guess would not have cured it
 
 
 def test_a_cure_that_the_plan_has_is_none():

@@ -31,6 +31,37 @@ class Repeats(nn.Module):
         return self.head(x)
 
 
+class NoSelf(Repeats):
+    """Multiplies in a method that calls the module something else than self."""
+
+    def forward(this, x):
+        for _ in range(this.times):
+            x = this.layer(x) * 3
+        return this.head(x)
+
+
+class Powers(Repeats):
+    """Takes the fourth power twice."""
+
+    def forward(self, x):
+        x = self.layer(x)
+        for _ in range(2):
+            x = x**4
+        return self.head(x)
+
+
+class Keeps(nn.Module):
+    """Reads its weight through a function that a copy of it shares."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.weight = lambda: self.layer.weight
+
+    def forward(self, x):
+        return x @ self.weight().to(x.dtype) * 1e6
+
+
 class Merged(nn.Module):
     """A linear layer whose weight its caller computes."""
 
@@ -64,6 +95,43 @@ def test_what_a_recurrence_that_explodes_makes_overflow_in_fp32_is_no_second_fau
     assert (verdict.kind, verdict.operator, verdict.module, verdict.cure) == ("overflow", "linear", "layer", ())
     assert f"runs {times} times" in verdict.advice
     assert "two faults" not in verdict.advice
+
+
+@PLANS
+@pytest.mark.parametrize("times", [50, 90], ids=["loss", "itself"])
+def test_a_recurrence_is_known_whatever_its_method_calls_the_module(plan, times):
+    # in fp32: (3**50)**2 is 5e47; 3**90 is 9e42
+    torch.manual_seed(0)
+    model = NoSelf(1.0, times)
+    with session_of(model, plan) as session:
+        verdict = halfstep.blame(session, lambda: model(ONES).float().square().mean())
+    assert (verdict.kind, verdict.operator, verdict.outside, verdict.cure) == ("overflow", "mul", False, ())
+    assert f"runs {times} times" in verdict.advice
+    assert "two faults" not in verdict.advice
+
+
+def test_a_result_that_fp32_has_is_not_called_too_large_for_it():
+    model = Powers(300.0, 2)  # 300**4 is 8.1e9; 300**16 is 4e39
+    with session_of(model, "O2") as session:
+        verdict = halfstep.blame(session, lambda: model(ONES).float().mean())
+    assert "exceeds fp16's maximum" in verdict.evidence
+    assert "a later result of pow is too large even for fp32" in verdict.advice
+
+
+def test_what_copies_do_not_change_is_not_said_to_fail_in_fp32():
+    torch.manual_seed(0)
+    model = Keeps()
+
+    def loss():
+        return model(ONES).float().square().mean()
+
+    with session_of(model, "O2", on_failure="warn") as session:
+        verdict = halfstep.blame(session, loss)
+    assert (verdict.kind, verdict.operator, verdict.cure) == ("overflow", "mul", (halfstep.Rule("", halfstep.FULL),))
+    assert "fp32" not in verdict.evidence
+    assert "not tried: edits are tried on copies of the models" in verdict.advice
+    with session_of(model, session.plan.edit(*verdict.cure)) as session:
+        assert halfstep.blame(session, loss) is None
 
 
 def test_one_layer_on_many_inputs_is_no_recurrence():

@@ -79,3 +79,16 @@ def test_the_code_of_a_workload_is_like_any_users():
         model(tokens)
     lines = {note.line.partition(":")[0] for note in recorder.notes if note.line is not None}
     assert lines == {"char_lm.py"}
+
+
+class NoSelf(nn.Module):
+    def forward(this, x):
+        return x * 2
+
+
+def test_a_method_may_call_the_module_something_else_than_self():
+    model = nn.Sequential(NoSelf())
+    with OpRecorder([model]) as recorder:
+        NoSelf.forward(model[0], torch.ones(2))
+        (lambda this: torch.ones(2) * this)(2)
+    assert [note.module for note in recorder.notes if note.aten == "mul"] == ["0", None]
