@@ -106,8 +106,8 @@ def initialize(  # noqa: PLR0913  # the one public entry; each keyword is a docu
 def _check_settings(plan: Plan, sinks: Any, on_failure: Any, stepping: Any, emulate: Any) -> None:
     if not isinstance(sinks, (list, tuple)) or any(isinstance(sink, type) or not callable(sink) for sink in sinks):
         raise SetupError(
-            f"sinks is {short(sinks)}; expected a list of functions, or objects such as RunLog(path) (not classes), that "
-            "can be called with a StepRecord"
+            f"sinks is {short(sinks)}; expected a list of functions, or objects such as RunLog(path) (not classes), "
+            "that can be called with a StepRecord"
         )
     if on_failure not in get_args(OnFailure):
         raise SetupError(
