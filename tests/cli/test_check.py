@@ -44,7 +44,7 @@ def test_errors_end_with_1_and_warnings_do_not(halfstep, tmp_path, expression, c
     ended, out, err = halfstep("check", f"{tmp_path / 'own.py'}:mine", "--plan", "O2", "--low", "fp16")
     assert (ended, err) == (code, "")
     assert seen in out
-    assert "edit: Rule('0', FULL)" in out or "edit: OpChange" in out
+    assert "edit: Rule('0', FULL)" in out or "plan.edit(OpChange" in out
 
 
 def test_batches_may_be_a_list_as_for_the_other_commands(halfstep, tmp_path):

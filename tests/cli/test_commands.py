@@ -242,7 +242,7 @@ def test_a_workload_that_fails_is_one_message_that_says_where(halfstep, tmp_path
         (["whatif", "regression", "--formats", "fp17"], "halfstep: unknown format 'fp17'"),
         (["whatif", "regression", "--formats", ","], "halfstep: formats must name one or more formats other than fp32"),
         (["whatif", "regression", "--plan", "O7"], "halfstep: unknown level 'O7'"),
-        (["whatif", "regression", "--loss-scale", "-1"], "halfstep: scale init"),
+        (["whatif", "regression", "--loss-scale", "-1"], "halfstep: loss_scale is -1; expected a number from"),
         (["whatif", "regression", "--json", "nowhere/x.json"], "halfstep: --json nowhere/x.json: the folder"),
     ],
 )

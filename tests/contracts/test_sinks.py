@@ -105,5 +105,5 @@ def test_a_recorder_that_refuses_leaves_the_model_as_it_was():
 
 @pytest.mark.parametrize("sinks", [[RunLog], ["run.jsonl"], "run.jsonl"])
 def test_what_is_no_sink_is_refused(sinks):
-    with pytest.raises(SetupError, match=r"expected a list of functions, or of objects .* with every StepRecord"):
+    with pytest.raises(SetupError, match=r"expected a list of functions, or objects .* with a StepRecord"):
         open_session("O1", "bf16", sinks=sinks)
