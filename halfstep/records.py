@@ -541,7 +541,7 @@ class WhatIf:
         found = next((entry for entry in self.scales if entry.format == name), None)
         if found is None:
             raise FormatError(
-                f"{name} was not predicted, only {', '.join(self.formats)}; pass it in `formats` to whatif"
+                f"{name} was not predicted, only {', '.join(self.formats)}; name {name} in whatif(..., formats=...)"
             )
         return found
 

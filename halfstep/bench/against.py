@@ -63,7 +63,7 @@ def load_saved_sweep(path: Path) -> Sweep:
 def _check_times(path: Path, saved: BenchResult) -> None:
     for run in saved.runs:
         if not all(0 < each < math.inf for each in run.times_ms):
-            raise _no_result(path, f"{run.name} has a step time that is not positive and finite")
+            raise _no_result(path, f"run {run.name!r} has a step time that is not positive and finite")
 
 
 def _no_result(path: Path, why: str) -> WorkloadError:

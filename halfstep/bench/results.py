@@ -47,8 +47,8 @@ def read_sweep(path: Path, option: str = "--json") -> Sweep | None:
     except (ValueError, KeyError, TypeError, msgspec.MsgspecError) as error:
         why = f"{type(error).__name__}: {error}"
     raise WorkloadError(
-        f"{path} holds no sweep that this halfstep version can read ({why}); name another file with {option} (this one "
-        "is left unchanged)"
+        f"{path} holds no sweep that this halfstep version can read ({why}); pass another file to {option} "
+        "(nothing was written to this one)"
     )
 
 

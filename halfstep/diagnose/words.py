@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from halfstep.diagnose.diagnosis import Diagnosis
 from halfstep.diagnose.origin import NORMALISERS
-from halfstep.edits import Edit, spell
+from halfstep.edits import Edit, Rule, spell
 from halfstep.formats import BF16, FP16, FP32, LOW_FORMATS
 from halfstep.observe.recorder import OTHERS, OWN, Note
 from halfstep.plan.plan import Plan
@@ -227,8 +227,8 @@ def _advice(found: Diagnosis, plan: Plan | None, cure: Sequence[Edit]) -> str:
         return f"training has diverged, in fp32 too, and no edit cures that: {_SLOWER}"
     if found.explodes:
         return (
-            f"this operation runs {found.runs} times and its values grow from run to run, in fp32 too, and no edit "
-            "cures that: use smaller initial weights, a norm or a gate between the runs, or fewer runs"
+            f"this operation runs {found.runs} times in one forward and its values grow from run to run, in fp32 too, "
+            "and no edit cures that: use smaller initial weights, a norm or a gate between the runs, or fewer runs"
         )
     if found.outgrown is not None:
         return (
@@ -237,11 +237,12 @@ def _advice(found: Diagnosis, plan: Plan | None, cure: Sequence[Edit]) -> str:
         )
     words = _words(found, plan) if found.in_full is None else [_about_both(found.in_full)]
     if cure:
-        words.insert(0, spell(cure))
+        whole = any(isinstance(edit, Rule) and not edit.pattern for edit in cure)
+        words.insert(0, spell(cure) + (" ('' is the whole model)" if whole else ""))
         if found.cured_loss is not None:
             words.insert(1, f"tried: the closure's loss is then {found.cured_loss:g}, and its gradients are finite")
         elif found.untried:
-            words.insert(1, f"not tried: {found.untried}")
+            words.insert(1, f"this edit was not tried: {found.untried}")
     if found.loss_has_grown:
         words.append(f"if the weights have grown too far, no edit cures that: {_SLOWER}")
     known = found.kind in _OF_TENSORS or found.phase == AFTER_BACKWARD or _brought_in(found)
@@ -355,7 +356,7 @@ def _brought_in(found: Diagnosis) -> str:
         number = "NaN" if math.isnan(own[0]) else own[0]
         return f"the code passes {number} to {name}: check where it comes from"
     held = next((str(leaf.bad) for leaf in note.leaves if leaf.kind == OWN), "")
-    return f"the code passes in a tensor that holds {held}: check where it comes from" if held else ""
+    return f"the code passes {name} a tensor that already holds {held}: check where it comes from" if held else ""
 
 
 def _adds_masks(found: Diagnosis) -> bool:
@@ -384,15 +385,19 @@ def _about_infinity(found: Diagnosis) -> str:
 def _about_scale(found: Diagnosis, plan: Plan | None) -> list[str]:
     lower = found.lower_scale
     if found.untried and lower is not None:
+        at_floor = plan is not None and lower == plan.scale.min
+        further = "lower its `min`" if at_floor else "a dynamic loss scale comes down further by itself"
         loses = ", but a scale below 1 loses small gradients" if lower < 1 else ""
-        return [f"if {lower:g} is still too high, a dynamic loss scale comes down further by itself{loses}"]
+        return [f"if {lower:g} is still too high, {further}{loses}"]
     if plan is None or lower is None or not plan.scale.adapts:
         if lower is not None and lower < 1:
             return [
                 f"use a loss scale of {lower:g} or less, or a dynamic one whose min is that low; a scale below 1 loses "
                 "small gradients"
             ]
-        return [f"use a loss scale of {lower:g} or less, or a dynamic one"]
+        return [
+            f"all gradients are finite up to a loss scale of {lower:g}; a lower one leaves room, a dynamic one adapts"
+        ]
     if lower >= plan.scale.min:
         return [
             f"skipped steps are normal while a dynamic loss scale comes down, here to {lower:g}; with this edit it "

@@ -201,8 +201,8 @@ def check_optimizers(optimizers: Sequence[Optimizer], models: Sequence[nn.Module
                     f"{len(foreign)} of {len(group['params'])} parameters in group {index} of "
                     f"{type(optimizer).__name__} "
                     f"do not belong to the model (shapes {shapes}); build the optimizer from this model's "
-                    "parameters(), after any .to(device) or fully_shard that replaces them, and pass every model that "
-                    "it updates to initialize"
+                    "parameters(), after any .to(device) or fully_shard that replaces them; if it updates several "
+                    "models, pass a list of all of them to halfstep.initialize"
                 )
             for p in group["params"]:
                 if seen.setdefault(id(p), number) != number:
@@ -311,7 +311,8 @@ def check_state(state: dict[str, Any], plan: dict[str, Any]) -> None:
     for key, value in state["scales"].items():
         if not (isinstance(key, str) and _LOSS_ID.fullmatch(key) and isinstance(value, dict)):
             raise StateError(
-                f"session state: scales has {key!r:.40}: {value!r:.60}; expected a loss id, such as '0', with a dict"
+                f"session state: scales has {key!r:.40}: {value!r:.60}; each key must be a loss id, such as '0', and "
+                "each value a dict: load what session.state_dict() returned"
             )
     if len(state["scales"]) < state.get("losses", 0):
         raise StateError(

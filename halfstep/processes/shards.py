@@ -148,9 +148,9 @@ class Unreduced:
         if any(holds_unreduced(module) for module in fsdp_modules(self._roots)):
             self._carried = before
             raise SessionError(
-                "gradients of an earlier backward pass, which set_requires_gradient_sync(False) keeps unreduced, have "
-                "another loss scale than this pass; call model.set_requires_gradient_sync(True) before the last "
-                "backward pass of each loss_id, and before each step"
+                "this backward pass has another loss scale than an earlier one whose gradients are still unreduced, "
+                "after set_requires_gradient_sync(False); call model.set_requires_gradient_sync(True) before the last "
+                "backward pass of each loss_id, and before the last one of a step"
             )
 
 

@@ -62,7 +62,9 @@ def pair_outputs(outputs: Any, grad_outputs: Any) -> tuple[tuple[Tensor, ...], t
     directions = tuple(given) if isinstance(given, (list, tuple)) else (given,)
     if not all(direction is None or isinstance(direction, Tensor) for direction in directions):
         kinds = [type(direction).__name__ for direction in directions]
-        raise SessionError(f"grad() got grad_outputs of types {kinds}; pass a tensor for each output, or None for 1")
+        raise SessionError(
+            f"grad() got grad_outputs of types {kinds}; pass a tensor for each output, or None where its gradient is 1"
+        )
     if len(directions) != len(paired):
         raise SessionError(
             f"grad() got {len(directions)} grad_outputs for {len(paired)} outputs; pass one for each output"

@@ -280,10 +280,10 @@ def test_another_sweep_is_refused_before_anything_is_measured(tmp_path):
     with pytest.raises(WorkloadError, match="holds no measured sweep point"):
         load_saved_sweep(path)
     path.write_text(sweep_json(sweep(result([BenchRun("a", "O0", "bf16", False, False, times_ms=(0.0,))]))))
-    with pytest.raises(WorkloadError, match="a has a step time that is not positive and finite"):
+    with pytest.raises(WorkloadError, match="run 'a' has a step time that is not positive and finite"):
         load_saved_sweep(path)
     path.write_text(bench_json(simulated(0)))
-    with pytest.raises(WorkloadError, match=r"KeyError: 'schema'.*name another file with --against"):
+    with pytest.raises(WorkloadError, match=r"KeyError: 'schema'.*pass another file to --against"):
         load_saved_sweep(path)
     path.write_text(sweep_json(sweep(simulated(0))))
     assert len(load_saved_sweep(path).points) == 1

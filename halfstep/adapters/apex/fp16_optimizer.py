@@ -203,7 +203,7 @@ def _only_dtype(low: list[Parameter]) -> torch.dtype:
     if len(kinds) > 1:
         raise SetupError(
             f"the optimizer's low-precision parameters are of {' and '.join(sorted(map(str, kinds)))}; cast the "
-            "network to one of these dtypes, and the modules that should stay full to fp32"
+            "network to one of these dtypes (modules that need fp32 may stay in torch.float32)"
         )
     return next(iter(kinds), torch.float16)
 
