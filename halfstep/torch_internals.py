@@ -322,6 +322,8 @@ class OpenAutocast(TorchAutocast):
         return TorchAutocast(self.device, self.fast_dtype, self._enabled, self._cache_enabled)
 
 
+_SavedTensor: Any = _name("torch._C._autograd.SavedTensor")
+_name("torch._C._autograd.SavedTensor.unpack_hook")
 _READY: Any = _name("torch.amp.grad_scaler.OptState.READY")
 _UNSCALED: Any = _name("torch.amp.grad_scaler.OptState.UNSCALED")
 _fresh_optimizer_state: Callable[[], dict[str, Any]] = _name("torch.amp.grad_scaler._refresh_per_optimizer_state")
@@ -541,11 +543,16 @@ def leaf_of(node: Any) -> Tensor | None:
     return leaf
 
 
-def saved_by(node: Any) -> list[Tensor]:
+def saved_by(node: Any) -> list[Tensor] | None:
     """Returns the tensors that an autograd node keeps from the forward pass.
 
     For a `torch.autograd.Function` that is written in Python, these include tensors in the attributes of its `ctx`.
+    Returns None if saved-tensor hooks keep a tensor, as in a checkpoint: it would be computed again, and only one
+    unpacking is allowed, which is the node's.
     """
+    raw = tree_leaves([getattr(node, name) for name in dir(node) if name.startswith("_raw_saved_")])
+    if any(isinstance(each, _SavedTensor) and each.unpack_hook is not None for each in raw):
+        return None
     if isinstance(node, torch.autograd.function.BackwardCFunction):
         kept = [*node.saved_tensors, *vars(node).values()]
     else:

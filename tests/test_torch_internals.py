@@ -333,3 +333,11 @@ def test_a_function_is_a_users_unless_torch_defines_it_and_tells_what_it_keeps()
     assert [torch_internals.is_users_function(each.grad_fn) for each in made] == [True, False, False]
     assert sorted(float(each[0]) for each in torch_internals.saved_by(own.grad_fn)) == [2.0, 3.0]
     assert [float(each[0]) for each in torch_internals.saved_by((x * torch.full((2,), 5.0)).grad_fn)] == [5.0]
+
+
+def test_what_hooks_keep_is_left_to_the_node_which_may_unpack_it_only_once():
+    x = torch.ones(2, requires_grad=True)
+    for function in (torch.exp, _Own.apply):
+        result = checkpoint(function, x, use_reentrant=False)
+        assert torch_internals.saved_by(result.grad_fn) is None
+        result.sum().backward()

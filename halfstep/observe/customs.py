@@ -36,13 +36,13 @@ class Customs:
 def is_brought_in(tensor: Tensor) -> bool:
     """Tells whether the running node of a backward pass reads a tensor that it did not save in the forward pass.
 
-    Returns False if no node is running, as in a callback at the end of the pass (FSDP2 reduces gradients there).
+    Returns False if no node is running, as in a callback at the end of the pass (FSDP2 reduces gradients there), and in
+    a checkpoint, whose tensors cannot be looked at.
     """
     node = running_node()
-    if node is None:
-        return False
     with without_modes():
-        return storage_of(tensor) not in {storage_of(each) for each in saved_by(node)}
+        saved = None if node is None else saved_by(node)
+        return saved is not None and storage_of(tensor) not in {storage_of(each) for each in saved}
 
 
 def _key(node: Any) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from tests.diagnose.test_blame_suite import FAULTS, opened
 PLANTED = [fault for fault in FAULTS if fault.expect is not None and not fault.stale and not fault.compiled]
 
 
-@pytest.mark.slow
+@pytest.mark.slow_but("NaN in the input of a checkpoint")
 @pytest.mark.filterwarnings(r"ignore:var\(\)")  # of one row, which a fault is about
 @pytest.mark.parametrize("fault", PLANTED, ids=lambda fault: fault.name)
 def test_the_guardian_names_what_blame_does(fault):
