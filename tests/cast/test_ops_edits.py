@@ -147,3 +147,9 @@ def test_an_edited_op_takes_numbers_as_before_outside_of_its_session(call, op):
     for one, other in zip(found, expected, strict=True):
         assert one.dtype == other.dtype
         assert torch.equal(one, other)
+
+
+def test_a_number_leaves_the_parts_of_a_composite_op_to_the_other_session():
+    with opened("O1", deny=("multiply",)), opened("O1", deny=("mul",)) as other, other.region():
+        assert torch.multiply(x(BF16), 2.0).dtype == FP32  # it calls mul
+        assert torch.multiply(x(BF16), x(BF16)).dtype == FP32
