@@ -15,7 +15,7 @@ from halfstep.observe.locator import memory_of, storage_of
 from halfstep.observe.nonfinite import nonfinite
 from halfstep.observe.outputs import readable
 from halfstep.observe.recompute import widened
-from halfstep.observe.schemas import is_collective, is_uninitialised, is_unread, is_view, written
+from halfstep.observe.schemas import is_collective, is_uninitialised, is_unread, is_view, overwritten, written
 from halfstep.records import AbsorbedOverflow
 from halfstep.torch_internals import StorageWeakRef, in_backward, storage_identity, tree_leaves
 
@@ -127,6 +127,9 @@ class OverflowTrail(Generic[T]):
         read = [t for t in given if self._results and not is_unread(func, (args, kwargs), t)]
         absorbed = [] if is_uninitialised(func) else self._behind(read)
         result = self._run(func, args, kwargs, given, here)
+        if self._results:
+            for each in filter(_is_whole, overwritten(func, args, kwargs)):
+                self._results.pop(storage_of(each), None)
         if absorbed:
             self._depend(_tensors((result, written(func, args, kwargs))), absorbed)
         return result
@@ -249,6 +252,11 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 def _memory(tensor: Tensor) -> int:
     return storage_identity(tensor.untyped_storage())
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    """Tells whether a tensor's elements are all of its memory."""
+    return is_plain(tensor) and tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
 
 
 def is_plain(tensor: Tensor) -> bool:

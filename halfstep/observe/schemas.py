@@ -45,9 +45,20 @@ def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[T
     """Returns the tensors among the arguments that an operation writes to."""
     if not schema_of(func).is_mutable:
         return []
-    named = dict(zip((each.name for each in schema_of(func).arguments), args, strict=False)) | dict(kwargs)
+    named = _named(func, args, kwargs)
     into = [each.name for each in schema_of(func).arguments if each.alias_info is not None and each.alias_info.is_write]
     return [leaf for name in into for leaf in tree_leaves(named.get(name)) if isinstance(leaf, Tensor)]
+
+
+def overwritten(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Returns the tensors among the arguments whose elements an operation replaces without reading them."""
+    if schema_of(func).name in _OVERWRITING:
+        into: Any = args[:1]
+    else:
+        named = _named(func, args, kwargs)
+        into = [named.get(each.name) for each in schema_of(func).arguments if each.is_out]
+    given = [id(leaf) for leaf in tree_leaves((args, kwargs))]
+    return [leaf for leaf in tree_leaves(into) if isinstance(leaf, Tensor) and given.count(id(leaf)) == 1]
 
 
 def is_unread(func: Any, given: tuple[Sequence[Any], Mapping[str, Any]], tensor: Tensor) -> bool:
@@ -57,13 +68,11 @@ def is_unread(func: Any, given: tuple[Sequence[Any], Mapping[str, Any]], tensor:
     mode, which are only updated.
     """
     args, kwargs = given
-    if schema_of(func).name in _OVERWRITING:
-        return bool(args) and args[0] is tensor
-    named = dict(zip((each.name for each in schema_of(func).arguments), args, strict=False)) | dict(kwargs)
-    unread = {each.name for each in schema_of(func).arguments if each.is_out}
-    if all(named.get(flag, True) for flag in _TRAINING):
-        unread.update(_RUNNING)
-    return any(named.get(name) is tensor for name in unread)
+    if any(tensor is each for each in overwritten(func, args, kwargs)):
+        return True
+    named = _named(func, args, kwargs)
+    training = all(named.get(flag, True) for flag in _TRAINING)
+    return training and any(named.get(name) is tensor for name in _RUNNING)
 
 
 def is_collective(func: Any) -> bool:
@@ -74,3 +83,7 @@ def is_collective(func: Any) -> bool:
 def is_uninitialised(func: Any) -> bool:
     """Tells whether an operation returns uninitialized memory."""
     return schema_of(func).name in _UNINITIALISED
+
+
+def _named(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    return dict(zip((each.name for each in schema_of(func).arguments), args, strict=False)) | dict(kwargs)

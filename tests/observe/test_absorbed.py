@@ -166,6 +166,12 @@ def in_place(x):
     return x * held
 
 
+def kept(x):
+    x.kept = torch.zeros_like(x)
+    x.kept.copy_(scale_of(x.detach()))
+    return x.kept
+
+
 READ = {  # whose result is computed from what absorbed the overflow, by whatever way
     "with gradients": lambda x: x * scale_of(x),
     "detached before": lambda x: x * scale_of(x.detach()),
@@ -176,6 +182,8 @@ READ = {  # whose result is computed from what absorbed the overflow, by whateve
     "argmax": lambda x: x.gather(-1, torch.cat([scale_of(x), scale_of(x) * 2]).argmax(-1, keepdim=True)),
     "round": lambda x: x * torch.round(scale_of(x) * 1e4),
     "in place": in_place,
+    "written over in part": lambda x: (held := kept(x), held[1:].zero_(), x + held)[-1],
+    "out= of itself": lambda x: (held := kept(x), torch.mul(held, 2, out=held), x + held)[-1],
     "a diagnostic before": lambda x: (scale_of(x), (square := x * x), 1 / square, x * torch.rsqrt(square))[-1],
 }
 
@@ -191,6 +199,18 @@ def counted(x):
     return x * 2
 
 
+def zeroed(x):
+    return x + kept(x).zero_()
+
+
+def copied(x):
+    return x + kept(x).copy_(x.detach())
+
+
+def into(x):
+    return x + torch.mul(x.detach(), 2, out=kept(x))
+
+
 UNREAD = {  # diagnostics that nobody reads
     "with gradients": lambda x: (x * 2, scale_of(x))[0],
     "detached": lambda x: (x * 2, scale_of(x.detach()))[0],
@@ -198,6 +218,9 @@ UNREAD = {  # diagnostics that nobody reads
     "read by another": lambda x: (x * 2, scale_of(x.detach()).log())[0],
     "sparse": lambda x: (x * 2, scale_of(x).expand(2, 2).to_sparse())[0],
     "counted": counted,
+    "zeroed": zeroed,
+    "written over": copied,
+    "out=": into,
     "logged": lambda x: (x * 2, scale_of(x).tolist())[0],
 }
 
