@@ -401,12 +401,14 @@ class Verdict:
     @property
     def place(self) -> str:
         """The name of the module, or a description if it has none."""
-        return self.module or ("code outside the model" if self.outside else "the model itself")
+        if not self.module:
+            return "code outside the model" if self.outside else "the model itself"
+        return module_words(self.module)
 
     def __str__(self) -> str:
         place = f"in {self.place}" + (f", {self.where}" if self.where else "")
         phase = "after the backward pass" if self.phase == AFTER_BACKWARD else f"{self.phase} pass"
-        return f"{self.kind}: {self.operator} {place}, {phase}\n  seen: {self.evidence}\n  do: {self.advice}"
+        return f"{self.kind}: {called(self.operator)} {place}, {phase}\n  seen: {self.evidence}\n  do: {self.advice}"
 
 
 class NumericsError(HalfstepError, ArithmeticError):
@@ -440,6 +442,16 @@ class Finding:
 
     def __str__(self) -> str:
         return f"{self.severity}: {self.code} at {self.place}\n  seen: {self.evidence}\n  do: {self.advice}"
+
+
+def called(operator: str) -> str:
+    """Returns how sentences name an operation: by its name in torch, except for "to", which is "a cast"."""
+    return "a cast" if operator == "to" else operator
+
+
+def module_words(module: str) -> str:
+    """Returns how sentences name a module: by its dotted name, after "module" if the name begins with a digit."""
+    return f"module {module}" if module[:1].isdigit() else module
 
 
 def absorbed_finding(seen: Observation) -> Finding:

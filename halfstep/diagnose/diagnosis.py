@@ -222,7 +222,7 @@ def _infinity(recorder: OpRecorder, note: Note) -> str:
             return f"{leaf.kind} {leaf.name}".strip()
         if each is not note or any(math.isinf(s) for s in note.scalars):
             line = recorder.line(each)
-            return recorder.operator(each) + (f" in {line}" if line else "")
+            return recorder.operator(each) + (f" at {line}" if line else "")
     return ""
 
 

@@ -49,14 +49,15 @@ class Stream:
         note, source = self.note, self.source
         what = f"{source} is added" if note.aten in ADDED else f"{source} meets low values in {note.aten}"
         return (
-            f"values are fp32 from here on, because {what} here; {len(self.casts)} modules cast them, "
-            f"{in_model(next(iter(self.casts)))[1]} first{which_model(note.module)}"
+            f"values are fp32 from here on, because {what} here; {len(self.casts)} modules cast them to the low "
+            f"format, first {in_model(next(iter(self.casts)))[1]}{which_model(note.module)}"
         )
 
     def advice(self) -> str:
         """Returns how to keep the stream low."""
         cure = f"to keep activations low, cast {self.source} where it is used"
-        return f"{cure}, or set input='low', which rounds all inputs" if self.source.kind == "input" else cure
+        plan = ", or set input='low' in the plan, which rounds all inputs"
+        return cure + plan * (self.source.kind == "input")
 
 
 class Streams:

@@ -12,7 +12,7 @@ from halfstep.edits import Edit, Rule, spell
 from halfstep.formats import BF16, FP16, FP32, LOW_FORMATS
 from halfstep.observe.recorder import OTHERS, OWN, Note
 from halfstep.plan.plan import Plan
-from halfstep.records import AFTER_BACKWARD, Kind, OpCall, Verdict
+from halfstep.records import AFTER_BACKWARD, Kind, OpCall, Verdict, called, module_words
 
 _OF_TENSORS: Mapping[Kind | None, str] = {
     Kind.STALE_GRADIENTS: (
@@ -94,10 +94,6 @@ def _evidence(found: Diagnosis, scale: float) -> str:
     parts = [_seen(found)]
     if found.raised is not None:
         parts.append(f"the closure then raised {type(found.raised).__name__}")
-    if found.phase == AFTER_BACKWARD:
-        parts.append("called on gradients, after the backward pass")
-    elif found.module is None:
-        parts.append("called outside of the model's forward")
     if found.unscaled:
         parts.append("in a backward pass of your own (torch.autograd.grad), which no loss scale reaches")
     elif found.phase == "backward" and scale != 1 and found.kind != Kind.STALE_GRADIENTS:
@@ -106,8 +102,8 @@ def _evidence(found: Diagnosis, scale: float) -> str:
         parts.append(_at_lower(found, found.lower_scale))
     if not found.repeats:
         parts.append(
-            "the closure does not repeat, so no edit could be tried: another run got different inputs, or did not fail "
-            "in the same place (an iterator moved on, or the model keeps state between runs)"
+            "the closure does not repeat: another run got different inputs, or did not fail in the same place (an "
+            "iterator moved on, or the model keeps state between runs)"
         )
     elif found.tried:
         parts.append(
@@ -172,9 +168,9 @@ def which_model(module: str | None) -> str:
 
 def _place(found: Diagnosis) -> str:
     number, module = in_model(found.module)
-    where = (f" in {module}" if module else "") + (f" of model {number}" if number else "")
+    where = (f" in {module_words(module)}" if module else "") + (f" of model {number}" if number else "")
     line = f", {found.line}" if found.line else ""
-    return f"{found.kind} of {found.operator}{where}{line} ({found.phase})"
+    return f"{found.kind} of {called(found.operator)}{where}{line} ({found.phase})"
 
 
 def _seen(found: Diagnosis) -> str:
@@ -194,10 +190,11 @@ def _seen(found: Diagnosis) -> str:
     assert found.note is not None
     bad = found.note.bad
     inputs = _inputs(found.call, found.note)
-    part = "" if found.note.aten.rstrip("_") == found.operator else f" (in {found.note.aten})"
-    text = f"{found.operator}{part} gave {bad}{inputs}"
+    operator, part = called(found.operator), _part(found.operator, found.note.aten)
+    text = f"{operator}{part} gave {bad}{inputs}"
     if found.exact is not None and found.low is not None and found.exact > found.low.max:
-        text += f"; the largest exact result, {found.exact:,.0f}, exceeds {found.low}'s maximum"
+        exact = f"{found.exact:,.0f}" if found.exact < 1e12 else f"{found.exact:.4g}"
+        text += f"; the largest exact result, {exact}, exceeds {found.low}'s maximum"
     if found.note.divided_by is not None:
         zeros, count = found.note.divided_by
         text += f"; the divisor is 0 in {zeros:,} of {count:,} element{'s' * (count != 1)}"
@@ -214,12 +211,23 @@ def _inputs(call: OpCall | None, note: Note) -> str:
     spans = [*call.input_ranges, *((number, number) for number in note.scalars)]
     if call.operator in ("div", "div_") and spans == [(0.0, 0.0)] * 2:
         return ", from 0/0"
-    said = [
-        f"{name} in [{span[0]:.4g}, {span[1]:.4g}]"
+    given = [
+        (name, f"[{span[0]:.4g}, {span[1]:.4g}]")
         for name, span in zip(call.input_formats, call.input_ranges, strict=True)
         if span is not None
-    ]
-    return f", from {', '.join(said[:4])}" if said else ""
+    ][:4]
+    if len({name for name, _ in given}) > 1:
+        return f", from inputs in {' and '.join(f'{span} ({name})' for name, span in given)}"
+    if len(given) == 1:
+        return f", from a {given[0][0]} input in {given[0][1]}"
+    return f", from {given[0][0]} inputs in {' and '.join(span for _, span in given)}" if given else ""
+
+
+def _part(operator: str, aten: str) -> str:
+    """Returns the words for the aten operation inside `operator` in which it failed; "" if they are the same."""
+    if aten == "_to_copy":
+        return "" if operator == "to" else " (in a cast)"
+    return "" if aten.strip("_") == operator else f" (in {aten})"
 
 
 def _advice(found: Diagnosis, plan: Plan | None, cure: Sequence[Edit]) -> str:
@@ -274,7 +282,7 @@ def _about_operation(found: Diagnosis, plan: Plan | None) -> list[str]:
         smallest = f"{found.low.smallest_subnormal:.0e}"
         return [
             f"an eps of {found.eps:g} is 0 in {found.low}, whose smallest number is {smallest}: use "
-            f"{found.low.usable_eps:g} or more (1e-3 allows a higher loss scale, because gradients are divided by eps)"
+            f"{found.low.usable_eps:g} or more (0.001 allows a higher loss scale, because gradients are divided by eps)"
         ]
     if found.full is not None:
         return [_in_every_format(found, found.full)]
@@ -316,9 +324,8 @@ def _in_every_format(found: Diagnosis, full: Diagnosis) -> str:
     if found.phase == "backward":
         return _about_gradient(name, called=note is not None and note.line is not None)
     known = next((words for names, words in _NO_VALUE if name in names), None)
-    return (
-        known
-        or f"no format helps: {name} has no finite value at these inputs; keep them in its domain (an eps, a clamp)"
+    return known or (
+        f"no format helps: {name} has no finite value at these inputs; keep them in its domain with an eps or a clamp"
     )
 
 
@@ -329,8 +336,8 @@ def _about_gradient(name: str, *, called: bool) -> str:
     """
     if called:
         return (
-            f"no format helps: {name}, called on a gradient, is not finite here; keep its inputs in its domain (an "
-            "eps, a clamp)"
+            f"no format helps: {name}, called on a gradient, is not finite here; keep its inputs in its domain with an "
+            "eps or a clamp"
         )
     operand = "divisor" if name == "div" else "input"
     return (
@@ -354,9 +361,9 @@ def _brought_in(found: Diagnosis) -> str:
         own += [leaf.number for leaf in note.leaves if leaf.number is not None]
     if own:
         number = "NaN" if math.isnan(own[0]) else own[0]
-        return f"the code passes {number} to {name}: check where it comes from"
+        return f"the code passes {number} to {called(name)}: check where it comes from"
     held = next((str(leaf.bad) for leaf in note.leaves if leaf.kind == OWN), "")
-    return f"the code passes {name} a tensor that already holds {held}: check where it comes from" if held else ""
+    return f"the tensor that the code passes to {called(name)} holds {held}: check where it comes from" if held else ""
 
 
 def _adds_masks(found: Diagnosis) -> bool:
@@ -368,13 +375,16 @@ def _adds_masks(found: Diagnosis) -> bool:
 
 
 def _met(found: Diagnosis) -> str:
-    return f"{found.operator} received an infinity from {found.infinity}, and {_about_infinity(found)}"
+    source = found.infinity
+    if source == f"{found.operator} at {found.line}":
+        source = f"an earlier {found.operator} on the same line"
+    return f"{called(found.operator)} received an infinity from {source}, and {_about_infinity(found)}"
 
 
 def _about_infinity(found: Diagnosis) -> str:
     name, note = found.operator, found.note
     if name in _LOSSES:
-        return "a target that is masked has an infinite loss; unmask it (label smoothing makes every class a target)"
+        return "the loss of a target that is masked is infinite: unmask it (label smoothing makes every class a target)"
     if note is not None and note.bad is not None and not note.bad.nan:
         return "passed it on; check why that value is infinite"
     if name in ("sub", "add", *NORMALISERS):

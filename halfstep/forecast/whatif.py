@@ -277,12 +277,16 @@ def _stay_full(fmt: Format, prediction: Prediction, model: nn.Module, plan: Plan
         rows = harmed.get(module, [])
         policy = FULL_OUT if any(row.kind == "activation" for row in rows) else FULL
         cure, why = _cure(module, policy, model, plan)
-        evidence = [
-            f"{row.kind}: {row.lost:.1%} lost, {row.saturated:.1%} saturated, SNR {row.snr_db:.0f} dB" for row in rows
-        ]
+        evidence = [f"{row.kind}: {_harm(row)}" for row in rows]
         if module in beyond:
             evidence.append(f"a product in it reaches {beyond[module]:.4g}, beyond {fmt.max:g}, the maximum of {fmt}")
         yield Finding("warning", "stay full", module or "(model)", "; ".join(evidence), why, cure)
+
+
+def _harm(row: Rounded) -> str:
+    shares = ((row.lost, "nonzero elements become 0"), (row.saturated, "elements overflow"))
+    parts = [f"{share:.1%} of the {happens}" for share, happens in shares if share]
+    return ", ".join([*parts, f"the signal-to-noise ratio is {row.snr_db:.0f} dB"])
 
 
 def _about_absorbed(

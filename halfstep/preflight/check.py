@@ -367,7 +367,7 @@ def _shapes(setup: Setup) -> Iterator[Finding]:
     if setup.device.type != "cuda" or units(setup.plan.low, read_facts(setup.device)) is None:
         return
     odd = [
-        f"{part.place} {tuple(part.module.weight.shape)}"
+        f"{part.place} of shape {tuple(part.module.weight.shape)}"
         for part in setup.parts
         if isinstance(part.module, PRODUCT_LAYERS)
         and part.formats.compute is setup.plan.low

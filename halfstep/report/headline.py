@@ -14,7 +14,7 @@ import torch
 
 from halfstep.errors import FormatError
 from halfstep.formats import as_format
-from halfstep.records import UPDATE, Array, Finding, Kind, StepValues, Verdict
+from halfstep.records import UPDATE, Array, Finding, Kind, StepValues, Verdict, called
 from halfstep.report.gather import MEASURES, Gathered, Sums
 from halfstep.report.lines import Event
 from halfstep.report.run import Run
@@ -109,7 +109,7 @@ def sentence(verdict: Verdict, low: str) -> str:
     backward = (
         " in the backward pass" if verdict.phase == "backward" and verdict.kind in (Kind.OVERFLOW, Kind.INVALID) else ""
     )
-    return known.format(operator=verdict.operator, place=verdict.place, format=_format(verdict, low)) + backward
+    return known.format(operator=called(verdict.operator), place=verdict.place, format=_format(verdict, low)) + backward
 
 
 def _format(verdict: Verdict, low: str) -> str:

@@ -172,7 +172,6 @@ def test_class_weights_of_the_closure_are_outside_of_the_model(plan):
     with session_of(model, plan) as session:
         verdict = halfstep.blame(session, lambda: nn.functional.cross_entropy(model(ONES), targets, weight=weights))
     assert str(verdict).startswith("input data: cross_entropy in code outside the model, test_places.py:")
-    assert "called outside of the model's forward" in verdict.evidence
 
 
 @PLANS
@@ -240,7 +239,6 @@ def test_an_own_clip_is_after_the_backward_pass(plan, clip):
     verdict = caught.value.verdict
     assert (verdict.kind, verdict.phase, verdict.cure, verdict.outside) == ("invalid", "after backward", (), True)
     assert ", after the backward pass" in str(verdict)
-    assert "called on gradients, after the backward pass" in verdict.evidence
     # no closure can contain it, and no mask is in it
     assert verdict.advice == (
         f"the gradients were finite until the code between the backward pass and the step, {verdict.where}, changed "
@@ -303,8 +301,8 @@ def test_a_hook_of_the_closure_is_outside_of_the_model(plan, low):
     assert " in <lambda>, backward pass" in str(verdict)
     assert "two faults" not in verdict.advice
     assert verdict.advice == (
-        "no format helps: div, called on a gradient, is not finite here; keep its inputs in its domain (an eps, a "
-        "clamp)"
+        "no format helps: div, called on a gradient, is not finite here; keep its inputs in its domain with an "
+        "eps or a clamp"
     )
 
 

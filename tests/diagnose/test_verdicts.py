@@ -117,14 +117,14 @@ def zero_by_zero(model, inputs):
 
 
 KINDS = [
-    Row("target that is not finite", plain_stack, {"kind": "input data", "operator": "mse_loss", "cure": ()},
-        "O1", "bf16", to_nothing, says=("outside of the model's forward",)),
+    Row("target that is not finite", plain_stack, {"kind": "input data", "operator": "mse_loss", "cure": (), "outside": True},
+        "O1", "bf16", to_nothing),
     Row("without low numbers nothing to edit", plain_cnn, {"kind": "invalid", "operator": "div", "cure": ()},
         "O0", "bf16", over_zero),
     Row("code that casts is out of reach", plain_cnn, {"kind": "overflow", "cure": ()},
         "O1", loss=cast_by_itself, says=("the code itself casts",)),
     Row("target that a mask excludes", plain_stack, {"kind": "invalid", "operator": "cross_entropy", "cure": ()},
-        "O1", "bf16", excluded_target, says=("a target that is masked has an infinite loss",)),
+        "O1", "bf16", excluded_target, says=("the loss of a target that is masked is infinite",)),
     Row("infinity that is left out again", plain_stack, None, "O1", "bf16", left_out_again),
     Row("weights as they are stored", linear, {"kind": "overflow", "operator": "mul", "cure": ()}, loss=stored_weights,
         says=("the code also reads weights of the original ones", "add .float()"), never=("fp32 the same closure",)),
@@ -325,7 +325,7 @@ PLACES = [
         never=("use 1e-06 or more",)),
     Row("two faults, of which one is in fp32 too", between(loud, emptied),
         {"kind": "overflow", "module": "1", "operator": "mul", "cure": ()},
-        says=("two faults", "masked row of softmax in 2"), never=("cast",)),
+        says=("two faults", "masked row of softmax in module 2"), never=("cast",)),
     under(vmap),
     under(jvp),
     under(functional_call),

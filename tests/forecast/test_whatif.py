@@ -357,7 +357,7 @@ def test_a_module_whose_values_overflow_should_stay_full_and_the_edits_cure_it()
 
     found = halfstep.whatif(closure, model, ("fp16", "bf16"), steps=1)
     assert [finding.place for finding in found.stay_full["fp16"]] == ["loud"]
-    assert "100.0% saturated" in found.stay_full["fp16"][0].evidence
+    assert "100.0% of the elements overflow" in found.stay_full["fp16"][0].evidence
     assert found.stay_full["bf16"] == ()
     plan = halfstep.level("O2", "fp16")
     for edits, finite in (((), False), (found.edits("fp16"), True)):

@@ -250,8 +250,8 @@ class Stream(nn.Module):
 @pytest.mark.parametrize(
     ("add", "what"),
     [
-        (lambda self, h, x: h + x, "an input is added here; 3 modules cast them, blocks.0 first"),
-        (lambda self, h, x: h + self.pe, "the buffer 'pe' is added here; 3 modules cast them, blocks.0 first"),
+        (lambda self, h, x: h + x, "an input is added here; 3 modules cast them to"),
+        (lambda self, h, x: h + self.pe, "the buffer 'pe' is added here; 3 modules cast them to"),
         (lambda self, h, x: h + x.to(h.dtype), None),
         (lambda self, h, x: h, None),
     ],

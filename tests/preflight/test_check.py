@@ -285,7 +285,7 @@ def test_sizes_that_tensor_cores_pad_are_a_note_on_a_device_that_has_them(monkey
     setup = Setup(plan, parts, (), torch.device("cuda"), traced=False, scaler=None, fit=partial(fit, low=torch.float16))
     monkeypatch.setattr("halfstep.preflight.check.read_facts", lambda device: DeviceFacts("cuda", capability=(8, 0)))
     assert [(f.severity, f.evidence) for f in _shapes(setup)] == [
-        ("note", "weights with sizes that are not multiples of 8: 1 (65, 16)")
+        ("note", "weights with sizes that are not multiples of 8: 1 of shape (65, 16)")
     ]
     monkeypatch.setattr("halfstep.preflight.check.read_facts", lambda device: DeviceFacts("cuda", capability=(6, 0)))
     assert list(_shapes(setup)) == []

@@ -41,7 +41,7 @@ HOSTS: dict[str, tuple[Callable[[nn.Module], nn.Module], str]] = {
     "compiled transformer": (Transformer, "compiled"),
 }
 
-EPS, CLAMP, GRADIENT = "use 1e-06 or more", "(an eps, a clamp)", "is not finite here"
+EPS, CLAMP, GRADIENT = "use 1e-06 or more", "with an eps or a clamp", "is not finite here"
 ENTRY = "leave at least one entry of each row unmasked"
 GUARD = "or set the scores of such a row to zero with torch.where before the softmax and discard its result"
 # what it is, what a verdict says of it (None: nothing), whether an edit cures it, else the words and what they do to it

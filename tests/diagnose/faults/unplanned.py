@@ -15,7 +15,7 @@ from tests.diagnose.faults.plants import CustomBackward, SqrtOfZero, Steep
 
 INVALID, OVERFLOW, MASKED = "invalid", "overflow", "masked row"
 GRADIENT = "is not finite here"
-NOWHERE = "(an eps, a clamp)"
+NOWHERE = "with an eps or a clamp"
 
 
 class Step(nn.Module):
