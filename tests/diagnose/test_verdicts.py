@@ -117,8 +117,8 @@ def zero_by_zero(model, inputs):
 
 
 KINDS = [
-    Row("target that is not finite", plain_stack, {"kind": "input data", "operator": "mse_loss", "cure": (), "outside": True},
-        "O1", "bf16", to_nothing),
+    Row("target that is not finite", plain_stack,
+        {"kind": "input data", "operator": "mse_loss", "cure": (), "outside": True}, "O1", "bf16", to_nothing),
     Row("without low numbers nothing to edit", plain_cnn, {"kind": "invalid", "operator": "div", "cure": ()},
         "O0", "bf16", over_zero),
     Row("code that casts is out of reach", plain_cnn, {"kind": "overflow", "cure": ()},
