@@ -186,8 +186,8 @@ def keep_parameters(module: nn.Module) -> Undo:
             entry.pop(_ASSIGN, None)  # torch leaves it in the caller's dict, where it outlives the call
         raise StateError(
             "load_state_dict(assign=True) would replace the Parameters that the optimizer updates; load without "
-            "assign, or before halfstep.initialize. If this call did not pass assign=True, an earlier load had left it "
-            "in the state dict: repeat the call"
+            "assign, or before halfstep.initialize. If this call did not pass assign=True, an earlier load left that "
+            "flag in the state dict; it is removed now: load again"
         )
 
     hook = CheckpointHook(refuse)

@@ -1,4 +1,4 @@
-"""`halfstep bench`."""
+"""The command `halfstep bench`, which measures how fast a workload trains at several levels."""
 
 from __future__ import annotations
 

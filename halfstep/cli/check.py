@@ -1,4 +1,4 @@
-"""`halfstep check`."""
+"""The command `halfstep check`, which checks one training step of a workload for what fails in low precision."""
 
 from __future__ import annotations
 

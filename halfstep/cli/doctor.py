@@ -1,4 +1,4 @@
-"""`halfstep doctor`."""
+"""The command `halfstep doctor`, which measures this machine in each format and recommends one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`halfstep inspect`."""
+"""The command `halfstep inspect`, which shows where the time of a step goes."""
 
 from __future__ import annotations
 

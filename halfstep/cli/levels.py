@@ -1,4 +1,4 @@
-"""`halfstep levels`."""
+"""The command `halfstep levels`, which prints what each level does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`halfstep ops`."""
+"""The command `halfstep ops`, which prints the op table."""
 
 from __future__ import annotations
 

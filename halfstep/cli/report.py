@@ -1,4 +1,4 @@
-"""`halfstep report`."""
+"""The command `halfstep report`, which makes an HTML page of run logs."""
 
 from __future__ import annotations
 

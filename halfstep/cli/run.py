@@ -1,4 +1,4 @@
-"""`halfstep run`."""
+"""The command `halfstep run`, which runs a training script in mixed precision."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`halfstep whatif`."""
+"""The command `halfstep whatif`, which predicts what low formats do to a workload."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def _cure(rehearsal: Rehearsal, recorder: OpRecorder, absorbed: Absorbed[Note]) 
     except StopIteration:
         return (), f"the closure ran out of batches, {_UNTRIED}"
     except Exception as error:  # whatever copying the model raises
-        return (), f"the model cannot be copied and run ({type(error).__name__}), {_UNTRIED}"
+        return (), f"a copy of the model cannot be made or run ({type(error).__name__}), {_UNTRIED}"
     return (), "no edit of the plan was found that cures it"
 
 

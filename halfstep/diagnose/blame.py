@@ -54,7 +54,7 @@ _NOT_REACHED = (
 _NO_REPEAT = "the closure does not repeat; use the same batch, and reset what the model keeps, in each run"
 _READS_ORIGINALS = (
     "edits are tried on copies of the models, but the code also reads weights of the original ones, for example in a "
-    "lambda that refers to a module: read them in a method of the module instead, or add .float()"
+    "lambda that refers to a module: read them in a method of the module instead, or as weight.float()"
 )
 _TRIES = 24  # plans that are tried on the closure, one run each
 _FAULTS = 4  # places that are cured one after the other, if the closure fails in several
@@ -420,7 +420,8 @@ def _tried(rehearsal: Rehearsal, plan: Plan, scale: float) -> _Run | str:
             reached = any(p.grad is not None for p in trial.params)
             return run if reached or run.found is not None else _NOT_REACHED
     except Exception as error:  # whatever the code raises under another plan
-        return f"the model cannot be copied and run ({str(error).partition('. ')[0] or type(error).__name__})"
+        said = str(error).partition(". ")[0].partition("\n")[0]
+        return f"a copy of the model cannot be made or run: {type(error).__name__}{said and ': '}{said}"
 
 
 def _scale_under(scaling: Scaling, scale: float) -> float:

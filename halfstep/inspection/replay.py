@@ -1,4 +1,4 @@
-"""Repeats calls of a step on random numbers, in other formats or shapes, to measure what an edit would save."""
+"""Repeats operations of a step on random numbers, in other formats or shapes, to measure what an edit would save."""
 
 from __future__ import annotations
 

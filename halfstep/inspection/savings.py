@@ -133,10 +133,11 @@ def _casting(step: Step, streams: Sequence[Stream]) -> float:
 
 
 def _without(sources: Sequence[Sequence[Stream]], again: Again) -> list[float]:
-    """Returns for each source of fp32 streams how many seconds a step saves without the streams of this source.
+    """Returns, for each source, how many seconds a step saves if this source no longer makes activations fp32.
 
-    Each value is the median of a few rounds. A round measures the step as it is, and then once more for each source,
-    with the operations at which the streams of this source begin run low.
+    A stream is a chain of operations that compute in fp32 because the first one read an fp32 tensor, its source.
+    Each value is the median of a few rounds. A round measures the step (by `again`) as it is, and then once for each
+    source, with the first operation of each of its streams in low precision.
     """
     saved: list[list[float]] = [[] for _ in sources]
     start = perf_counter()

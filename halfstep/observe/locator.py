@@ -198,7 +198,11 @@ class Locator:
         return False
 
     def _kind(self, code: CodeType) -> str:
-        """Returns "end" for code that ends the search, "cast" for halfstep's casts, or else the kind of its file."""
+        """Returns the kind of the code of a frame.
+
+        This is "end" where the search for the user's line stops, "cast" in halfstep's casts, and elsewhere the kind of
+        the file, such as "user" or "functional".
+        """
         path = code.co_filename
         if code is begin_pass.__code__ or (code.co_name == ENGINE and path.startswith(FOLDER)):
             return "end"

@@ -57,7 +57,7 @@ def try_step(optimizer: Optimizer, p: Tensor, group: Group, state: State) -> Sta
 
 
 def small_state(p: Tensor, state: State) -> State:
-    """Returns `state` as `try_step` passes it to the optimizer: small zeros in place of its tensors."""
+    """Returns `state` as `try_step` passes it to the optimizer: each tensor is a small one, of zeros."""
     small = _Small()
     small.shape(p)
     return {key: small.value(key, value) for key, value in state.items()}
@@ -73,7 +73,7 @@ class _Small:
         return tuple(self._sizes.setdefault(size, len(self._sizes)) for size in t.shape)
 
     def value(self, key: str, value: Any) -> Any:
-        """Returns `value` with small zeros in place of its tensors; a 0-dim tensor or a step count keeps its value."""
+        """Returns `value` with each tensor is a small one, of zeros; a 0-dim tensor or a step count keeps its value."""
         if isinstance(value, Mapping):
             return {name: self.value(name, one) for name, one in value.items()}
         if isinstance(value, list | tuple):

@@ -289,7 +289,10 @@ def _explained(rehearsal: Rehearsal, failure: Failure) -> Finding:
         return _failed(failure, (), f"the closure ran out of batches, {UNTRIED}")
     except Exception as error:  # such as a tensor that the model keeps from its last forward
         return _failed(
-            failure, (), f"no edit could be tried, because the model cannot be copied: {type(error).__name__}: {error}"
+            failure,
+            (),
+            "cast the inputs to one format before the operation is called; no edit could be tried, because a copy of "
+            f"the model cannot be made or run: {type(error).__name__}: {error}",
         )
     return _failed(
         failure, (), "it fails in fp32 as well, so the format is not the cause: fix the step, then check again"

@@ -298,7 +298,7 @@ def _losses(collected: Sequence[Collected], device: torch.device) -> Tensor:
 
 
 def _with(held: Collected, losses: Tensor, *, apart: Tensor) -> Collected:
-    """Returns `held` with flags that hold for all processes.
+    """Returns what this process collected for a step, with flags on which all processes agree.
 
     `losses` tells which losses overflowed in any process, and `apart` whether loss scales differ between processes; if
     any of these is true, the step is skipped.

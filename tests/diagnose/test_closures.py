@@ -124,7 +124,7 @@ def test_a_model_that_cannot_be_copied_gets_a_verdict_whose_cure_was_not_tried()
     model.extra = threading.Lock()
     verdict = verdict_on(model)
     assert verdict.cure == (Rule("plant", FULL_OUT),)
-    assert "not tried: the model cannot be copied" in verdict.advice
+    assert "not tried: a copy of the model cannot be made or run" in verdict.advice
 
 
 class Centred(nn.Module):

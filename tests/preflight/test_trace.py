@@ -346,7 +346,7 @@ def test_a_model_that_cannot_be_copied_is_not_said_to_fail_in_fp32():
     model.kept = threading.Lock()
     error = only(checked(model)[0])
     assert error.cure == ()
-    assert "no edit could be tried, because the model cannot be copied: TypeError: cannot pickle" in error.advice
+    assert "because a copy of the model cannot be made or run: TypeError: cannot pickle" in error.advice
 
 
 def test_what_a_forward_left_in_an_attribute_does_not_keep_an_edit_from_being_tried():
