@@ -196,9 +196,7 @@ def _kept_full(plan: Plan, parts: Iterable[Part]) -> tuple[str, tuple[Rule, ...]
     rules = tuple(Rule(name, FULL_OUT) for name in dict.fromkeys(part.name for part in parts) if name)
     advice = "compute in fp32, with a rule that keeps the module full, or rescale the weights"
     if plan.param == "low" and plan.master == "none":
-        advice += (
-            f"; {plan.name} has no fp32 copies of them: load the weights again before the next initialize"
-        )
+        advice += f"; {plan.name} has no fp32 copies of them: load the weights again before the next initialize"
     return advice, rules
 
 
