@@ -38,7 +38,7 @@ class Diagnosis:
     call: OpCall | None = None
     note: Note | None = None
     leaf: Leaf | None = None
-    low: Format | None = None
+    low: Format | None = None  # of the operation's result, or in which the eps rounded to zero
     exact: float | None = None  # the largest true result in fp32, where it is known
     eps: float | None = None  # a constant that rounded to zero
     mask: float | None = None  # the constant of a mask that became infinite
@@ -147,6 +147,7 @@ def diagnose(
         return _of_leaf(recorder, note, leaf, full)
     assert note is not None
     kind, mask = _kind(recorder, origin, note)
+    eps = _vanished(note, plan.low) if kind == Kind.INVALID else None
     place = _place(note)
     return Diagnosis(
         kind,
@@ -156,9 +157,9 @@ def diagnose(
         recorder.line(note),
         note.call,
         note,
-        low=_format(note),
+        low=_format(note) if eps is None else plan.low,
         exact=None if note.exact is None or not note.exact.finite else note.exact.largest,
-        eps=_vanished(note, plan.low) if kind == Kind.INVALID else None,
+        eps=eps,
         mask=mask,
         infinity=_infinity(recorder, note),
         runs=sum(_place(each) == place for each in recorder.notes) if _comes_from(note, place) else 1,

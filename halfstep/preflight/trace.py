@@ -43,6 +43,7 @@ GUARDS = (*WRITES, "clamp", "clamp_", "clamp_min", "clamp_min_", "maximum", "fma
 CASTS = ("_to_copy", "copy_")
 MADE = ("lift_fresh", "lift_fresh_copy", "_to_copy", "full", "scalar_tensor", "detach", "clone", "copy_")
 _HINT = re.compile(rf" \(\w+: {re.escape(INSIDE)}\)")  # to make this check
+BLAME = "halfstep.blame(session, closure) finds the operation and a cure"
 UNTRIED = "so no edit could be tried; make the closure use the same batch on every call"
 
 
@@ -383,7 +384,7 @@ def _of_results(rehearsal: Rehearsal, loss: Tensor) -> Iterator[Finding]:
             "not finite",
             "the loss",
             f"the loss of the traced step is {float(loss.detach())}",
-            "halfstep.blame(session, closure) finds the operation and a cure",
+            BLAME,
         )
         return
     if loss.dtype is torch.float16 and not scale.adapts and scale.first > FP16_LOSS_CEILING:
@@ -396,26 +397,29 @@ def _of_results(rehearsal: Rehearsal, loss: Tensor) -> Iterator[Finding]:
             (Scaling("static", init=FP16_LOSS_CEILING),),
         )
     bad = _not_finite(params)
-    if bad and scale.adapts:
-        with rehearsal.gradients(loss, scale.min):  # the lowest loss scale that skipped steps lead to
-            bad = _not_finite(params)
-        if bad:
-            yield Finding(
-                "error",
-                "gradients not finite",
-                "the backward pass",
-                f"{len(bad)} of {len(params)} gradients are not finite even at the lowest loss scale, {scale.min:g}: "
-                "such a step is skipped at every loss scale",
-                "halfstep.blame(session, closure) finds the operation and a cure",
-            )
-    elif bad:
+    if not bad:
+        return
+    lowest = scale.min if scale.adapts else Scaling("dynamic").min
+    with rehearsal.gradients(loss, lowest):  # the lowest loss scale that skipped steps lead to
+        still_bad = _not_finite(params)
+    if still_bad and scale.adapts:
+        yield Finding(
+            "error",
+            "gradients not finite",
+            "the backward pass",
+            f"{len(still_bad)} of {len(params)} gradients are not finite even at the lowest loss scale, {lowest:g}: "
+            "such a step is skipped at every loss scale",
+            BLAME,
+        )
+    elif not scale.adapts:
+        cured = scale.active and not still_bad
         yield Finding(
             "warning",
             "gradients not finite",
             "the backward pass",
             f"{len(bad)} of {len(params)} gradients are not finite at the constant loss scale {scale.first:g}",
-            "halfstep.blame(session, closure) finds the operation and a cure; a dynamic loss scale adapts by itself",
-            (Scaling("dynamic"),) if scale.active else (),
+            BLAME + ("; a dynamic loss scale adapts by itself" if cured else ""),
+            (Scaling("dynamic"),) if cured else (),
         )
 
 

@@ -39,6 +39,27 @@ def test_an_eps_is_looked_for_some_operations_back(between, seen):
     assert ("because 1e-08 is 0 in fp16" in verdict.evidence) == seen
 
 
+@pytest.mark.parametrize("plan", ["O1", "O2"])
+def test_an_eps_is_said_to_be_zero_in_the_format_that_it_was_added_in(plan):
+    """At O1 the logarithm itself is fp32."""
+    model = nn.Sequential(nn.Linear(8, 8), Does(lambda x: torch.log(x * 0 + 1e-8)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with halfstep.initialize(model, optimizer, plan, low="fp16") as session:
+        verdict = halfstep.blame(session, lambda: model(torch.ones(2, 8)).float().mean())
+    assert (verdict.kind, verdict.operator) == ("invalid", "log")
+    assert "because 1e-08 is 0 in fp16" in verdict.evidence
+    assert "use 1e-06 or more" in verdict.advice
+
+
+class Does(nn.Module):
+    def __init__(self, does):
+        super().__init__()
+        self.does = does
+
+    def forward(self, x):
+        return self.does(x)
+
+
 class Tiny(nn.Module):
     def forward(self, x):
         return torch.ones_like(x) * 2e-8

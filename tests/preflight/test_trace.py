@@ -389,11 +389,13 @@ def test_gradients_that_overflow_at_the_floor_of_a_dynamic_scale_are_an_error(pl
     assert all(f"even at the lowest loss scale, {floor:g}:" in finding.evidence for finding in bad)
 
 
-def test_gradients_that_are_not_finite_without_a_scale_are_said_to_have_a_scale_of_one():
+@pytest.mark.parametrize("scale", ["none", 1.0, 1024.0])
+def test_gradients_that_no_loss_scale_cures_are_offered_no_other_scale(scale):
     """The square root's derivative at 0 is infinite."""
-    found, _ = checked(Two(Does(lambda x: torch.sqrt(x.float() * 0))), loss_scale="none")
+    found, _ = checked(Two(Does(lambda x: torch.sqrt(x.float() * 0))), loss_scale=scale)
     one = next(finding for finding in found if finding.code == "gradients not finite")
-    assert "at the constant loss scale 1" in one.evidence
+    assert f"at the constant loss scale {1 if scale == 'none' else scale:g}" in one.evidence
+    assert "dynamic" not in one.advice
     assert one.cure == ()
 
 
