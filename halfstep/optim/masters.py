@@ -134,13 +134,14 @@ class MasterStore:
         """Returns the value of `p` in fp32; an untracked float64 or complex `p` keeps its dtype.
 
         The result may share memory with `p` or its master. If `p` was changed in place, that change is adopted first
-        (see `adopt`). `p` may have been cast to another dtype.
+        (see `adopt`); with `copy`, also a change through `p.data`. `p` may have been cast to another dtype.
         """
         entry = self._entries.get(id(p))
         if entry is not None:
             if not self._as_stored(entry):
                 return self._recovered(entry)
-            self.adopt_changed([p])
+            if self.kind == "copy" or version_of(p) != entry.version:
+                self.adopt(p)
         layout = self.layout(p)
         if layout == "copy":
             return self.extra(p)

@@ -144,6 +144,52 @@ def test_two_models_and_weights_written_through_data_equal_their_hand_converted_
     assert differing(found, hand) == []
 
 
+SAM = """
+import sys, torch
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1, bias=False)
+optimizer = torch.optim.{optimizer}(model.parameters(), lr=0.0)
+before = model.weight.detach().clone()
+x = torch.randn(8, 4)
+for _ in range(2):  # as sharpness-aware minimization does: the second pass is at other weights than the step
+    (model(x).square().mean() / 1024).backward()
+    old = model.weight.data.clone()
+    with torch.no_grad():
+        model.weight.add_(1.0)
+    optimizer.zero_grad()
+    (model(x).square().mean() / 1024).backward()
+    model.weight.data = old
+    optimizer.step()
+torch.save({{"change": model.state_dict()["weight"] - before}}, sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "Adagrad"])
+@pytest.mark.parametrize("low", ["bf16", "fp16"])
+def test_weights_written_between_the_backward_pass_and_the_step_are_those_that_it_updates(low, optimizer, tmp_path):
+    found, ran = converted(writes(tmp_path, SAM.format(optimizer=optimizer)), tmp_path / "out.pt", "O2", low)
+    assert found["change"].abs().max() < 0.01  # it was 2
+    assert ran.trained.steps == 2
+
+
+def test_copies_and_pickles_have_what_a_script_wrote_through_data(tmp_path):
+    text = """
+import copy, io, sys, torch
+model = torch.nn.Linear(4, 1, bias=False)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model(torch.ones(1, 4)).sum().backward()
+optimizer.step()
+model.weight.data.fill_(0.25)
+file = io.BytesIO()
+torch.save(model, file)
+file.seek(0)
+pickled = torch.load(file, weights_only=False)
+torch.save([copy.deepcopy(model).weight, pickled.weight], sys.argv[1])
+"""
+    copied, _ = converted(writes(tmp_path, text), tmp_path / "out.pt", "O2", "fp16")
+    assert [weight.tolist() for weight in copied] == [[[0.25] * 4]] * 2
+
+
 @pytest.mark.parametrize("level", ["O0", "O1"])
 def test_steps_of_an_optimizer_with_a_closure_are_counted(level, tmp_path):
     text = """

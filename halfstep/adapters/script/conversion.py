@@ -219,6 +219,8 @@ class Conversion:
             for root in roots:
                 handle = root.register_state_dict_pre_hook(CheckpointHook(lambda *_: self._adopt()))  # type: ignore[no-untyped-call]
                 self._undo.callback(handle.remove)
+            for optimizer in session.optimizers:  # SAM, for one, writes weights between the backward pass and the step
+                self._undo.callback(send_step(optimizer, partial(self._adopt_and, optimizer.step)))
         if self._state is not None and self._state["plan"] == to_dict(session.plan):
             session.load_state_dict(self._state)
         elif notice and self._state is None:
@@ -306,6 +308,10 @@ class Conversion:
         session = self._session
         if session is not None and session.plan.param == "low" and not session.closed:
             session.adopt_weights()
+
+    def _adopt_and(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._adopt()
+        return step(*args, **kwargs)
 
     def end(self) -> None:
         """Closes the session; if the script opened a session itself, sets `trained` to the status of that session."""
