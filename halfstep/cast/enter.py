@@ -238,7 +238,7 @@ def make_class(  # noqa: C901  # two forwards, one of which is a hot path
         GATE: None,
         STAND_IN: None,
         **class_index_above(base),
-        "forward": forward,
+        **({"forward": forward} if base_forward is not nn.Module.forward else {}),  # a ModuleList keeps having none
         "parameters": _parameters,
         **(_explaining(_methods(base), explain) if explain is not None else {}),
         **({"__call__": _around_hooks(base) if door is None else _around_call(base, door)} if at_call else {}),

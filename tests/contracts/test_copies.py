@@ -220,6 +220,28 @@ def test_initialize_again_gives_weights_the_formats_that_a_first_session_does(na
     assert formats(again=True) == formats(again=False)
 
 
+class Tower(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(4, 4)])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        self.seen = x.dtype
+        return x
+
+
+@pytest.mark.parametrize("name", ["O1", "O2", "O3"])
+def test_initialize_again_takes_up_a_rule_on_a_module_that_is_never_called(name):
+    model = Tower()
+    halfstep.initialize(model, None, name, low="bf16")
+    rules = [halfstep.Rule("blocks", halfstep.Policy("full", "full", "full"))]
+    with halfstep.initialize(model, None, name, low="bf16", rules=rules):
+        model(torch.ones(2, 4))
+    assert model.seen is torch.float32
+
+
 def test_initialize_again_refuses_a_tied_weight_in_two_formats_and_changes_nothing():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     model[1].weight = model[0].weight
