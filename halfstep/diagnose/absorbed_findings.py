@@ -75,7 +75,7 @@ def _cures(rehearsal: Rehearsal, plan: Plan, place: _Place) -> bool:
 
 def _candidates(rehearsal: Rehearsal, recorder: OpRecorder, absorbed: Absorbed[Note]) -> Iterator[tuple[Edit, ...]]:
     """Yields rules that keep the module that overflowed, or one around it, in fp32; then an edit that denies the op."""
-    yield from rules_around(absorbed.origin.module, rehearsal.roots)
+    yield from rules_around(absorbed.origin.module, rehearsal.plan, rehearsal.roots)
     operator = recorder.operator(absorbed.origin)
     if is_op(operator):
         yield (OpChange("deny", operator),)

@@ -11,7 +11,7 @@ from halfstep.diagnose.diagnosis import Diagnosis
 from halfstep.edits import FULL, Edit, OpChange, Policy, Rule, Scaling
 from halfstep.errors import PlanError
 from halfstep.plan.compatibility import unwrap
-from halfstep.plan.matching import together, uncompiled
+from halfstep.plan.matching import find_sites, together, uncompiled
 from halfstep.plan.norms import norm_kind
 from halfstep.plan.optable import ROWS, ListedOp, find
 from halfstep.plan.plan import Plan
@@ -35,21 +35,33 @@ def candidates(plan: Plan, found: Diagnosis, roots: Sequence[nn.Module]) -> list
     edits: list[tuple[Edit, ...]] = []
     if found.module is not None and _is_cheap(found.operator):
         edits.append((OpChange("deny", found.operator),))
-    edits += rules_around(found.module, roots)
+    edits += rules_around(found.module, plan, roots)
     return [*edits, WHOLE] if found.module is not None else edits
 
 
-def rules_around(module: str | None, roots: Sequence[nn.Module]) -> list[tuple[Edit, ...]]:
+def rules_around(module: str | None, plan: Plan, roots: Sequence[nn.Module]) -> list[tuple[Edit, ...]]:
     """Returns rules that keep a module full, then rules for each module around it, except the model itself.
 
     There are two candidates for each module: in the first the output gets the format of the input again, in the second
-    it stays fp32. Modules that share a parameter get the same rule.
+    it stays fp32.
     """
-    edits: list[tuple[Edit, ...]] = []
-    for name in filter(None, _upwards(module)):
-        names = dict.fromkeys(each for root in roots for each in together(name, root)) or [name]
-        edits += [tuple(Rule(each, policy) for each in names) for policy in (FULL, FULL_OUT)]
-    return edits
+    around = filter(None, _upwards(module))
+    return list(dict.fromkeys(rules_on(name, policy, plan, roots) for name in around for policy in (FULL, FULL_OUT)))
+
+
+def rules_on(name: str, policy: Policy, plan: Plan, roots: Sequence[nn.Module]) -> tuple[Rule, ...]:
+    """Returns rules that give a module a policy, in a form that agrees with the other rules of the plan.
+
+    Modules that share a parameter get the same rule. Where rules of the plan match a module, they get the policy.
+    """
+    models = [unwrap(root) for root in roots]
+    sites = [site for number, model in enumerate(models) for site in find_sites(model, number)]
+    patterns: list[str] = []
+    for each in dict.fromkeys(each for model in models for each in together(name, model)) or [name]:
+        own = [site for site in sites if each in site.names]
+        ruled = [rule.pattern for rule in plan.rules for site in own if rule.matches(site.names, site.type_names)]
+        patterns += ruled or [each]
+    return tuple(Rule(pattern, policy) for pattern in dict.fromkeys(patterns))
 
 
 def edited(plan: Plan, candidates: Iterable[tuple[Edit, ...]]) -> Iterator[tuple[tuple[Edit, ...], Plan]]:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from halfstep.cast.owners import owners
 from halfstep.diagnose.closure import check_closure, leaves_kept
-from halfstep.diagnose.cures import FULL_OUT, edited, is_op
+from halfstep.diagnose.cures import FULL_OUT, edited, is_op, rules_on
 from halfstep.diagnose.rewind import untouched
 from halfstep.edits import FULL, LARGEST_SCALE, Edit, OpChange, Policy, Rule, Scaling, spell
 from halfstep.errors import FormatError, PlanError, SessionError, SetupError
@@ -31,7 +31,7 @@ from halfstep.optim.steppers import needs_closure
 from halfstep.plan.choose import choose_plan
 from halfstep.plan.compatibility import check_models, check_optimizers
 from halfstep.plan.levels import customize, loss_scale_of
-from halfstep.plan.matching import together, uncompiled
+from halfstep.plan.matching import uncompiled
 from halfstep.plan.plan import Plan
 from halfstep.plan.resolve import resolve
 from halfstep.processes.replicas import wrappers_of
@@ -327,7 +327,7 @@ def _cure(module: str, policy: Policy, model: nn.Module, plan: Plan) -> tuple[tu
     """
     name = module
     while name:
-        rules = tuple(Rule(each, policy) for each in together(name, model))
+        rules = rules_on(name, policy, plan, [model])
         try:
             resolve(plan.edit(*rules), model)
         except PlanError:

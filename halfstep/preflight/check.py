@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from halfstep.diagnose.cures import FULL_OUT
+from halfstep.diagnose.cures import FULL_OUT, rules_on
 from halfstep.diagnose.rehearsal import check_given
 from halfstep.edits import FULL, OpChange, Rule, Scaling
 from halfstep.errors import SessionError
@@ -176,11 +176,11 @@ def _ranges(setup: Setup) -> Iterator[Finding]:
             lost[f"{name} ({fits.lost / fits.nonzero:.0%})"] = part
     if beyond:
         what = f"larger than {low.max:g}, the largest value of {low}: {named(list(beyond))}"
-        place, kept = next(iter(beyond)), _kept_full(setup.plan, beyond.values())
+        place, kept = next(iter(beyond)), _kept_full(setup, beyond.values())
         yield Finding("error", "weights beyond the format", place, what, *kept)
     if lost:
         what = f"values other than 0 are 0 in {low}, whose smallest number is {low.smallest_subnormal:.0e}"
-        place, kept = next(iter(lost)).partition(" (")[0], _kept_full(setup.plan, lost.values())
+        place, kept = next(iter(lost)).partition(" (")[0], _kept_full(setup, lost.values())
         yield Finding("warning", "weights vanish", place, f"{what}: {named(list(lost))}", *kept)
 
 
@@ -191,9 +191,11 @@ def _is_rounded(setup: Setup, part: Part, parameter: nn.Parameter) -> bool:
     return setup.plan.ops != "none" and (parameter.dtype is low.dtype or cast)
 
 
-def _kept_full(plan: Plan, parts: Iterable[Part]) -> tuple[str, tuple[Rule, ...]]:
+def _kept_full(setup: Setup, parts: Iterable[Part]) -> tuple[str, tuple[Rule, ...]]:
     """Returns the advice to keep modules full, and the rules that do so; there is no rule for the model itself."""
-    rules = tuple(Rule(name, FULL_OUT) for name in dict.fromkeys(part.name for part in parts) if name)
+    plan, roots = setup.plan, [part.module for part in setup.parts if not part.name]
+    names = dict.fromkeys(part.name for part in parts if part.name)
+    rules = tuple(dict.fromkeys(rule for name in names for rule in rules_on(name, FULL_OUT, plan, roots)))
     advice = "compute in fp32, with a rule that keeps the module full, or rescale the weights"
     if plan.param == "low" and plan.master == "none":
         advice += f"; {plan.name} has no fp32 copies of them: load the weights again before the next initialize"

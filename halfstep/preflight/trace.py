@@ -13,7 +13,7 @@ from torch import Tensor
 
 from halfstep.cast.gate import INSIDE
 from halfstep.diagnose.absorbed_findings import absorbed_findings
-from halfstep.diagnose.cures import edited, is_op, rules_around
+from halfstep.diagnose.cures import edited, is_op, rules_around, rules_on
 from halfstep.diagnose.rehearsal import Rehearsal, rehearsing
 from halfstep.diagnose.streams import Streams
 from halfstep.diagnose.words import in_model, place_of, which_model
@@ -76,7 +76,7 @@ def trace_step(session: Session, closure: Callable[[], Any]) -> tuple[list[Findi
         tracer = StepTracer(rehearsal.roots, rehearsal.plan)
         with rehearsal.recording(tracer), Literals(tracer.look_at_literal):
             failure, loss = _run(rehearsal, tracer, scale)
-        found = tracer.findings()
+        found = tracer.findings(rehearsal.roots)
         if failure is not None:
             found.append(_explained(rehearsal, failure))
         elif loss is not None:
@@ -214,13 +214,18 @@ class StepTracer(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class 
             return Failure(error, made[-1].module, place.line or self.line(made[-1]), "backward")
         return Failure(error, place.module, place.line, "backward" if backward else "forward")
 
-    def findings(self) -> list[Finding]:
+    def findings(self, roots: Sequence[torch.nn.Module]) -> list[Finding]:
         """Returns a finding for each constant or cast that does not fit the format, and each fp32 `Stream`."""
         constants = [
-            _constant(name, value or note.scalars[0], note, self, fmt, self._plan, vanishes=vanishes)
+            _constant(name, value or note.scalars[0], note, self, fmt, self._cure(note, roots), vanishes=vanishes)
             for (name, _, _, value), (note, fmt, vanishes) in self._constants.items()
         ]
         return constants + (list(self._streams.findings()) if self._plan.param == "low" else [])
+
+
+    def _cure(self, note: Note, roots: Sequence[torch.nn.Module]) -> tuple[Rule, ...]:
+        name = in_model(note.module)[1]
+        return rules_on(name, FULL, self._plan, roots) if name and self._plan.ops != "none" else ()
 
 
 def _node_of(error: Exception) -> int:
@@ -235,11 +240,16 @@ def _node_of(error: Exception) -> int:
 
 
 def _constant(
-    name: str, value: float, note: Note, tracer: StepTracer, fmt: Format, plan: Plan, *, vanishes: bool
+    name: str,
+    value: float,
+    note: Note,
+    tracer: StepTracer,
+    fmt: Format,
+    cure: tuple[Rule, ...],
+    *,
+    vanishes: bool,
 ) -> Finding:
     place, which = place_of(note.module, tracer.line(note)), which_model(note.module)
-    name_in_model = in_model(note.module)[1]
-    rule = (Rule(name_in_model, FULL),) if name_in_model and plan.ops != "none" else ()
     if vanishes:
         made = {"cast": f"a cast to {fmt} of", "tensor": f"a tensor of {fmt} made from"}
         what = made.get(name, f"{tracer.operator(note)} of {fmt} values and")
@@ -249,7 +259,7 @@ def _constant(
             place,
             f"{what} {value:g}, which is 0 in {fmt}: it guards against nothing{which}",
             f"use {fmt.usable_eps:g} or more, or compute this in fp32",
-            rule,
+            cure,
         )
     what = f"a cast to {fmt}" if name == "cast" else tracer.operator(note)
     return Finding(
@@ -258,7 +268,7 @@ def _constant(
         place,
         f"{what}: {value:g} becomes {'-' if value < 0 else ''}inf in {fmt}, whose largest value is {fmt.max:g}{which}",
         "for a mask, use torch.finfo(scores.dtype).min (a row of only -inf gives NaN); otherwise compute this in fp32",
-        rule,
+        cure,
     )
 
 
@@ -343,7 +353,7 @@ def _candidates(plan: Plan, failure: Failure, roots: Sequence[torch.nn.Module]) 
     ops = REFUSED if isinstance(failure.error, OpError) else ()
     lists: tuple[OpList, ...] = ("promote", "deny") if is_op(failure.operator) else ()
     changes = [*(OpChange("deny", op) for op in ops), *(OpChange(listed, failure.operator) for listed in lists)]
-    return [*((change,) for change in changes), *rules_around(failure.module, roots)]
+    return [*((change,) for change in changes), *rules_around(failure.module, plan, roots)]
 
 
 def _cure(rehearsal: Rehearsal, failure: Failure) -> tuple[Edit, ...]:

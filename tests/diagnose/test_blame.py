@@ -197,6 +197,25 @@ def test_modules_that_share_a_parameter_are_cured_together():
         assert not backward_and_step(session, nn.functional.cross_entropy(model(tokens), tokens)).skipped
 
 
+@pytest.mark.parametrize("pattern", ["blocks.*", "type:Overflowing"])
+def test_a_cure_takes_the_place_of_a_rule_that_matches_the_module(pattern):
+    model, inputs = nn.ModuleDict({"blocks": nn.Sequential(nn.Linear(8, 8), Overflowing())}), torch.ones(4, 8)
+    with opened(model, rules=[halfstep.Rule(pattern, halfstep.LOW)]) as session:
+        verdict = halfstep.blame(session, lambda: model["blocks"](inputs).float().mean())
+    assert [edit.pattern for edit in verdict.cure] == [pattern]
+    with opened(model, session.plan.edit(*verdict.cure)) as session:
+        assert halfstep.blame(session, lambda: model["blocks"](inputs).float().mean()) is None
+
+
+class Overflowing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.fc(x) * 1e6 / 1e6
+
+
 def test_an_operation_of_the_loss_is_cured_by_an_edit_that_autocast_takes_up():
     model, inputs = nn.Linear(8, 4), torch.randn(8, 8)
     session = opened(model)

@@ -399,6 +399,25 @@ def test_gradients_that_no_loss_scale_cures_are_offered_no_other_scale(scale):
     assert one.cure == ()
 
 
+class CosineHead(nn.Module):
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x):
+        return (x / (x.abs().amax(-1, keepdim=True) + 1e-8)) @ self.weight.t()
+
+
+def test_the_edit_of_a_constant_fits_a_weight_that_two_modules_share():
+    table = nn.Embedding(16, 8)
+    model = nn.Sequential(table, nn.LayerNorm(8), CosineHead(table.weight))
+    with opened(model) as session:
+        vanishing = only(halfstep.check(session, lambda: model(torch.arange(16)).float().mean()))
+        assert vanishing.cure == (Rule("2", FULL), Rule("0", FULL))
+        with opened(model, session.plan.edit(*vanishing.cure)) as cured:
+            assert halfstep.check(cured, lambda: model(torch.arange(16)).float().mean()) == ()
+
+
 def test_an_fp16_loss_is_traced_at_a_scale_that_it_takes():
     model = Two(nn.Identity())
     found = halfstep.check(opened(model, loss_scale=65536.0), lambda: loss_of(model).half() * 1e-3)
