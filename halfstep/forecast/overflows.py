@@ -21,11 +21,14 @@ from halfstep.plan.levels import customize
 from halfstep.plan.plan import Plan
 from halfstep.records import Finding, Observation
 
+NOT_FINITE = "not finite"  # the code of a finding
+
 
 def absorbed_in_fp16(closure: Callable[[], Any], model: nn.Module, plan: Plan) -> tuple[Observation | Finding, ...]:
     """Returns the overflows absorbed in the forward pass of one step under `plan` in fp16.
 
-    If that pass raises an error, returns a finding about the error instead.
+    If that pass raises an error, returns a finding about the error instead. If nothing was absorbed, but
+    the loss is not finite, returns a finding about that.
 
     Raises:
         SessionError: the closure returns no scalar loss, or has run out of batches.
@@ -43,4 +46,9 @@ def absorbed_in_fp16(closure: Callable[[], Any], model: nn.Module, plan: Plan) -
             advice = "find the place and a cure with halfstep.check(session, closure) in a session with low='fp16'"
             return (Finding("warning", "step fails", "(model)", evidence, advice),)
         watch.end([loss])
-        return tuple(watch.observations(0))
+        seen = tuple(watch.observations(0))
+        if seen or bool(loss.isfinite()):
+            return seen
+        evidence = f"the loss of a forward pass under {plan.name} in fp16 is {float(loss.detach())}"
+        advice = "find the operation and a cure with halfstep.blame(session, closure) in a session with low='fp16'"
+        return (Finding("warning", NOT_FINITE, "(model)", evidence, advice),)

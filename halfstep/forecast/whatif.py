@@ -20,7 +20,7 @@ from halfstep.diagnose.rewind import untouched
 from halfstep.edits import FULL, LARGEST_SCALE, Edit, OpChange, Policy, Rule, Scaling, spell
 from halfstep.errors import FormatError, PlanError, SessionError, SetupError
 from halfstep.forecast.backward import watching_gradients
-from halfstep.forecast.overflows import absorbed_in_fp16
+from halfstep.forecast.overflows import NOT_FINITE, absorbed_in_fp16
 from halfstep.forecast.predict import GRADIENTS, LEAST_SNR_DB, Prediction, Scouted, predict
 from halfstep.forecast.rounding import rounded
 from halfstep.forecast.watch import TensorName, parameters, step
@@ -64,7 +64,8 @@ def whatif(
     suitable scale.
 
     If `formats` include fp16, the closure is called once more at the end, under `plan` in fp16, to find overflows that
-    a later operation makes finite again. `stay_full` has a finding for each of them, with the code "overflow absorbed".
+    a later operation makes finite again. `stay_full` has a finding for each of them, with the code "overflow absorbed",
+    and one with the code "not finite" if the loss of this pass is not finite and no other finding says why.
 
     Afterwards weights, gradients, buffers, optimizer state and random states are as before, and so are the gradients of
     other tensors that the loss depends on.
@@ -300,7 +301,8 @@ def _about_absorbed(
     ruled = {edit.pattern for finding in known for edit in finding.cure if isinstance(edit, Rule)}
     for each in absorbed:
         if isinstance(each, Finding):
-            yield each
+            if each.code != NOT_FINITE or not known:  # else one of those may say why
+                yield each
             continue
         said = absorbed_finding(each)
         rules, why = _cure(each.module, FULL_OUT, model, plan)

@@ -715,6 +715,24 @@ class OwnNorm(nn.Module):
         return self.head(y * torch.rsqrt(torch.mul(y, y).mean(-1, keepdim=True) + 1e-5))
 
 
+@pytest.mark.parametrize(("factor", "codes"), [(1e6, ["not finite"]), (1.0, [])])
+def test_a_loss_that_is_not_finite_in_fp16_is_told_if_nothing_else_explains_it(factor, codes):
+    model = nn.Sequential(nn.Linear(8, 8), Gain(factor), nn.Linear(8, 4))
+    inputs = torch.ones(4, 8)
+    found = halfstep.whatif(lambda: model(inputs).square().mean(), model).stay_full["fp16"]
+    assert [each.code for each in found] == codes
+    assert all("halfstep.blame" in each.advice for each in found)
+
+
+class Gain(nn.Module):
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x):
+        return x * self.factor / self.factor
+
+
 def test_an_absorbed_overflow_in_the_models_own_forward_gets_the_edit_that_denies_its_operation():
     torch.manual_seed(0)
     model, x = OwnNorm(), torch.randn(8, 16)
