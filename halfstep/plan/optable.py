@@ -144,7 +144,7 @@ _TABLE: tuple[tuple[Source, OpList, str, str], ...] = (
         "linalg_det linalg_slogdet det slogdet logdet linalg_lu linalg_lu_factor linalg_lu_factor_ex linalg_lu_solve "
         "linalg_ldl_factor linalg_ldl_factor_ex linalg_ldl_solve linalg_matrix_power matrix_power linalg_solve_ex "
         "linalg_solve_triangular linalg_pinv linalg_pinv.atol_rtol_float linalg_pinv.atol_rtol_tensor "
-        "linalg_pinv.rcond_tensor",
+        "linalg_pinv.rcond_tensor matrix_exp linalg_matrix_exp",
     ),
     (
         "torch",

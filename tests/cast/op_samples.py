@@ -174,6 +174,7 @@ DENY = {
     **_square("linalg_cond", "linalg_eig", "linalg_eigvals", "linalg_inv", "linalg_inv_ex", "linalg_qr", "inverse"),
     **_square("linalg_svd", "linalg_svdvals", "pinverse", "qr", "svd", "_lu_with_info", "linalg_det", "linalg_slogdet"),
     **_square("det", "slogdet", "linalg_lu", "linalg_lu_factor", "linalg_lu_factor_ex"),
+    **_square("matrix_exp", "linalg_matrix_exp"),
     **_square("linalg_matrix_rank.atol_rtol_tensor", "linalg_matrix_rank.atol_rtol_float"),
     **_square("linalg_pinv.atol_rtol_float", "linalg_pinv.atol_rtol_tensor"),
     "linalg_pinv": lambda o, t: o(t(SQUARE), 1e-6),

@@ -1,5 +1,6 @@
 """The op engine's regions: what they cast, where they end, and that nothing of them is left."""
 
+import math
 import subprocess
 import sys
 import threading
@@ -42,6 +43,15 @@ def test_a_region_casts_by_the_table_and_ends():
             assert torch.mm(torch.rand(2, 2), torch.rand(2, 2)).dtype == BF16
         assert torch.exp(low(3)).dtype == BF16
         assert torch.mm(torch.rand(2, 2), torch.rand(2, 2)).dtype == FP32
+
+
+@pytest.mark.parametrize("name", ["O1", "O2"])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_the_exponential_of_a_low_matrix_is_a_number(name, dtype):
+    """torch's low kernel gives NaN, for any matrix."""
+    with opened(name, low=dtype) as engine, engine.region():
+        found = torch.linalg.matrix_exp(torch.eye(3, dtype=dtype))
+    torch.testing.assert_close(found, torch.eye(3) * math.e)
 
 
 def test_a_region_that_is_not_enabled_runs_ops_as_stored():
