@@ -288,11 +288,13 @@ def _gather(site: OpSite) -> Act:
 
     def act(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         weight, *rest = args
+        is_sparse = sparse is not None and (args[sparse] if len(args) > sparse else kwargs.get("sparse", False))
         if site.name == "embedding_bag" and len(site.dtypes(args, kwargs)) > 1:  # with per-sample weights
-            return site.excluded(*site.cast_all(args, kwargs, torch.float32))
+            # no cast of the weight where its gradient is sparse, which torch cannot cast back
+            return site.excluded(*site.cast_all(args, kwargs, weight.dtype if is_sparse else torch.float32))
         if weight.dtype not in LOW_DTYPES or not weight.requires_grad or (sparse is None and not weight.is_leaf):
             return site.below(keyset, args, kwargs)
-        if sparse is not None and (args[sparse] if len(args) > sparse else kwargs.get("sparse", False)):
+        if is_sparse:
             return site.below(keyset, args, kwargs)
         rest, kwargs = site.cast_all(rest, kwargs, torch.float32)
         out = site.below(keyset, (weight.float(), *rest), kwargs)

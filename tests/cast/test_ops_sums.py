@@ -61,6 +61,19 @@ def test_sparse_gradients_are_summed_in_fp32_by_the_step(optimizer):
         torch.testing.assert_close(model.state_dict()["weight"][0], before[0] - ROWS * 2.0**-12)
 
 
+@pytest.mark.parametrize("name", ["O1", "O2"])
+def test_a_sparse_bag_takes_fp32_weights_for_its_samples(name):
+    bag = nn.EmbeddingBag(3, 4, mode="sum", sparse=True)
+    with torch.no_grad():
+        bag.weight.fill_(1.0)
+    opt = torch.optim.SGD(bag.parameters(), lr=1.0)
+    session = halfstep.initialize(bag, opt, name, low="bf16")
+    out = bag(torch.tensor([[0, 1, 1]]), per_sample_weights=torch.tensor([[0.5, 0.25, 2.0]]))
+    assert out.tolist() == [[2.75] * 4]
+    backward_and_step(session, out.sum())
+    assert bag.state_dict()["weight"][:, 0].tolist() == [0.5, -1.25, 1.0]
+
+
 def test_activations_are_gathered_as_they_are():
     """Only weights are read through fp32: the copy of an activation would cost more than it brings."""
     seen = []
