@@ -80,7 +80,7 @@ def initialize(  # noqa: PLR0913  # the one public entry; each keyword is a docu
         SessionError: the processes that hold the model's shards differ in what they train, or one of them is gone.
     """
     models = as_list(model, nn.Module, "model")
-    with ExitStack() as stack:
+    with torch.inference_mode(False), ExitStack() as stack:  # what is made in that mode could not train
         with telling_of_errors(models):
             optimizers = [] if optimizer is None else as_list(optimizer, Optimizer, "optimizer")
             facts = read_facts(first_device(models))

@@ -710,7 +710,8 @@ class Session:
     def close(self) -> None:
         """Undoes all changes of the session: the trained model is an ordinary fp32 model again. Idempotent."""
         self.closed = True
-        self._undo.close()
+        with torch.inference_mode(False):  # weights that are made in that mode could not train
+            self._undo.close()
 
     def _check_open(self) -> None:
         if self.closed:

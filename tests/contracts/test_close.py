@@ -206,3 +206,24 @@ def test_two_sessions_do_not_see_each_other():
     train(session, model, opt, [3])
     for _, _, session in together[1:]:
         session.close()
+
+
+@every_plan
+def test_a_session_that_began_and_ended_in_inference_mode_leaves_weights_that_train(name, low):
+    model, opt = make()
+    with torch.inference_mode(), halfstep.initialize(model, None, name, low=low):
+        model(batch(0)[0])
+    model(batch(0)[0]).sum().backward()
+    opt.step()
+
+
+@every_plan
+def test_a_session_may_begin_or_end_in_inference_mode(name, low):
+    model, opt = make()
+    with torch.inference_mode():
+        session = halfstep.initialize(model, opt, name, low=low)
+    train(session, model, opt, range(2))
+    with torch.inference_mode():
+        session.close()
+    model(batch(0)[0]).sum().backward()
+    opt.step()
