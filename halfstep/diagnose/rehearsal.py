@@ -20,7 +20,7 @@ from halfstep.plan.plan import Plan
 from halfstep.processes.shards import reshard, sharded_parameters
 from halfstep.scale.leaves import leaves_of
 from halfstep.session.session import Session
-from halfstep.torch_internals import hooks_of, parameters_of
+from halfstep.torch_internals import compiled_module, hooks_of, parameters_of
 
 
 class Rehearsal:
@@ -148,7 +148,7 @@ def _standing_in(models: Sequence[nn.Module], twins: Sequence[nn.Module]) -> Ite
         for model, copied in zip(models, twins, strict=True)
         for own, twin in zip(model.modules(), copied.modules(), strict=True)
     }
-    pairs = list(found.values())
+    pairs = [pair for pair in found.values() if compiled_module(pair[0]) is None]  # calls go on to what it compiled
     for own, _ in pairs:
         if "forward" in vars(own) or isinstance(own, torch.jit.ScriptModule):
             raise RuntimeError(f"{type(own).__name__} has a forward of its own, which cannot be redirected to a copy")

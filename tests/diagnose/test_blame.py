@@ -207,6 +207,14 @@ def test_a_cure_takes_the_place_of_a_rule_that_matches_the_module(pattern):
         assert halfstep.blame(session, lambda: model["blocks"](inputs).float().mean()) is None
 
 
+def test_edits_are_tried_on_a_model_that_holds_a_compiled_module():
+    model, inputs = nn.Sequential(nn.Linear(8, 8), torch.compile(Overflowing(), backend="eager")), torch.ones(4, 8)
+    with opened(model) as session:
+        verdict = halfstep.blame(session, lambda: model(inputs).float().mean())
+    assert verdict.cure == (Rule("1", FULL),)
+    assert "tried:" in verdict.advice
+
+
 class Overflowing(nn.Module):
     def __init__(self):
         super().__init__()
