@@ -222,7 +222,6 @@ class StepTracer(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class 
         ]
         return constants + (list(self._streams.findings()) if self._plan.param == "low" else [])
 
-
     def _cure(self, note: Note, roots: Sequence[torch.nn.Module]) -> tuple[Rule, ...]:
         name = in_model(note.module)[1]
         return rules_on(name, FULL, self._plan, roots) if name and self._plan.ops != "none" else ()
