@@ -387,7 +387,7 @@ def _runs(rehearsal: Rehearsal, plan: Plan) -> bool:
 def _of_results(rehearsal: Rehearsal, loss: Tensor) -> Iterator[Finding]:
     """Yields findings about the loss and the gradients of the step."""
     scale, params = rehearsal.plan.scale, rehearsal.params
-    if not bool(loss.isfinite()):
+    if not bool(loss.isfinite()) and not _is_finite_at_lowest(rehearsal):
         yield Finding(
             "error",
             "not finite",
@@ -395,6 +395,7 @@ def _of_results(rehearsal: Rehearsal, loss: Tensor) -> Iterator[Finding]:
             f"the loss of the traced step is {float(loss.detach())}",
             BLAME,
         )
+    if not bool(loss.isfinite()):
         return
     if loss.dtype is torch.float16 and not scale.adapts and scale.first > FP16_LOSS_CEILING:
         yield Finding(
@@ -430,6 +431,18 @@ def _of_results(rehearsal: Rehearsal, loss: Tensor) -> Iterator[Finding]:
             BLAME + ("; a dynamic loss scale adapts by itself" if cured else ""),
             (Scaling("dynamic"),) if cured else (),
         )
+
+
+def _is_finite_at_lowest(rehearsal: Rehearsal) -> bool:
+    """Tells whether the loss is finite at the lowest loss scale: it depends on the scale if it uses `session.grad`."""
+    if not rehearsal.plan.scale.adapts:
+        return False
+    rehearsal.rewind()
+    try:
+        with rehearsal.at_scale(rehearsal.plan.scale.min):
+            return bool(rehearsal.loss().isfinite()) and rehearsal.inputs.same
+    except Exception:  # of an iterator over batches, or of code that looks at its numbers
+        return False
 
 
 def _not_finite(params: Sequence[torch.nn.Parameter]) -> list[torch.nn.Parameter]:

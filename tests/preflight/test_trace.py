@@ -399,6 +399,19 @@ def test_gradients_that_no_loss_scale_cures_are_offered_no_other_scale(scale):
     assert one.cure == ()
 
 
+@pytest.mark.parametrize(("norm", "codes"), [(1.0, []), (0.0, ["not finite"])])
+def test_a_gradient_penalty_that_a_falling_loss_scale_cures_is_no_error(norm, codes):
+    model, inputs = Two(nn.Linear(8, 1)), torch.ones(4, 8, requires_grad=True)
+    with opened(model) as session:
+
+        def closure():
+            (grad,) = session.grad(model(inputs).sum() * 1e3, inputs, create_graph=True)
+            return (grad.norm() / norm - 1) ** 2
+
+        found = halfstep.check(session, closure)
+    assert [each.code for each in found if each.severity == "error"] == codes
+
+
 class CosineHead(nn.Module):
     def __init__(self, weight):
         super().__init__()
