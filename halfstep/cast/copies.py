@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import copyreg
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from multiprocessing.context import get_spawning_popen
 from typing import Any
 
 from torch import Tensor, nn
@@ -134,6 +136,9 @@ def reduction_of(self: nn.Module, protocol: Any) -> Any:
     gate: Gate | None = self.__dict__.get(GATE)
     as_stored = (p for p in self.parameters() if gate is None or gate.full(p).dtype is p.dtype)
     (twin,) = plain_copies([self], shared=[*as_stored, *self.buffers()])
+    process = get_spawning_popen()
+    if process is not None:  # which shares the memory of the copies by its descriptor, so that they must outlive this
+        weakref.finalize(process, list, [twin]).atexit = False
     reduced: Any = twin.__reduce_ex__(protocol)
     if reduced[0] is copyreg.__newobj__:  # type: ignore[attr-defined]
         self.__dict__[_PICKLED] = threading.get_ident()

@@ -12,6 +12,7 @@ import threading
 
 import pytest
 import torch
+import torch.multiprocessing
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -400,3 +401,17 @@ def test_models_without_a_forward_are_copied_and_saved_in_fp32(level):
         assert torch.equal(twin.scale, torch.full((4,), given))
         assert torch.equal(twin.more[0], torch.full((3,), given))
     assert copy.deepcopy(model.more)[0].dtype is torch.float32
+
+
+def compare_in_process(model, expected):
+    sys.exit(0 if all(torch.equal(a, b) for a, b in zip(model.parameters(), expected, strict=True)) else 1)
+
+
+def test_a_model_with_low_weights_is_sent_to_a_spawned_process():
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    expected = [p.detach().clone() for p in model.parameters()]
+    with halfstep.initialize(model, None, "O2", low="bf16"):
+        process = torch.multiprocessing.get_context("spawn").Process(target=compare_in_process, args=(model, expected))
+        process.start()
+    process.join(60)
+    assert process.exitcode == 0
