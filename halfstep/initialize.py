@@ -17,6 +17,7 @@ from halfstep.edits import OpChanges, Rule, Scaling, Width
 from halfstep.errors import SetupError
 from halfstep.formats import Format
 from halfstep.machine import read_facts
+from halfstep.modes import ordinary_tensors
 from halfstep.plan.choose import choose_plan
 from halfstep.plan.compatibility import (
     as_list,
@@ -80,7 +81,7 @@ def initialize(  # noqa: PLR0913  # the one public entry; each keyword is a docu
         SessionError: the processes that hold the model's shards differ in what they train, or one of them is gone.
     """
     models = as_list(model, nn.Module, "model")
-    with torch.inference_mode(False), ExitStack() as stack:  # what is made in that mode could not train
+    with ordinary_tensors(), ExitStack() as stack:
         with telling_of_errors(models):
             optimizers = [] if optimizer is None else as_list(optimizer, Optimizer, "optimizer")
             facts = read_facts(first_device(models))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -182,3 +182,11 @@ def uncompiled() -> Iterator[None]:
         yield
     finally:
         release()
+
+
+def ordinary_tensors() -> AbstractContextManager[Any]:
+    """Leaves `torch.inference_mode` for the context, if it is on: tensors that are made in that mode cannot train.
+
+    Where it is off nothing is entered, because its end would undo what the context does to the stack of modes.
+    """
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()

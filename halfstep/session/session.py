@@ -23,6 +23,7 @@ from halfstep.cast.modules import Given, cast_buffers, holds_state, keep_checkpo
 from halfstep.cast.owners import mark
 from halfstep.errors import SessionError
 from halfstep.formats import FP16, FP32
+from halfstep.modes import ordinary_tensors
 from halfstep.observe.attach import check_delivery, make_probe
 from halfstep.observe.probe import Probe, Probes
 from halfstep.optim.guard import forbid_step, send_step
@@ -710,7 +711,7 @@ class Session:
     def close(self) -> None:
         """Undoes all changes of the session: the trained model is an ordinary fp32 model again. Idempotent."""
         self.closed = True
-        with torch.inference_mode(False):  # weights that are made in that mode could not train
+        with ordinary_tensors():
             self._undo.close()
 
     def _check_open(self) -> None:
