@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from halfstep.errors import SetupError, StateError
 from halfstep.formats import LOW_DTYPES
 from halfstep.kernels.batch import is_wrapped
+from halfstep.pages import TRAINERS, more
 from halfstep.plan.plan import Plan
 from halfstep.processes.shards import fsdp_modules, is_sharded
 from halfstep.torch_internals import compiled_module, offloads
@@ -338,7 +339,7 @@ def check_state(state: dict[str, Any], plan: dict[str, Any]) -> None:
         raise StateError(
             "this session state belongs to another plan; initialize with that plan, or do not load the session state: "
             "model and optimizer states load under any plan, only the loss scale and counters restart. These fields "
-            f"differ: {which}"
+            f"differ: {which}; in trainers, {more(TRAINERS)}"
         )
 
 
