@@ -155,7 +155,7 @@ def test_a_dict_that_was_assigned_elsewhere_before_is_refused_once_as_a_whole():
     for value in state.values():
         value.data.fill_(3.0)
     before = snapshot(model, optimizer, session)
-    with pytest.raises(halfstep.StateError, match="repeat the call"):
+    with pytest.raises(halfstep.StateError, match="load again"):
         model.load_state_dict(state)
     assert differing(snapshot(model, optimizer, session), before) == []
     model.load_state_dict(state)
