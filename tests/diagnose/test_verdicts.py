@@ -127,7 +127,7 @@ KINDS = [
         "O1", "bf16", excluded_target, says=("the loss of a target that is masked is infinite",)),
     Row("infinity that is left out again", plain_stack, None, "O1", "bf16", left_out_again),
     Row("weights as they are stored", linear, {"kind": "overflow", "operator": "mul", "cure": ()}, loss=stored_weights,
-        says=("the code also reads weights of the original ones", "or as weight.float()"), never=("fp32 the same closure",)),
+        says=("the code also reads weights of the original ones", "weight.float()"), never=("fp32 the same closure",)),
     Row("stored weights that the loss widens", linear, None, loss=stored_weights_widened,
         options={"loss_scale": 16.0}),
     Row("fp16 loss at the scale that training begins with", linear, None, loss=half_loss),
