@@ -13,7 +13,7 @@ import typer
 from halfstep.adapters.script.run import Ran, own
 from halfstep.adapters.script.run import run as run_script
 from halfstep.cli.options import Low, html_pages
-from halfstep.errors import LogError
+from halfstep.errors import LogError, PlanError
 from halfstep.report.log import LOG_NAME, RunLog
 from halfstep.report.run import read_log, shown
 from halfstep.session.session import Sink
@@ -53,6 +53,8 @@ def run(
     module: Module = False,
 ) -> None:
     """Run a script that does not use mixed precision, and train its models in mixed precision."""
+    if level is not None and plan is not None:
+        raise PlanError(f"both --level {level} and --plan {plan} were passed; pass only one of them")
     recorded = None if report is None else _Recorded(report)
     name, *arguments = script
     done: list[Ran] = []

@@ -187,6 +187,7 @@ def test_the_last_line(ran, line):
         (("--level", "O7", __file__), 2, "O7"),
         (("--low", "int8", __file__), 2, "int8"),
         (("--plan", "nowhere.toml", __file__), 2, "nowhere.toml"),
+        (("--level", "O2", "--plan", "own.toml", __file__), 2, "pass only one of them"),
     ],
 )
 def test_bad_input(halfstep, arguments, ends_with, message):
