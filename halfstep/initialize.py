@@ -27,7 +27,7 @@ from halfstep.plan.compatibility import (
 from halfstep.plan.levels import customize
 from halfstep.plan.plan import Master, Plan, PlanInput
 from halfstep.processes.gone import telling_of_errors
-from halfstep.session.decide import Stepping, decide, say_what_steps_itself
+from halfstep.session.decide import Stepping, decide, say_how_products_run, say_what_steps_itself
 from halfstep.session.loaded import widened
 from halfstep.session.session import Session, Sink
 from halfstep.validate import short
@@ -62,7 +62,7 @@ def initialize(  # noqa: PLR0913  # the one public entry; each keyword is a docu
     by default inputs keep their format and products cast their operands.
 
     `optimizer=None` is for inference. `emulate=True` computes products of the low format in a wider one and rounds them
-    exactly. By default, only fp16 on a CPU is emulated, unless `halfstep doctor --save` found native fp16 fast there.
+    exactly. By default, this is done on a CPU whose native products in the format are less than twice as fast.
     Each sink in `sinks` is called with each StepRecord; a `Recorder`, such as a RunLog, also gets all other records.
 
     If steps keep being skipped for a reason that no lower loss scale cures, `step` raises a NumericsError that says
@@ -100,6 +100,7 @@ def initialize(  # noqa: PLR0913  # the one public entry; each keyword is a docu
         _close(earlier)
         if notice:
             _LOG.warning(notice)
+        say_how_products_run(decision, facts, emulate, told=notice is not None)
         say_what_steps_itself(decision, optimizers)
         return _guarded(Session(decision, sinks=sinks), on_failure)
 

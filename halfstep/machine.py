@@ -2,7 +2,7 @@
 
 A CPU flag says that a processor has units for a format, not that torch is fast with them. So kernels are chosen by a
 table of measurements, with a row for each class of processors. The `source` of a row says if nothing was measured on
-that class; the row then has the choice that does least harm if it is wrong.
+that class.
 """
 
 from __future__ import annotations
@@ -27,47 +27,80 @@ WideBackward = tuple[tuple[int, int], ...]
 """Pairs (head width, length), widths ascending: the longest attention with a faster backward pass in fp32 than low."""
 
 _SHORT: WideBackward = ((64, 128),)
-_ON_AVX512_BF16 = (
-    "attention's backward pass in fp32 takes 0.4 to 0.7 of bf16's time at length 128, and more at 256: 2 cores, AMD "
-    "EPYC, torch 2.13"
-)
-_NOT_MEASURED = "not measured on this class; the limits for attention are those measured on AVX512-BF16"
+_LIMITS = "the limits for attention are those measured on AVX512-BF16"
+_NOT_MEASURED = f"not measured on this class; {_LIMITS}"
+WORTH = 2.0
+"""Products are emulated unless native ones are at least this many times as fast."""
+
+
+def weighed(product: float, convolution: float) -> float:
+    """Returns the speed-up of a matrix product and a convolution together, which take the same time before.
+
+    One that is much slower outweighs the other, as it does in a model.
+
+    >>> weighed(3.0, 1.5)
+    2.0
+    """
+    return 2.0 / (1.0 / product + 1.0 / convolution)
 
 
 @dataclass(frozen=True)
 class Processor:
     """A class of processors and what was measured on it.
 
-    `bf16` says whether native bf16 products are faster than fp32 ones. `fp16` says whether native fp16 products are
-    faster than emulation (fp32 products rounded to fp16). `wide_backward` has (head width, length) pairs: for attention
-    with such heads, the backward pass is faster in fp32 if the sequence is not longer than that. `source` says where
-    this was measured.
+    `bf16` and `fp16` say how many times as fast native products of the format are as emulated ones (computed in fp32,
+    then rounded): `weighed` of matrix products and convolutions, or None if that is not known. `wide_backward` has
+    (head width, length) pairs: for attention with such heads that runs natively, the backward pass is faster in fp32 if
+    the sequence is not longer than that. `source` says where this was measured.
     """
 
     name: str
-    bf16: bool
-    fp16: bool
+    bf16: float | None
+    fp16: float | None
     wide_backward: WideBackward
     source: str
 
+    def gain(self, fmt: Format) -> float | None:
+        """Returns how many times as fast native products of a format are as emulated ones; None if not known."""
+        return {BF16: self.bf16, FP16: self.fp16}.get(fmt)
 
-# Native fp16 was not measured to be faster than emulation on any class, so that fp16 is emulated on every CPU.
+
 AMX_FP16 = Processor(
     "x86 AMX+AVX512-FP16",
-    bf16=True,
-    fp16=False,  # torch 2.13's fp16 convolutions take 50 to 130 times fp32's time here
+    bf16=None,
+    fp16=0.02,  # torch 2.13's fp16 convolutions take 50 to 130 times fp32's time here
     wide_backward=((32, 512), (64, 256), (128, 128)),
     source="attention in bf16 on 1 thread, Intel with AMX and AVX512-FP16, torch 2.13; fp16 convolution on the same",
 )
-AMX = Processor("x86 AMX", True, False, AMX_FP16.wide_backward, "taken from x86 AMX+AVX512-FP16")
-AVX512_FP16 = Processor("x86 AVX512-BF16+FP16", True, False, _SHORT, _NOT_MEASURED)
-AVX512_BF16 = Processor("x86 AVX512-BF16", True, False, _SHORT, _ON_AVX512_BF16)
-AVX512 = Processor("x86 AVX512", False, False, _SHORT, _NOT_MEASURED)
-AVX2 = Processor("x86 AVX2", False, False, _SHORT, _NOT_MEASURED)
-X86 = Processor("x86", False, False, _SHORT, _NOT_MEASURED)
-ARM_BF16 = Processor("Arm BF16", True, False, _SHORT, _NOT_MEASURED)
-ARM = Processor("Arm", False, False, _SHORT, _NOT_MEASURED)
-OTHER = Processor("other", False, False, _SHORT, _NOT_MEASURED)
+AMX = Processor("x86 AMX", None, None, AMX_FP16.wide_backward, "taken from x86 AMX+AVX512-FP16")
+AVX512_FP16 = Processor("x86 AVX512-BF16+FP16", None, None, _SHORT, _NOT_MEASURED)
+AVX512_BF16 = Processor(
+    "x86 AVX512-BF16",
+    bf16=2.0,  # against fp32, which is no slower than emulation: matrix products 2.3, convolutions 1.8
+    fp16=0.02,
+    wide_backward=_SHORT,
+    source="2 cores, AMD EPYC with AVX512-BF16, torch 2.13: native products and convolutions against fp32; attention's "
+    "backward pass in fp32 takes 0.4 to 0.7 of bf16's time at length 128, and more at 256",
+)
+AVX512 = Processor(
+    "x86 AVX512",
+    bf16=0.3,  # against fp32: matrix products 0.23, convolutions 0.52
+    fp16=0.02,  # against fp32: matrix products 0.011, convolutions 0.031
+    wide_backward=_SHORT,
+    source="2 cores, Intel Xeon with AVX512 but no bf16 units, torch 2.13: native products and convolutions against "
+    f"fp32, emulated ones not measured; {_LIMITS}",
+)
+AVX2 = Processor(
+    "x86 AVX2",
+    bf16=0.024,  # native matrix products take 50 times the time of emulated ones, convolutions 32 times
+    fp16=0.027,  # 47 and 26 times
+    wide_backward=_SHORT,
+    source=f"1 thread, AMD EPYC with AVX2, torch 2.13: products and convolutions, native and emulated; {_LIMITS}",
+)
+X86 = Processor("x86", None, None, _SHORT, _NOT_MEASURED)
+ARM_BF16 = Processor("Arm BF16", None, None, _SHORT, _NOT_MEASURED)
+ARM = Processor("Arm", None, None, _SHORT, _NOT_MEASURED)
+OTHER = Processor("other", None, None, _SHORT, _NOT_MEASURED)
 
 # The first row whose flags (of `torch.cpu.get_capabilities()`) a processor has is its class.
 _X86: tuple[tuple[frozenset[str], Processor], ...] = (
@@ -211,8 +244,7 @@ def units(fmt: Format, facts: DeviceFacts) -> str | None:
     if fmt == FP32:
         return facts.kind
     if facts.kind == "cpu":
-        fast = {BF16: facts.processor.bf16, FP16: facts.processor.fp16}.get(fmt, False)
-        return facts.processor.name if fast else None
+        return facts.processor.name if (facts.processor.gain(fmt) or 0.0) >= WORTH else None
     if facts.kind == "cuda" and facts.capability is not None:
         first = FIRST_CAPABILITY[fmt]
         return "sm{}{}".format(*facts.capability) if facts.capability >= first else None

@@ -18,6 +18,7 @@ from halfstep.errors import HalfstepError
 _LOG = logging.getLogger("halfstep")
 _NAME = "processor.json"
 
+_Gain = Annotated[float, msgspec.Meta(ge=0.0)]
 _Size = Annotated[int, msgspec.Meta(ge=1, le=2**31)]
 
 
@@ -32,11 +33,11 @@ class Saved(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     processor: str
     model: str
     torch: str
-    bf16: bool
-    fp16: bool
+    bf16: _Gain
+    fp16: _Gain
     wide_backward: tuple[tuple[_Size, _Size], ...]
     date: str
-    schema: Annotated[int, msgspec.Meta(ge=1, le=1)] = 1
+    schema: Annotated[int, msgspec.Meta(ge=2, le=2)] = 2
 
 
 def saved_path() -> Path:

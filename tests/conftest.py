@@ -16,6 +16,7 @@ from hypothesis import settings
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode
 
 from halfstep import machine
+from halfstep.session import decide
 from halfstep.session.session import Session
 
 # The examples of a property are the same in every run, and a busy machine fails none of them.
@@ -149,6 +150,15 @@ def sessions_closed(nothing_left_behind, monkeypatch):
     monkeypatch.setattr(Session, "__init__", note)
     yield close
     close()
+
+
+@pytest.fixture(autouse=True)
+def said_before():
+    """Has halfstep not say how products run, which it says once a process; `.undo()` lets a test see it said."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decide, "_say", lambda notice: None)
+        yield patch
+    decide._say.cache_clear()
 
 
 @pytest.fixture

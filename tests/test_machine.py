@@ -31,6 +31,7 @@ from halfstep.machine import (
     read_machine,
     read_processor,
     units,
+    weighed,
 )
 from halfstep.version import __version__
 
@@ -105,9 +106,18 @@ def test_limits_ascend_in_width_and_come_down_in_length(row):
     assert list(lengths) == sorted(lengths, reverse=True)
 
 
-def test_fp16_was_measured_to_be_fast_on_no_cpu_and_bf16_where_there_are_units():
-    assert [row for row in PROCESSORS if row.fp16] == []
-    assert [row for row in PROCESSORS if row.bf16] == [AMX_FP16, AMX, AVX512_FP16, AVX512_BF16, ARM_BF16]
+def test_a_row_has_figures_where_its_source_says_that_it_was_measured():
+    known = {row: (row.bf16 is not None, row.fp16 is not None) for row in PROCESSORS}
+    assert known.pop(AMX_FP16) == (False, True)
+    measured = [AVX512_BF16, AVX512, AVX2]
+    assert [known.pop(row) for row in measured] == 3 * [(True, True)]
+    assert set(known.values()) == {(False, False)}
+    assert all(row.source.startswith(("not measured", "taken from")) for row in known)
+
+
+def test_a_product_and_a_convolution_are_weighed_by_their_time():
+    assert weighed(3.0, 1.5) == 2.0  # 1/3 and 2/3 of a second, after one of each
+    assert weighed(20.0, 0.2) < 0.4
 
 
 def test_the_units_are_named():
@@ -156,7 +166,7 @@ def test_sizes_and_absent_sets_are_no_flags():
 def test_the_facts_of_a_device_hold_the_class_of_the_cpu(each_processor):
     assert read_facts(torch.device("cpu")) == DeviceFacts("cpu", processor=each_processor)
     assert read_facts(torch.device("meta")) == DeviceFacts("meta", processor=each_processor)
-    fast = ("fp32", "bf16") if each_processor.bf16 else ("fp32",)
+    fast = ("fp32", "bf16") if each_processor is AVX512_BF16 else ("fp32",)
     assert read_machine(torch.device("cpu")).fast == fast
 
 

@@ -75,7 +75,7 @@ def entries(levels: Iterable[str], lows: Iterable[Format], facts: DeviceFacts, *
     """Returns the rows of a benchmark: O0 once, then for each format the remaining levels and torch.amp.
 
     O0 is left out if it is not in `levels`, torch.amp if `peer` is False. `facts` tell which formats the device must
-    emulate; torch.amp cannot, so its row in such a format is refused.
+    emulate; torch.amp cannot, and its row in fp16 is then refused. In bf16 it runs on torch's own kernels.
 
     Raises:
         PlanError: an unknown level, or a format that no level trains in.
@@ -94,8 +94,8 @@ def entries(levels: Iterable[str], lows: Iterable[Format], facts: DeviceFacts, *
         emulated = needs_emulation(low, facts)
         rows += [Entry(name, low, peer=False, emulated=emulated) for name in names if name != "O0"]
         if peer:
-            why = f"{low} must be emulated on this {facts.kind}, and torch.amp cannot emulate" if emulated else None
-            rows.append(Entry(PEER, low, peer=True, refused=why))
+            why = f"{low} must be emulated on this {facts.kind}, and torch.amp cannot emulate"
+            rows.append(Entry(PEER, low, peer=True, refused=why if emulated and low == FP16 else None))
     return rows
 
 

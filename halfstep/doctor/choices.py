@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from halfstep.doctor.rates import ATTENTION, CONVOLUTION, EMULATED, NATIVE, PRODUCT
-from halfstep.machine import Processor, WideBackward
+from halfstep.doctor.rates import CONVOLUTION, EMULATED, NATIVE, PRODUCT
+from halfstep.formats import BF16, FP16
+from halfstep.machine import WORTH, Processor, WideBackward, weighed
 from halfstep.measurements import Choice, Rate
 from halfstep.timing import speedup, take_turns
 
@@ -20,21 +21,16 @@ _FASTER = 1.05  # what differs by less is as fast
 Rates = Mapping[tuple[str, str, str], Rate]
 
 
-def bf16_is_fast(rates: Rates) -> bool:
-    """Returns whether native bf16 is faster than fp32 in matrix products and no slower in convolutions."""
-    product, convolution = (_against_fp32(rates, work, "bf16", NATIVE) for work in (PRODUCT, CONVOLUTION))
-    return product > _FASTER and convolution > 1 / _FASTER
+def gain(rates: Rates, low: str) -> float:
+    """Returns how many times as fast native products of a format are as emulated ones, as `machine.Processor` has it.
 
-
-def fp16_is_fast(rates: Rates) -> bool:
-    """Returns whether native fp16 is faster than emulated fp16 in matrix products, convolutions and attention.
-
-    It must be faster in all three, since a single slow kind of operation would slow down the whole model.
+    It is 0 where torch has no native kernel for matrix products or convolutions.
     """
-    return all(
-        _against_fp32(rates, work, "fp16", NATIVE) > _FASTER * _against_fp32(rates, work, "fp16", EMULATED)
-        for work in (PRODUCT, CONVOLUTION, ATTENTION)
-    )
+    found = [
+        _against_fp32(rates, work, low, NATIVE) / (_against_fp32(rates, work, low, EMULATED) or 1.0)
+        for work in (PRODUCT, CONVOLUTION)
+    ]
+    return weighed(*found) if all(found) else 0.0
 
 
 def _against_fp32(rates: Rates, work: str, fmt: str, how: str) -> float:
@@ -85,7 +81,7 @@ def _backward(operands: list[Tensor], grad: Tensor) -> Callable[[], tuple[Tensor
     return lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True)
 
 
-def compare(used: Processor, table: Processor, *, bf16: bool, fp16: bool, wide: WideBackward) -> tuple[Choice, ...]:
+def compare(used: Processor, table: Processor, *, bf16: float, fp16: float, wide: WideBackward) -> tuple[Choice, ...]:
     """Returns for each choice of formats the value that sessions use, the one in halfstep's table and the measured one.
 
     `used` are the facts about the processor that sessions use now, and `table` those in halfstep's table. The other
@@ -98,10 +94,15 @@ def compare(used: Processor, table: Processor, *, bf16: bool, fp16: bool, wide: 
 
 def _said(row: Processor) -> list[tuple[str, str]]:
     return [
-        ("bf16 products against fp32", "faster" if row.bf16 else "not faster"),
-        ("fp16 products", "native" if row.fp16 else "emulated"),
+        *((f"{low} products", _how(row.gain(low))) for low in (BF16, FP16)),
         ("attention's backward pass in fp32 up to length", _lengths(row.wide_backward)),
     ]
+
+
+def _how(gain: float | None) -> str:
+    if gain is None:
+        return "not measured"
+    return "native" if gain >= WORTH else "emulated"
 
 
 def _lengths(wide: WideBackward) -> str:

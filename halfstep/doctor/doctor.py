@@ -8,7 +8,7 @@ from time import perf_counter
 
 import torch
 
-from halfstep.doctor.choices import Rates, bf16_is_fast, compare, fp16_is_fast, wide_backward
+from halfstep.doctor.choices import Rates, compare, gain, wide_backward
 from halfstep.doctor.rates import CONVOLUTION, NATIVE, PRODUCT, by_kind, measure
 from halfstep.doctor.settings import read_settings, read_tools
 from halfstep.errors import HalfstepError
@@ -43,7 +43,7 @@ def examine(device: torch.device, *, tell: Callable[[str], None] = lambda _: Non
     saved = None
     if device.type == "cpu":
         tell("the backward pass of attention")
-        bf16, fp16, wide = bf16_is_fast(kinds), fp16_is_fast(kinds), wide_backward(seconds=WIDE_SECONDS)
+        bf16, fp16, wide = gain(kinds, "bf16"), gain(kinds, "fp16"), wide_backward(seconds=WIDE_SECONDS)
         if keep:
             found = Saved(table_row().name, model_name(), str(torch.__version__), bf16, fp16, wide, date)
             saved = str(save(found))

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from halfstep.cast.emulate import Emulation
-from halfstep.formats import BF16, FP16, FP32, TF32
+from halfstep.formats import BF16, FP16, FP32, TF32, as_format
 from halfstep.machine import FIRST_CAPABILITY, read_facts
 from halfstep.measurements import Rate
 from halfstep.timing import STEADY, speedup, spread, take_turns
@@ -111,7 +111,8 @@ def _ways(work: Work, device: torch.device) -> Iterator[tuple[str, str]]:
     if not work.operations:
         return
     if device.type == "cpu":
-        yield "fp16", EMULATED
+        for low in _LOW:
+            yield low, EMULATED
     capability = read_facts(device).capability
     if capability is not None and capability >= FIRST_CAPABILITY[TF32] and work.name != ATTENTION:
         yield "fp32", "TF32"
@@ -127,7 +128,7 @@ def _call(work: Work, fmt: str, how: str) -> Callable[[], object]:
     if how == EMULATED:
 
         def emulated() -> object:
-            with Emulation(FP16):
+            with Emulation(as_format(fmt)):
                 return plain()
 
         return emulated

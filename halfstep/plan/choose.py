@@ -13,6 +13,8 @@ from halfstep.plan.io import load_plan
 from halfstep.plan.levels import LEVELS, customize, level
 from halfstep.plan.plan import Plan
 
+_NO_UNITS = "this processor has no {} units"
+
 
 def choose_plan(
     plan: Plan | str, low: Format | torch.dtype | str | None, facts: DeviceFacts
@@ -55,6 +57,8 @@ def choose_low(facts: DeviceFacts) -> tuple[Format, str]:
         found = units(fmt, facts)
         if found is not None:
             return fmt, f"low is not set; using {fmt}, which this device computes in hardware ({found})"
+    if needs_emulation(BF16, facts):
+        return BF16, f"low is not set; using {BF16}; {emulation_notice(BF16, facts)}"
     return BF16, (
         f"low is not set; using {BF16}, for which this device ({facts}) has no units: "
         "training at level O0 would be faster"
@@ -64,8 +68,14 @@ def choose_low(facts: DeviceFacts) -> tuple[Format, str]:
 def needs_emulation(fmt: Format, facts: DeviceFacts) -> bool:
     """Returns whether products in a format are emulated by default, that is computed in fp32 and then rounded.
 
-    fp16 is emulated on a CPU unless its own fp16 products are known to be faster. Without fp16 units, torch's fp16
-    products take 50 to 130 times as long as fp32 products. fp16 convolutions are that slow even on a CPU with fp16
-    units. bf16 is never emulated by default, because it runs on fp32 units if the CPU has no bf16 units.
+    They are on a CPU unless native products are known to be twice as fast. Without units for a format, torch's own
+    products and convolutions in it take up to 70 times as long as emulated ones, and some of its operations fail.
     """
-    return facts.kind == "cpu" and fmt == FP16 and units(fmt, facts) is None
+    return facts.kind == "cpu" and units(fmt, facts) is None
+
+
+def emulation_notice(fmt: Format, facts: DeviceFacts) -> str:
+    """Returns the line that says why products in a format are emulated on a processor, and how."""
+    name = facts.processor.name
+    why = f"torch makes little of this processor's {fmt} units" if fmt.name.upper() in name else _NO_UNITS.format(fmt)
+    return f"{why}: products are computed in fp32 and rounded, as a GPU's tensor cores do ({name})"

@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 
 from halfstep.cast.functions import check_functions
 from halfstep.errors import SetupError
-from halfstep.machine import DeviceFacts, Processor
+from halfstep.machine import WORTH, DeviceFacts, Processor
 from halfstep.optim.steppers import needs_closure
 from halfstep.optim.table import row_of, unsupported_options
-from halfstep.plan.choose import needs_emulation
+from halfstep.plan.choose import emulation_notice, needs_emulation
 from halfstep.plan.compatibility import (
     check_closures,
     check_models,
@@ -131,6 +131,34 @@ def say_what_steps_itself(decision: Decision, optimizers: Sequence[Optimizer]) -
             if row_of(optimizer) is None:
                 options = ", ".join(unsupported_options(optimizer))
                 _say_that_it_steps_itself(type(optimizer).__name__ + (options and f" with {options}"))
+
+
+def say_how_products_run(decision: Decision, facts: DeviceFacts, asked: bool | None, *, told: bool) -> None:
+    """Logs, once per process, that products are emulated by default, or what the wish not to do so costs.
+
+    `asked` is the user's `emulate`. If `told`, a notice about the format has said by now that products are emulated.
+    """
+    low, processor = decision.plan.low, facts.processor
+    gain = processor.gain(low)
+    if not decision.mixed or facts.kind != "cpu":
+        return
+    if asked is None and decision.emulate and not told:
+        _say(emulation_notice(low, facts))
+    elif asked is False and gain is not None and gain < 1.0:
+        _say(
+            f"emulate=False: native {low} products take about {1 / gain:.2g} times as long as emulated ones on this "
+            f"processor ({processor.name})"
+        )
+    elif asked and gain is not None and gain >= WORTH:
+        _say(
+            f"emulate=True: native {low} products are about {gain:.2g} times as fast as emulated ones on this "
+            f"processor ({processor.name})"
+        )
+
+
+@functools.cache
+def _say(notice: str) -> None:
+    _LOG.warning(notice)
 
 
 @functools.cache

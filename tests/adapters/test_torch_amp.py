@@ -13,6 +13,7 @@ from torch import nn
 
 import halfstep
 from halfstep.adapters.torch_amp import PLACES, install
+from halfstep.machine import AVX512_BF16
 
 # Operations of each of torch's lists, with the formats of what they are given.
 OPERATIONS = {
@@ -148,7 +149,8 @@ class Regions(nn.Module):
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # that torch gives after a graph break
 @pytest.mark.parametrize("breaks", [False, True])
 @pytest.mark.parametrize("level", [None, "O1", "O2"])
-def test_a_compiled_forward_with_regions_of_its_own_is_as_the_eager_one(level, breaks, installed):
+def test_a_compiled_forward_with_regions_of_its_own_is_as_the_eager_one(level, breaks, installed, on_processor):
+    on_processor(AVX512_BF16)
     torch.manual_seed(0)
     model, x = Regions(breaks), torch.randn(2, 4)
     torch.compiler.reset()

@@ -9,7 +9,7 @@ from torch import nn
 from halfstep.bench.variants import AmpVariant, Entry, SessionVariant, entries
 from halfstep.errors import FormatError, PlanError, WorkloadError
 from halfstep.formats import BF16, FP16, FP32
-from halfstep.machine import PROCESSORS, DeviceFacts
+from halfstep.machine import AVX2, PROCESSORS, DeviceFacts
 from halfstep.plan.levels import level
 from halfstep.workloads.char_lm import CharLM
 from halfstep.workloads.regression import Regression
@@ -40,9 +40,14 @@ def test_fp16_on_a_cpu_is_emulated_and_its_peer_is_not_run(processor):
     assert amp.refused == "fp16 must be emulated on this cpu, and torch.amp cannot emulate"
 
 
+def test_bf16_that_is_emulated_has_its_peer_on_torchs_own_kernels():
+    o1, amp = entries(["O1"], [BF16], DeviceFacts("cpu", processor=AVX2), peer=True)
+    assert (o1.name, o1.emulated, amp.refused) == ("O1 bf16 (emulated)", True, None)
+
+
 @pytest.mark.parametrize(
     "facts",
-    [DeviceFacts("cuda", (7, 5)), DeviceFacts("cpu", processor=replace(PROCESSORS[0], fp16=True))],
+    [DeviceFacts("cuda", (7, 5)), DeviceFacts("cpu", processor=replace(PROCESSORS[0], fp16=2.0))],
     ids=["cuda", "a CPU measured to be fast"],
 )
 def test_fp16_that_is_fast_has_its_peer(facts):

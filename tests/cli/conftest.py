@@ -5,6 +5,13 @@ import sys
 import pytest
 
 from halfstep.__main__ import main
+from halfstep.machine import AVX512_BF16
+
+
+@pytest.fixture(autouse=True)
+def with_units(on_processor):
+    """Has rows named alike on every machine: bf16 is native. A test may ask for another class."""
+    on_processor(AVX512_BF16)
 
 
 @pytest.fixture

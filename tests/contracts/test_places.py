@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import halfstep
-from halfstep.machine import AMX_FP16, AVX2
+from halfstep.machine import AMX_FP16, AVX2, AVX512_BF16
 from tests.contracts.cases import mixed_plans
 
 WATCHED = {
@@ -156,7 +156,8 @@ def test_checkpointing_gives_the_same_gradients_bit_for_bit(name, low, reentrant
 
 @pytest.mark.parametrize(("name", "low"), [("O1", "bf16"), ("O2", "bf16")])
 @pytest.mark.parametrize("when", ["after", "before", "submodule", "in place"])
-def test_compiled_models_compute_as_eager_ones(name, low, when):
+def test_compiled_models_compute_as_eager_ones(name, low, when, on_processor):
+    on_processor(AVX512_BF16)
     x = torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(1))
     torch.manual_seed(0)
     plain = Plain()

@@ -128,8 +128,9 @@ def test_each_work_is_measured_in_every_format_and_emulated_where_a_product_is(q
     for low in ("fp32", "fp64", "bf16", "fp16"):
         assert found[PRODUCT, low, NATIVE].rate > 0
         assert found[rates.COPY, low, NATIVE].rate > 0
-    assert found[PRODUCT, "fp16", EMULATED].vs_fp32 > 0
-    assert (rates.COPY, "fp16", EMULATED) not in found
+    for low in ("bf16", "fp16"):
+        assert found[PRODUCT, low, EMULATED].vs_fp32 > 0
+        assert (rates.COPY, low, EMULATED) not in found
     assert {(work, low) for work, low, _ in found if "cast" in work} == {
         (work, low) for work in (rates.CAST_DOWN, rates.CAST_UP) for low in ("bf16", "fp16")
     }
@@ -146,29 +147,20 @@ def test_a_format_without_a_kernel_is_a_row_that_says_so():
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("low", ["bf16", "fp16"])
 @pytest.mark.parametrize(
-    ("gains", "bf16", "fp16"),
+    ("native", "emulated", "gain"),
     [
-        (dict(product_bf16=2.0, convolution_bf16=1.0), True, False),
-        (dict(product_bf16=2.0, convolution_bf16=0.5), False, False),
-        (dict(product_bf16=1.01, convolution_bf16=2.0), False, False),
-        (
-            {f"{work}_fp16": 0.9 for work in ("product", "convolution", "attention")}
-            | {f"{work}_fp16_emulated": 0.5 for work in ("product", "convolution", "attention")},
-            False,
-            True,
-        ),
-        (  # one kind of work that is slow natively is enough to emulate
-            {"product_fp16": 0.9, "convolution_fp16": 0.02, "attention_fp16": 0.9}
-            | {f"{work}_fp16_emulated": 0.5 for work in ("product", "convolution", "attention")},
-            False,
-            False,
-        ),
+        ((2.4, 1.2), (0.8, 0.8), 2.0),  # three times and one and a half times as fast
+        ((0.02, 0.02), (0.8, 0.8), 0.025),
+        ((0.8, 0.02), (0.4, 0.8), 2 / (1 / 2 + 40)),  # one kind of work that is slow outweighs the other
+        ((0.8, 0.0), (0.4, 0.8), 0.0),  # no kernel
     ],
 )
-def test_choices_follow_the_slowest_kind_of_work(gains, bf16, fp16):
-    found = rated(**gains)
-    assert (choices.bf16_is_fast(found), choices.fp16_is_fast(found)) == (bf16, fp16)
+def test_the_gain_of_native_products_is_against_emulated_ones(low, native, emulated, gain):
+    rows = {f"{work}_{low}": speed for work, speed in zip(("product", "convolution"), native, strict=True)}
+    rows |= {f"{work}_{low}_emulated": speed for work, speed in zip(("product", "convolution"), emulated, strict=True)}
+    assert choices.gain(rated(**rows), low) == pytest.approx(gain)
 
 
 @pytest.mark.parametrize(
@@ -275,18 +267,16 @@ def test_what_is_saved_goes_before_the_table(quick, config, monkeypatch, caplog)
     [
         (lambda text: text[:-20], "cannot be read"),
         (
-            lambda text: text.replace('"bf16": false', '"bf16": 3').replace('"bf16": true', '"bf16": 3'),
+            lambda text: text.replace('"bf16": 1.5', '"bf16": true'),
             "cannot be read",
         ),
-        (lambda text: text.replace('"schema": 1', '"schema": 2'), "cannot be read"),
+        (lambda text: text.replace('"schema": 2', '"schema": 1'), "cannot be read"),
         (lambda text: text.replace('"torch": "', '"torch": "9.'), "was measured on"),
     ],
 )
 def test_a_saved_file_that_does_not_fit_is_left_out_and_said_so(edit, why, config, caplog):
     row = machine.table_row()
-    saved.save(
-        saved.Saved(row.name, machine.model_name(), str(torch.__version__), True, True, ((32, 8),), "2026-01-01")
-    )
+    saved.save(saved.Saved(row.name, machine.model_name(), str(torch.__version__), 1.5, 0.5, ((32, 8),), "2026-01-01"))
     config.write_text(edit(config.read_text()))
     saved._read.cache_clear()
     assert machine.read_processor() == row
@@ -296,7 +286,7 @@ def test_a_saved_file_that_does_not_fit_is_left_out_and_said_so(edit, why, confi
 def test_a_folder_that_cannot_be_written_is_one_error(config):
     config.parent.write_text("a file where the folder should be")
     with pytest.raises(HalfstepError, match="cannot be written"):
-        saved.save(saved.Saved("x", "y", "z", True, True, (), "2026-01-01"))
+        saved.save(saved.Saved("x", "y", "z", 1.5, 0.5, (), "2026-01-01"))
 
 
 def test_what_cannot_be_saved_ends_the_doctor_before_it_measures(quick, config, monkeypatch):
@@ -332,5 +322,5 @@ def test_a_full_disk_leaves_no_part_of_a_file(config, monkeypatch):
 
     monkeypatch.setattr(saved.os, "replace", full)
     with pytest.raises(HalfstepError, match="No space left"):
-        saved.save(saved.Saved("x", "y", "z", True, True, (), "2026-01-01"))
+        saved.save(saved.Saved("x", "y", "z", 1.5, 0.5, (), "2026-01-01"))
     assert list(config.parent.iterdir()) == []

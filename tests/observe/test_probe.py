@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import halfstep
 from halfstep.errors import ObserveError, SessionError
 from halfstep.kernels import stats as kernel
+from halfstep.machine import AVX512_BF16
 from halfstep.observe import probe as probe_module
 from halfstep.observe.stats import measure
 from halfstep.optim import update_watch
@@ -294,7 +295,8 @@ def test_checkpoints_inside_checkpoints_are_counted_once(outer, inner):
         *((name, "compile") for name in ("O0", "O2", "O3")),
     ],
 )
-def test_compiled_models_are_seen_uncompiled_and_compile_only_once(name, how):
+def test_compiled_models_are_seen_uncompiled_and_compile_only_once(name, how, on_processor):
+    on_processor(AVX512_BF16)
     torch._dynamo.reset()
     graphs = []
 

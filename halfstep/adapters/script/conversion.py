@@ -206,13 +206,14 @@ class Conversion:
                 self.uses("a halfstep session")
             if not roots or self.brings is not None:
                 return
-            self._plan, notice = choose_plan(*self._asked, read_facts(first_device(roots)))
+            self._plan, _ = choose_plan(*self._asked, read_facts(first_device(roots)))
             self._check(roots)
             models = [*roots, *([Strays(strays)] if strays else [])]
             rules = [Rule(f"type:{Strays.__name__}", FULL)] if strays and self._plan.param == "low" else []
             self.rank = own_number() or 0
             sinks = [self._note, *self._make_sinks(self.rank)]
-            session = initialize(models, optimizers, self._plan, rules=rules, sinks=sinks, stepping="optimizer")
+            plan, low = self._asked if self._state is None else (self._plan, None)  # one notice
+            session = initialize(models, optimizers, plan, low=low, rules=rules, sinks=sinks, stepping="optimizer")
             self._undo.callback(session.close)
         self._session = session
         if session.plan.param == "low":
@@ -223,8 +224,6 @@ class Conversion:
                 self._undo.callback(send_step(optimizer, partial(self._adopt_and, optimizer.step)))
         if self._state is not None and self._state["plan"] == to_dict(session.plan):
             session.load_state_dict(self._state)
-        elif notice and self._state is None:
-            _LOG.warning(notice)
         if self._observe and not all(map(needs_closure, optimizers)):
             session.observe()
 
