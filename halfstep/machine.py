@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from halfstep.formats import BF16, E4M3, E5M2, FP16, FP32, TF32, Format
+from halfstep.gains import measure_gains
 from halfstep.saved import read_saved
 from halfstep.torch_internals import onednn_takes_bf16
 from halfstep.version import __version__
@@ -33,23 +34,13 @@ WORTH = 2.0
 """Products are emulated unless native ones are at least this many times as fast."""
 
 
-def weighed(product: float, convolution: float) -> float:
-    """Returns the speed-up of a matrix product and a convolution together, which take the same time before.
-
-    One that is much slower outweighs the other, as it does in a model.
-
-    >>> weighed(3.0, 1.5)
-    2.0
-    """
-    return 2.0 / (1.0 / product + 1.0 / convolution)
-
-
 @dataclass(frozen=True)
 class Processor:
     """A class of processors and what was measured on it.
 
     `bf16` and `fp16` say how many times as fast native products of the format are as emulated ones (computed in fp32,
-    then rounded): `weighed` of matrix products and convolutions, or None if that is not known. `wide_backward` has
+    then rounded): `gains.weighed` of matrix products and convolutions. None means that it was not measured on this
+    class; `read_processor` then measures it. `wide_backward` has
     (head width, length) pairs: for attention with such heads that runs natively, the backward pass is faster in fp32 if
     the sequence is not longer than that. `source` says where this was measured.
     """
@@ -184,14 +175,25 @@ def read_processor() -> Processor:
     """Returns the class of this machine's processor, which is decided by the instruction sets that torch uses.
 
     Measurements that `halfstep doctor --save` made on this machine override those in the table of processor classes.
+    What was neither saved nor measured on the class is measured now, in less than 50 ms, once per process.
     """
     row = table_row()
     saved = read_saved(row.name, model_name(), str(torch.__version__))
     if saved is None:
-        return row
+        return _measured(row) if None in (row.bf16, row.fp16) else row
     return replace(
         row, bf16=saved.bf16, fp16=saved.fp16, wide_backward=saved.wide_backward, source=f"saved on {saved.date}"
     )
+
+
+@functools.cache
+def _measured(row: Processor) -> Processor:
+    """Returns a row with figures of this machine in place of those that it lacks."""
+    lacking = {fmt.name: fmt.dtype for fmt in (BF16, FP16) if row.gain(fmt) is None}
+    found = dict(zip(lacking, measure_gains(list(lacking.values())), strict=True))
+    named = " and ".join(lacking)
+    source = f"products in {named} measured on this machine when a session first asked; {row.source}"
+    return replace(row, **found, source=source)  # type: ignore[arg-type]
 
 
 def table_row() -> Processor:

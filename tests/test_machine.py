@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import halfstep
-from halfstep import machine
+from halfstep import gains, machine, saved
 from halfstep.formats import BF16, E4M3, E5M2, FP16, FP32, TF32
+from halfstep.gains import weighed
 from halfstep.machine import (
     AMX,
     AMX_FP16,
@@ -31,7 +32,6 @@ from halfstep.machine import (
     read_machine,
     read_processor,
     units,
-    weighed,
 )
 from halfstep.version import __version__
 
@@ -88,7 +88,7 @@ def test_a_variable_of_the_environment_that_holds_torch_back_makes_another_class
 def test_this_processor_has_a_class_and_torch_names_the_flags():
     known = torch.cpu.get_capabilities()
     names = {"x86_64": ("avx512_bf16", "amx_bf16", "avx512_fp16", "amx_tile"), "aarch64": ("bf16", "sve_bf16")}
-    assert read_processor() in PROCESSORS
+    assert read_processor().name in {row.name for row in PROCESSORS}
     if known["architecture"] not in names:
         pytest.skip(f"no flags are known for {known['architecture']}")
     assert all(isinstance(known[name], bool) for name in names[known["architecture"]])
@@ -118,6 +118,100 @@ def test_a_row_has_figures_where_its_source_says_that_it_was_measured():
 def test_a_product_and_a_convolution_are_weighed_by_their_time():
     assert weighed(3.0, 1.5) == 2.0  # 1/3 and 2/3 of a second, after one of each
     assert weighed(20.0, 0.2) < 0.4
+    assert weighed(20.0, 0.0) == weighed(0.0, 20.0) == 0.0  # no kernel
+
+
+@pytest.mark.parametrize(
+    ("row", "lacking"),
+    [(X86, ["bf16", "fp16"]), (AMX, ["bf16", "fp16"]), (AMX_FP16, ["bf16"]), (AVX2, []), (AVX512_BF16, [])],
+    ids=lambda value: getattr(value, "name", None),
+)
+def test_what_a_row_lacks_is_measured_once_and_says_so(row, lacking, monkeypatch, asked_here):
+    measured = []
+    monkeypatch.setattr(machine, "table_row", lambda: row)
+    monkeypatch.setattr(machine, "measure_gains", lambda dtypes: measured.append(dtypes) or [3.0 for _ in dtypes])
+    found = [read_processor() for _ in range(2)]
+    assert found[0] == found[1]
+    assert measured == (
+        [[getattr(torch, {"bf16": "bfloat16", "fp16": "float16"}[name]) for name in lacking]] if lacking else []
+    )
+    assert {name for name in ("bf16", "fp16") if getattr(found[0], name) == 3.0} == set(lacking)
+    assert found[0].wide_backward == row.wide_backward
+    assert ("measured on this machine" in found[0].source) is bool(lacking)
+    assert found[0].source.endswith(row.source)
+
+
+@pytest.fixture
+def asked_here():
+    """Has what this processor lacks in the table measured anew."""
+    measure = machine._measured
+    if hasattr(measure, "cache_clear"):
+        measure.cache_clear()
+        yield
+        measure.cache_clear()
+    else:
+        pytest.skip("--processor measures nothing")
+
+
+def test_saved_measurements_go_before_what_would_be_measured(monkeypatch, asked_here):
+    row = machine.table_row()
+    kept = saved.Saved(X86.name, machine.model_name(), str(torch.__version__), 2.5, 0.5, (), "2026-01-01")
+    monkeypatch.setattr(machine, "table_row", lambda: X86)
+    monkeypatch.setattr(machine, "measure_gains", lambda dtypes: pytest.fail("it measured"))
+    monkeypatch.setattr(machine, "read_saved", lambda *_: kept)
+    assert (read_processor().bf16, read_processor().fp16) == (2.5, 0.5)
+    assert row is not X86
+
+
+class Kernels(torch.utils._python_dispatch.TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        pytest.fail(f"{func} reached the caller's mode")
+
+
+def test_what_is_measured_is_out_of_reach_of_the_caller_and_leaves_nothing(monkeypatch):
+    torch.manual_seed(7)
+    before = torch.get_rng_state(), torch.get_num_threads()
+    with Kernels(), torch.autocast("cpu", torch.bfloat16), torch.device("meta"), torch.inference_mode():
+        found = gains.measure_gains([torch.bfloat16, torch.float16])
+        assert torch.get_num_threads() == before[1]
+    assert len(found) == 2
+    assert all(gain >= 0.0 for gain in found)
+    assert torch.equal(torch.get_rng_state(), before[0])
+
+
+def clock(monkeypatch, costs):
+    """Has each call take the milliseconds that `costs` gives it, by whether it is large and whether it is native."""
+    now, calls = [0.0], []
+
+    def call(first, second):
+        native = first.dtype is not torch.float32
+        calls.append((len(first) > 96, native))
+        cost = costs[calls[-1]]
+        if cost is None:
+            raise RuntimeError("no kernel")
+        now[0] += cost
+        return first
+
+    monkeypatch.setattr(gains, "_CLOCK", lambda: now[0])
+    return call, now, calls
+
+
+@pytest.mark.parametrize(
+    ("costs", "gain", "most"),
+    [
+        ({(False, False): 1, (False, True): 70}, 1 / 70, 2 * 71),  # one call that is not timed, one that is
+        ({(False, False): 1, (False, True): 1, (True, False): 6, (True, True): 2}, 3.0, 4 * 10),
+        ({(False, False): 1, (False, True): 1, (True, False): 6, (True, True): 60}, 0.1, 4 * 2 + 2 * 66),
+        ({(False, False): 1, (False, True): None}, 0.0, 0),
+    ],
+    ids=["clearly slow", "fast", "slow at size", "no kernel"],
+)
+def test_the_least_of_a_few_calls_counts_and_what_is_clearly_slow_is_called_twice(costs, gain, most, monkeypatch):
+    call, now, calls = clock(monkeypatch, costs)
+    found = gains._gain(call, gains._matrices, torch.bfloat16)
+    assert found == pytest.approx(gain)
+    assert now[0] <= most
+    assert max(calls.count(each) for each in set(calls)) <= 4
 
 
 def test_the_units_are_named():

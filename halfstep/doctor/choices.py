@@ -11,7 +11,8 @@ from torch.nn import functional as F
 
 from halfstep.doctor.rates import CONVOLUTION, EMULATED, NATIVE, PRODUCT
 from halfstep.formats import BF16, FP16
-from halfstep.machine import WORTH, Processor, WideBackward, weighed
+from halfstep.gains import weighed
+from halfstep.machine import WORTH, Processor, WideBackward
 from halfstep.measurements import Choice, Rate
 from halfstep.timing import speedup, take_turns
 

@@ -31,6 +31,10 @@ from halfstep.plan.resolve import Assignment, check_forwards, resolve
 from halfstep.processes.replicas import living_wrappers_of
 from halfstep.processes.shards import is_sharded, reshard
 
+MPS = (
+    "{plan} is refused on MPS, the GPU of Apple silicon, where nothing of halfstep has been run: train at O0 there, or "
+    "move the model to the CPU"
+)
 _LOG = logging.getLogger("halfstep")
 Stepping = Literal["session", "optimizer"]
 
@@ -81,6 +85,8 @@ def decide(  # noqa: PLR0913  # all that it depends on
     """
     reshard(models)
     device = device_of(models, plan)
+    if facts.kind == "mps" and plan.ops != "none":
+        raise SetupError(MPS.format(plan=plan.name))
     roots = tuple(unwrap(model) for model in models)
     check_models(models, plan, made_low=[*made_low, *already_low])
     if not already_low:  # else nothing changes its format

@@ -1,5 +1,6 @@
 """What is taken where the user named no format, or did not say whether to emulate it."""
 
+import sys
 from dataclasses import replace
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from torch import nn
 
 import halfstep
+from halfstep.errors import SetupError
 from halfstep.formats import BF16, FP16
 from halfstep.machine import AMX_FP16, AVX2, AVX512_BF16, OTHER, PROCESSORS, DeviceFacts
 from halfstep.plan.choose import choose_low, choose_plan, emulation_notice, needs_emulation
@@ -152,3 +154,12 @@ def test_what_the_wish_to_emulate_costs_is_said_once(row, low, emulate, said, on
     assert [message.partition(" on this processor")[0] for message in caplog.messages] == (
         [] if said is None else [said]
     )
+
+
+def test_mps_is_refused_by_name_above_o0(monkeypatch):
+    model = nn.Linear(2, 2)
+    monkeypatch.setattr(sys.modules["halfstep.initialize"], "read_facts", lambda device: DeviceFacts("mps"))
+    for low in (None, "bf16", "fp16"):
+        with pytest.raises(SetupError, match=r"O2 is refused on MPS, the GPU of Apple silicon.*train at O0 there"):
+            halfstep.initialize(model, None, "O2", low=low)
+    halfstep.initialize(model, None, "O0").close()
