@@ -104,9 +104,8 @@ else:
     TorchDispatchMode = _name("torch.utils._python_dispatch.TorchDispatchMode")  # sees every operation
 
 # The dispatcher: the rows of the op table are kernels for autocast's keys.
-DispatchKeySet: Any = _name("torch._C.DispatchKeySet")
 keyset_after: Callable[[Any], Any] = _name("torch._C._dispatch_keyset_full_after")  # the keys below one
-excluded_keys: Callable[[Any], AbstractContextManager[Any]] = _name("torch._C._ExcludeDispatchKeyGuard")
+set_key_excluded: Callable[[Any, bool], None] = _name("torch._C._dispatch_tls_set_dispatch_key_excluded")
 forced_keys: Callable[[Any, Any], AbstractContextManager[Any]] = _name("torch._C._ForceDispatchKeyGuard")
 keys_included_here: Callable[[], Any] = _name("torch._C._dispatch_tls_local_include_set")
 keys_excluded_here: Callable[[], Any] = _name("torch._C._dispatch_tls_local_exclude_set")
@@ -122,7 +121,8 @@ schema_of: Callable[[Any], Any] = _attribute("torch.ops.aten.mm.default._schema"
 direct_call: Callable[[Any], Callable[..., Any]] = _attribute("torch.ops.aten.mm.default._op")  # past torch's Python
 call_by_key: Callable[[Any], Callable[..., Any]] = _attribute("torch.ops.aten.mm.default._op_dk")  # (key, ...)
 kernels_in_python: Callable[[Any], dict[Any, Any]] = _attribute("torch.ops.aten.mm.default.py_kernels")
-redispatch: Callable[..., Any] = _name("torch._ops.OpOverload.redispatch")  # (overload, keys, ...)
+redispatch_of: Callable[[Any], Callable[..., Any]] = operator.attrgetter("_handle.redispatch_boxed")  # (keys, ...)
+_name("torch.ops.aten.mm.default._handle.redispatch_boxed")
 
 # Products and attention that have no public operation; emulation and wide backward passes know them by these.
 ADDMM_ACTIVATION: OpOverload = _name("torch.ops.aten._addmm_activation.default")

@@ -8,8 +8,10 @@ autocast switched off, as torch's own kernels do, so that the parts of a composi
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections.abc import Callable, Sequence
+from types import BuiltinFunctionType
 from typing import Any
 
 import torch
@@ -21,15 +23,15 @@ from halfstep.formats import LOW_DTYPES
 from halfstep.plan.optable import REFUSED, Action, overload_name
 from halfstep.torch_internals import (
     DispatchKey,
-    DispatchKeySet,
     OpOverload,
     call_by_key,
     direct_call,
-    excluded_keys,
     has_kernel_for,
     kernels_in_python,
     keyset_after,
+    redispatch_of,
     schema_of,
+    set_key_excluded,
 )
 
 Act = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -40,9 +42,17 @@ _STATISTICS = ("batch_norm", "instance_norm")
 _MIXED_ON_CPU = ("group_norm",)
 # adds up the gradients of its parameters in the format of its input, whatever theirs is (torch 2.13)
 _LOW_SUMS_ON_CPU = ("layer_norm", "native_layer_norm")
+# of whose parts none has a row, but those that run in the formats that the row of the whole has chosen
+_WHOLE = ("layer_norm", "native_layer_norm", "group_norm", "batch_norm")
 _TRACING = DispatchKey.PythonDispatcher
 _NUMBERS = (int, float, complex, torch.SymInt, torch.SymFloat)
 _COMPOSITE = DispatchKey.CompositeImplicitAutograd
+# a method each: `to` takes 1.5 us longer to read its arguments
+_CASTS: dict[torch.dtype, Callable[[Tensor], Tensor]] = {
+    torch.float32: Tensor.float,
+    torch.bfloat16: Tensor.bfloat16,
+    torch.float16: Tensor.half,
+}
 # refuse low tensors whatever dtype says
 _DTYPE_IN_VAIN = ("linalg_matrix_norm",)
 
@@ -60,22 +70,25 @@ class OpSite:
         self.device_type = device_type
         self.name: str = schema_of(overload).name.removeprefix("aten::")
         self.arguments = [argument.name for argument in schema_of(overload).arguments]
-        key = getattr(DispatchKey, f"Autocast{device_type.upper()}")
-        self._keys = DispatchKeySet(key)
-        self._after = keyset_after(key)
-        self._direct = direct_call(overload)
-        self._tensors = [
-            i for i, argument in enumerate(schema_of(overload).arguments) if str(argument.type) == "Tensor"
-        ]
+        self._key = getattr(DispatchKey, f"Autocast{device_type.upper()}")
+        self._after = keyset_after(self._key)
+        self._direct = _fastest_call(overload)
+        self._redispatch = redispatch_of(overload)
+        types = [str(argument.type) for argument in schema_of(overload).arguments]
+        self._tensors = [i for i, kind in enumerate(types) if kind == "Tensor"]
+        self._holding = [i for i, kind in enumerate(types) if "Tensor" in kind]  # also lists and optional ones
         self._composite = is_composite(overload_name(schema_of(overload)))
+        self._is_here = _is_on(device_type)
 
     def below(self, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Runs the op itself without casts; autocast stays on for its parts."""
-        if any(isinstance(args[i], _NUMBERS) for i in self._tensors if i < len(args)):
-            return self._below_with_number(args, kwargs)
+        given = len(args)
+        for i in self._tensors:
+            if i < given and isinstance(args[i], _NUMBERS):
+                return self._below_with_number(args, kwargs)
         if keyset.has(_TRACING):
             return self._below_traced(keyset, args, kwargs)
-        return self.overload.redispatch(keyset & self._after, *args, **kwargs)
+        return self._redispatch(keyset & self._after, *args, **kwargs)
 
     def _below_with_number(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Does what `below` does for an argument like that of `x * 2.0`: a Python number where the schema has a tensor.
@@ -98,18 +111,22 @@ class OpSite:
         decompose = kernels_in_python(self.overload).get(_COMPOSITE)
         if decompose is not None:
             return decompose(*args, **kwargs)
-        return self.overload.redispatch(keyset & self._after, *args, **kwargs)
+        return self._redispatch(keyset & self._after, *args, **kwargs)
 
     def excluded(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Runs the op and all its parts without autocast."""
-        with excluded_keys(self._keys):
+        set_key_excluded(self._key, True)  # faster than torch's guard
+        try:
             return self._direct(*args, **kwargs)
+        finally:
+            set_key_excluded(self._key, False)  # as it was, or this kernel would not run
 
     def cast(self, value: Any, dtype: torch.dtype) -> Any:
         """Returns a value, or a list of them, with fp32, bf16 and fp16 tensors on this device type cast to `dtype`."""
         if isinstance(value, Tensor):
-            if value.dtype is not dtype and value.dtype in CASTABLE and value.device.type == self.device_type:
-                return value.to(dtype)
+            given = value.dtype
+            if given is not dtype and given in CASTABLE and self._is_here(value):
+                return _CASTS[dtype](value)
         elif isinstance(value, (list, tuple)):
             return [self.cast(item, dtype) for item in value]
         return value
@@ -118,19 +135,44 @@ class OpSite:
         self, args: Sequence[Any], kwargs: dict[str, Any], dtype: torch.dtype
     ) -> tuple[list[Any], dict[str, Any]]:
         """Returns args and kwargs with fp32, bf16 and fp16 tensors on this device type cast to `dtype`."""
-        cast = self.cast
-        return [cast(a, dtype) for a in args], {k: cast(v, dtype) for k, v in kwargs.items()} if kwargs else kwargs
+        cast, given, changed = self.cast, len(args), list(args)
+        for i in self._holding:
+            if i < given:
+                changed[i] = cast(changed[i], dtype)
+        return changed, {k: cast(v, dtype) for k, v in kwargs.items()} if kwargs else kwargs
 
     def dtypes(self, args: Sequence[Any], kwargs: dict[str, Any]) -> set[torch.dtype]:
         """Returns the dtypes of the fp32, bf16 and fp16 tensors among the arguments on this device type."""
+        given = len(args)
+        values = [args[i] for i in self._holding if i < given]
+        return self._dtypes([*values, *kwargs.values()] if kwargs else values)
+
+    def _dtypes(self, values: Sequence[Any]) -> set[torch.dtype]:
         found: set[torch.dtype] = set()
-        for value in (*args, *kwargs.values()):
+        for value in values:
             if isinstance(value, Tensor):
-                if value.dtype in CASTABLE and value.device.type == self.device_type:
+                if value.dtype in CASTABLE and self._is_here(value):
                     found.add(value.dtype)
             elif isinstance(value, (list, tuple)):
-                found |= self.dtypes(value, {})
+                found |= self._dtypes(value)
         return found
+
+
+def _fastest_call(overload: OpOverload) -> Callable[..., Any]:
+    """Returns the function by which Python calls an overload in the shortest time.
+
+    That is the function of torch's own bindings if there is one; it reads its arguments faster than a call of the
+    overload does.
+    """
+    found = getattr(torch, schema_of(overload).name.removeprefix("aten::"), None)
+    return found if isinstance(found, BuiltinFunctionType) else direct_call(overload)
+
+
+def _is_on(device_type: str) -> Callable[[Tensor], bool]:
+    """Returns a function that tells whether a tensor is on a device of this type."""
+    if hasattr(Tensor, f"is_{device_type}"):
+        return operator.attrgetter(f"is_{device_type}")
+    return lambda tensor: tensor.device.type == device_type
 
 
 def make_act(site: OpSite, action: Action) -> Act:
@@ -222,21 +264,30 @@ def _norm(site: OpSite) -> Act:
     mixed, low_sums = on_cpu and site.name in _MIXED_ON_CPU, on_cpu and site.name in _LOW_SUMS_ON_CPU
     first = site.arguments.index("weight")
     parameters = slice(first, first + 2 if "bias" in site.arguments else first + 1)
+    run = _as_chosen(site)
 
     def act(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = args[0].dtype
         has = [p is not None for p in args[parameters]]
-        if mixed and given in LOW_DTYPES and all(has):
-            wide, named = site.cast_all(args[1:], kwargs, torch.float32)
-            return site.below(keyset, (args[0], *wide), named)
-        if len(site.dtypes(args, kwargs)) <= 1 and not (low_sums and given in LOW_DTYPES and any(has)):
-            return site.below(keyset, args, kwargs)
+        low = given in LOW_DTYPES
+        if mixed and low and all(has):
+            wide, named = site.cast_all(args, kwargs, torch.float32)
+            return run(keyset, (args[0], *wide[1:]), named)
+        if not (low and low_sums and any(has)) and len(site.dtypes(args, kwargs)) <= 1:
+            return run(keyset, args, kwargs)
         out = site.excluded(*site.cast_all(args, kwargs, torch.float32))
         if isinstance(out, Tensor):
             return site.cast(out, given)
         return (site.cast(out[0], given), *out[1:])  # native_layer_norm; its statistics stay fp32
 
     return act
+
+
+def _as_chosen(site: OpSite) -> Act:
+    """Returns a function that runs an op whose arguments are cast already, the fastest way that casts no part again."""
+    if site.name in _WHOLE:
+        return lambda keyset, args, kwargs: site.excluded(args, kwargs)
+    return site.below
 
 
 def _statistics(site: OpSite, action: Action) -> Act:
@@ -249,15 +300,22 @@ def _statistics(site: OpSite, action: Action) -> Act:
     running = site.arguments.index("running_mean")
     device_type = site.device_type
 
+    run = _as_chosen(site)
+
     def act(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         cast = list(args)
         if action != "norm":
             cast[0] = site.cast(args[0], torch.get_autocast_dtype(device_type) if action == "low" else torch.float32)
-        if len(site.dtypes(cast[: running + 2], {})) > 1:
-            wide = torch.float32 if cast[running] is None else cast[running].dtype
-            for i in weights:
-                cast[i] = site.cast(cast[i], wide)
-        return site.below(keyset, cast, kwargs)
+        mean = cast[running]
+        if mean is not None and mean.dtype in CASTABLE:
+            wide = mean.dtype
+        elif len(site.dtypes(cast[: running + 2], {})) > 1:
+            wide = torch.float32 if mean is None else mean.dtype
+        else:
+            return run(keyset, cast, kwargs)
+        for i in weights:
+            cast[i] = site.cast(cast[i], wide)
+        return run(keyset, cast, kwargs)
 
     return act
 
@@ -285,22 +343,22 @@ def _gather(site: OpSite) -> Act:
     these gradients. Ops that index an activation run as written too, because they seldom read a row twice.
     """
     sparse = site.arguments.index("sparse") if "sparse" in site.arguments else None
+    weighted = site.name == "embedding_bag"  # by the samples
 
     def act(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        weight, *rest = args
+        weight = args[0]
         is_sparse = sparse is not None and (args[sparse] if len(args) > sparse else kwargs.get("sparse", False))
-        if site.name == "embedding_bag" and len(site.dtypes(args, kwargs)) > 1:  # with per-sample weights
+        if weighted and len(site.dtypes(args, kwargs)) > 1:
             # no cast of the weight where its gradient is sparse, which torch cannot cast back
             return site.excluded(*site.cast_all(args, kwargs, weight.dtype if is_sparse else torch.float32))
         if weight.dtype not in LOW_DTYPES or not weight.requires_grad or (sparse is None and not weight.is_leaf):
             return site.below(keyset, args, kwargs)
         if is_sparse:
             return site.below(keyset, args, kwargs)
-        rest, kwargs = site.cast_all(rest, kwargs, torch.float32)
-        out = site.below(keyset, (weight.float(), *rest), kwargs)
-        if isinstance(out, Tensor):
-            return out.to(weight.dtype)
-        return (out[0].to(weight.dtype), *out[1:])
+        (_, *rest), kwargs = site.cast_all(args, kwargs, torch.float32)
+        out = site.excluded((weight.float(), *rest), kwargs)
+        low = _CASTS[weight.dtype]
+        return low(out) if isinstance(out, Tensor) else (low(out[0]), *out[1:])
 
     return act
 
