@@ -28,7 +28,7 @@ from time import process_time
 
 import torch
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from torch import Tensor, nn
 
 import halfstep
@@ -232,7 +232,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write every figure, with machine and versions, to this file")
     options = parser.parse_args()
     rows = rows_of(measure(tuple(options.network or NETWORKS), options.rounds, options.steps))
-    table = Table("network", "level", "us", "torch.amp", "x torch.amp", "quartiles of pairs")
+    table = Table(Column("network", no_wrap=True), "level", "us", "torch.amp", "x torch.amp", "quartiles of pairs")
     for row in rows:
         paired = row["paired"]
         quartiles = f"{paired['low']:.3f}-{paired['high']:.3f}"

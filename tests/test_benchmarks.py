@@ -49,6 +49,19 @@ def main(monkeypatch):
     return run
 
 
+def test_the_host_cost_has_a_row_for_each_network_and_level_in_processes_of_their_own(tmp_path):
+    path = tmp_path / "found.json"
+    done = run(
+        FOLDER / "host_cost.py", "--network", "MLP, 64 wide", "--rounds", 1, "--steps", 1, "--json", path
+    )  # whose processes import the script by its name
+    assert done.returncode == 0, done.stderr
+    assert "MLP, 64" in done.stdout
+    rows = json.loads(path.read_text())["rows"]
+    assert [(row["network"], row["level"]) for row in rows] == [("MLP, 64 wide", "O1"), ("MLP, 64 wide", "O2")]
+    for row in rows:
+        assert row["time_x_peer"] == pytest.approx(row["us"] / row["peer_us"])
+
+
 def test_the_optimizer_step_measures_every_implementation_and_peer(tmp_path, main, capsys):
     path = tmp_path / "made" / "here.json"
     assert main("optimizer_step", "--device", "cpu", "--numel", 60000, "--rounds", 1, "--json", path) == 0

@@ -312,10 +312,10 @@ def _statistics(site: OpSite, action: Action) -> Act:
         elif len(site.dtypes(cast[: running + 2], {})) > 1:
             wide = torch.float32 if mean is None else mean.dtype
         else:
-            return run(keyset, cast, kwargs)
+            return run(keyset, tuple(cast), kwargs)
         for i in weights:
             cast[i] = site.cast(cast[i], wide)
-        return run(keyset, cast, kwargs)
+        return run(keyset, tuple(cast), kwargs)
 
     return act
 

@@ -155,7 +155,8 @@ class Registry:
 
     def others(self, marker: str) -> tuple[str, ...]:
         """Returns the markers in use besides this one."""
-        return tuple(other for other in self._slots if other != marker)
+        slots = self._slots
+        return () if len(slots) == 1 else tuple(other for other in slots if other != marker)
 
     def _marker(self, table: Table) -> str:
         for marker, slot in self._slots.items():

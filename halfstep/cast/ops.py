@@ -101,7 +101,8 @@ class OpEngine:
         """
         marker = self._open_marker()
         on = torch.is_autocast_enabled
-        switched = [(other, True) for other in REGISTRY.others(marker) if on(other)]
+        others = REGISTRY.others(marker)
+        switched = [(other, True) for other in others if on(other)] if others else []
         if not on(marker):
             switched.append((marker, False))
         for other, was_on in switched:
@@ -117,13 +118,17 @@ class OpEngine:
         """Does what entering `region` does, faster, in eager code; returns the token for `leave`."""
         marker, device_type = self._open_marker(), self.device_type
         on = torch.is_autocast_enabled
-        others = tuple(other for other in REGISTRY.others(marker) if on(other)) if enabled else ()
-        token = (on(device_type), torch.get_autocast_dtype(device_type), marker, on(marker), others)
+        others = REGISTRY.others(marker) if enabled else ()
+        if others:
+            others = tuple(other for other in others if on(other))
+        was_on, dtype = on(device_type), torch.get_autocast_dtype(device_type)
+        token = (was_on, dtype, marker, on(marker), others)
         torch.autocast_increment_nesting()
-        if token[0] and token[1] is not self.low:
-            torch.clear_autocast_cache()  # which keeps one cast of a weight, whatever its format
+        if dtype is not self.low:
+            if was_on:
+                torch.clear_autocast_cache()  # which keeps one cast of a weight, whatever its format
+            torch.set_autocast_dtype(device_type, self.low)
         torch.set_autocast_enabled(device_type, enabled)
-        torch.set_autocast_dtype(device_type, self.low)
         if enabled:
             torch.set_autocast_enabled(marker, True)
             for other in others:

@@ -46,7 +46,7 @@ class BufferGuard:
         The snapshot guards models whose forward cannot call `refresh` (compiled ones), and keeps a later skip from
         undoing the load.
         """
-        held = [(buffers_of(module), name) for module in self._modules for name, _ in buffers_of(module).items()]
+        held = [(buffers, name) for buffers in map(buffers_of, self._modules) if buffers for name, _ in buffers.items()]
         if len(held) != len(self._slots) or not all(map(self._is_as_it_was, self._slots, held)):
             self._arrange(held)
         for group in self._groups:

@@ -132,12 +132,13 @@ class MixedTraining:
         scale = self.scales.of(loss_id)
         self._before(loss_id, scale)
         try:
-            with self.replicas.naming_who_is_gone("the backward pass"), self.casting.backward():
+            with self.casting.backward():
                 sent = poisoned(loss) if self.replicas.joining else loss
                 begin_pass(partial(scaled(sent, scale).backward, **kwargs))
         except BaseException:
             self._undo()
-            raise
+            with self.replicas.naming_who_is_gone("the backward pass"):
+                raise
         self._after(loss_id, scale, overflowed(loss))
 
     @contextmanager
@@ -151,11 +152,12 @@ class MixedTraining:
         bad = [overflowed(loss) for loss in losses]
         found = bad[0] if len(bad) == 1 else torch.stack(bad).any() if bad else None
         try:
-            with self.replicas.naming_who_is_gone("the backward pass"), self.casting.backward():
+            with self.casting.backward():
                 yield self._sent(scale.value, found)
         except BaseException:
             self._undo()
-            raise
+            with self.replicas.naming_who_is_gone("the backward pass"):
+                raise
         self._after(loss_id, scale, found, unscale)
 
     def _sent(self, scale: Tensor, not_finite: Tensor | None) -> Tensor:
