@@ -162,10 +162,12 @@ def _fastest_call(overload: OpOverload) -> Callable[..., Any]:
     """Returns the function by which Python calls an overload in the shortest time.
 
     That is the function of torch's own bindings if there is one; it reads its arguments faster than a call of the
-    overload does.
+    overload does. It takes no None in a list of tensors, as the indices of `index_put` may have.
     """
-    found = getattr(torch, schema_of(overload).name.removeprefix("aten::"), None)
-    return found if isinstance(found, BuiltinFunctionType) else direct_call(overload)
+    schema = schema_of(overload)
+    found = getattr(torch, schema.name.removeprefix("aten::"), None)
+    takes_all = all(str(argument.type) != "List[Optional[Tensor]]" for argument in schema.arguments)
+    return found if takes_all and isinstance(found, BuiltinFunctionType) else direct_call(overload)
 
 
 def _is_on(device_type: str) -> Callable[[Tensor], bool]:

@@ -36,6 +36,16 @@ def dispatcher():
     return {name: torch._C._dispatch_dump(name) for name in names | {"aten::exp", "aten::softmax.int"}}
 
 
+def test_an_index_may_be_none_as_in_a_slice():
+    x, values = torch.zeros(2, 3), torch.ones(2, 2, dtype=BF16)
+    with opened("O1") as engine, engine.region():
+        x[:, torch.tensor([0, 2])] = values
+        out = torch.ops.aten.index_put(x, [None, torch.tensor([1])], values[:, :1])
+    assert x.tolist() == [[1, 0, 1]] * 2
+    assert out.tolist() == [[1, 1, 1]] * 2
+    assert out.dtype is torch.float32
+
+
 def test_a_region_casts_by_the_table_and_ends():
     with opened() as engine:
         with engine.region():
