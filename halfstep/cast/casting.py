@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from halfstep.cast.enter import Entrances
 from halfstep.cast.functions import patch_functions
 from halfstep.cast.gate import Gate, Inside
 from halfstep.cast.modules import CastOut, Undo, holds_state, inputs_to, outputs_to, refuse_removal
-from halfstep.cast.ops import OpEngine, Switch, Switched
+from halfstep.cast.ops import OpEngine, Switch
 from halfstep.cast.tree import map_tensors
 from halfstep.formats import FP32
 from halfstep.machine import WideBackward
@@ -134,7 +133,8 @@ class Casting:
         low = formats.compute is not FP32
         return Gate(
             region=lambda: engine.region(enabled=low and not self._as_written),
-            enter=lambda: engine.enter(enabled=low and not self._as_written),
+            read=engine.read,
+            enter=lambda token: engine.enter(token, enabled=low and not self._as_written),
             leave=engine.leave,
             cast_in=None if formats.input is None else inputs_to(formats.input.dtype),
             cast_out=_cast_out(formats, look),
@@ -156,12 +156,13 @@ class Casting:
             return nullcontext()
         if self._begin is not None:
             self._begin()
-        on = not self._as_written
-        return self._engine.region(on) if self._emulation is None else self._emulated_region(self._engine, on)
+        open_region = self._engine.region if torch.compiler.is_compiling() else self._engine.entered
+        region = open_region(not self._as_written)
+        return region if self._emulation is None else self._emulated(region)
 
     @contextmanager
-    def _emulated_region(self, engine: OpEngine, on: bool) -> Iterator[None]:
-        with self.emulating(), engine.region(on):
+    def _emulated(self, region: Mode) -> Iterator[None]:
+        with region, self.emulating():
             yield
 
     @property
@@ -185,9 +186,13 @@ class Casting:
         finally:
             self._as_written -= 1
 
-    def backward(self) -> Backward:
-        """Returns a context for one backward pass, in which the op table and the emulation (if there is one) act."""
-        return Backward(self._engine, None if self._emulation is None else self._wrapped(self._emulation))
+    def backward(self) -> Mode:
+        """Returns a context for one backward pass, in which the op table and the emulation (if there is one) act.
+
+        The op table is needed because activation checkpoints repeat parts of the forward in the backward pass.
+        """
+        region = nullcontext() if self._engine is None else self._engine.backward()
+        return region if self._emulation is None else self._emulated(region)
 
     def weights_changed(self) -> None:
         """Drops the low copies of weights that autocast keeps for reuse."""
@@ -223,31 +228,6 @@ class Casting:
             self._begin = own
             for gate, before in kept:
                 gate.begin = before
-
-
-class Backward:
-    """A context manager for one backward pass, in which the op table acts.
-
-    The op table is needed there because activation checkpoints repeat parts of the forward in the backward pass.
-    """
-
-    def __init__(self, engine: OpEngine | None, emulation: Mode | None) -> None:
-        self._engine, self._emulation = engine, emulation
-        self._token: Switched = []
-
-    def __enter__(self) -> None:
-        if self._engine is not None:
-            self._token = self._engine.enter_backward()
-        if self._emulation is not None:
-            self._emulation.__enter__()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._emulation is not None:
-            self._emulation.__exit__(kind, error, trace)
-        if self._engine is not None:
-            self._engine.leave_backward(self._token)
 
 
 def _as_root(formats: ModuleFormats, plan: Plan) -> ModuleFormats:

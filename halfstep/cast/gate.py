@@ -7,7 +7,7 @@ import logging
 import re
 import weakref
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,9 +41,10 @@ _LOG = logging.getLogger("halfstep")
 class Gate:
     """The casts and callbacks around one module's forward; deep copies of the module share its gate, pickles have none.
 
-    `region()` returns a context manager that enters the plan and that torch.compile can trace. `enter()` and
-    `leave(token)` do the same faster in eager code. `cast_in(args, kwargs)` returns the arguments cast.
-    `cast_out(output, args, kwargs)` returns the output cast; it gets the arguments from before `cast_in`.
+    `region()` returns a context manager that enters the plan and that torch.compile can trace. `enter(token)` and
+    `leave(token)`, with the token that `read()` returned, do the same faster in eager code. `cast_in(args, kwargs)`
+    returns the arguments cast. `cast_out(output, args, kwargs)` returns the output cast; it gets the arguments from
+    before `cast_in`.
     `full(parameter)` returns the fp32 value of a parameter that is stored low.
 
     In eager code, `begin()` is called before every forward, then `before()` before every training forward, and the
@@ -55,7 +56,8 @@ class Gate:
     """
 
     region: Callable[[], AbstractContextManager[Any]]
-    enter: Callable[[], Any]
+    read: Callable[[], Any]
+    enter: Callable[[Any], None]
     leave: Callable[[Any], None]
     cast_in: Values | None
     cast_out: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] | None
@@ -107,16 +109,27 @@ def run_eager(gate: Gate, forward: Callable[..., Any], module: nn.Module, args: 
 def _run_inside(
     gate: Gate, forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any, given: tuple[Any, Any]
 ) -> Any:
-    token = gate.enter()
     try:
-        out = forward(module, *args, **kwargs)
+        out = _entered(gate, forward, module, *args, **kwargs)
     except RuntimeError as error:
         if _LOW.search(str(error)):  # else it may be of integers, which no plan casts
             explain(error, type(module).__name__, INSIDE)
         raise
-    finally:
-        gate.leave(token)
     return out if gate.cast_out is None else gate.cast_out(out, *given)
+
+
+def _entered(gate: Gate, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Makes a call under the plan; a Ctrl-C, wherever it comes, leaves the thread's autocast as it was."""
+    token = gate.read()
+    try:
+        try:
+            gate.enter(token)
+            return call(*args, **kwargs)
+        finally:
+            gate.leave(token)
+    except BaseException:  # it may have come in the middle of leaving
+        gate.leave(token)
+        raise
 
 
 def explain(error: RuntimeError, where: str, why: str) -> None:
@@ -132,11 +145,7 @@ def run_in_region(gate: Gate, call: Callable[..., Any], module: nn.Module, args:
     outputs are cast, and `begin` and `before` are called.
     """
     with nullcontext() if gate.around is None else gate.around():
-        token = gate.enter()
-        try:
-            return call(module, *args, **kwargs)
-        finally:
-            gate.leave(token)
+        return _entered(gate, call, module, *args, **kwargs)
 
 
 def run_generator(
@@ -168,11 +177,8 @@ def run_generator(
 
 
 def _run_part(gate: Gate, go_on: Callable[[Any], Any], given: Any, called_with: tuple[Any, Any]) -> Any:
-    with ExitStack() as stack:
-        if gate.around is not None:
-            stack.enter_context(gate.around())
-        stack.callback(gate.leave, gate.enter())
-        out = go_on(given)
+    with nullcontext() if gate.around is None else gate.around():
+        out = _entered(gate, go_on, given)
     return out if gate.cast_out is None else gate.cast_out(out, *called_with)
 
 
@@ -233,11 +239,15 @@ def with_marker(marker: str, call: Callable[..., Any], module: nn.Module, args: 
     """
     if torch.is_autocast_enabled(marker):
         return call(module, *args, **kwargs)
-    torch.set_autocast_enabled(marker, True)
     try:
-        return call(module, *args, **kwargs)
-    finally:
+        try:
+            torch.set_autocast_enabled(marker, True)
+            return call(module, *args, **kwargs)
+        finally:
+            torch.set_autocast_enabled(marker, False)
+    except BaseException:  # a Ctrl-C may have come in the middle of the line above
         torch.set_autocast_enabled(marker, False)
+        raise
 
 
 def as_written(forward: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -7,9 +7,12 @@ rows, opregistry.py puts a kernel into the dispatcher, which acts inside the reg
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
+from types import BuiltinFunctionType
+from typing import Any
 
 import torch
 from torch import autocast as TorchAutocast  # also where torch.autocast is a drop-in
@@ -19,8 +22,8 @@ from halfstep.errors import SessionError
 from halfstep.machine import WideBackward
 from halfstep.plan.optable import Action
 
-Token = tuple[bool, torch.dtype, str, bool, tuple[str, ...]]
-Switched = list[tuple[str, bool]]
+Token = tuple[bool, torch.dtype, str, bool, tuple[str, ...], int]
+_COUNT: tuple[Any, ...] = (torch.autocast_increment_nesting, torch.autocast_decrement_nesting)
 
 
 @dataclass(frozen=True)
@@ -93,67 +96,86 @@ class OpEngine:
                 with _without(others):
                     yield
 
-    def enter_backward(self) -> Switched:
-        """Turns on the table for a backward pass, in which activation checkpoints compute parts of the forward again.
+    def entered(self, enabled: bool = True) -> AbstractContextManager[None]:
+        """Returns a context manager that does what `region` does, for eager code; a Ctrl-C leaves nothing switched."""
+        return self._kept(partial(self.enter, enabled=enabled))
 
-        Returns the token for `leave_backward`. Autocast for the device is not switched on: checkpoints restore it as it
-        was in the forward, and gradients need no casts.
+    def backward(self) -> AbstractContextManager[None]:
+        """Returns a context manager for a backward pass, in which checkpoints compute parts of the forward again.
+
+        It turns on the table. Autocast for the device is not switched on: checkpoints restore it as it was in the
+        forward, and gradients need no casts.
         """
-        marker = self._open_marker()
-        on = torch.is_autocast_enabled
+        return self._kept(_turn_on)
+
+    @contextmanager
+    def _kept(self, switch: Callable[[Token], None]) -> Iterator[None]:
+        token = self.read()
+        try:
+            try:
+                switch(token)
+                yield
+            finally:
+                self.leave(token)
+        except BaseException:  # a Ctrl-C may have come in the middle of leaving
+            self.leave(token)
+            raise
+
+    def read(self) -> Token:
+        """Returns this thread's autocast settings, as `enter` and `leave` take them; changes nothing."""
+        marker, device_type, on = self._open_marker(), self.device_type, torch.is_autocast_enabled
         others = REGISTRY.others(marker)
-        switched = [(other, True) for other in others if on(other)] if others else []
-        if not on(marker):
-            switched.append((marker, False))
-        for other, was_on in switched:
-            torch.set_autocast_enabled(other, not was_on)
-        return switched
-
-    def leave_backward(self, token: Switched) -> None:
-        """Undoes the `enter_backward` that returned this token."""
-        for marker, was_on in token:
-            torch.set_autocast_enabled(marker, was_on)
-
-    def enter(self, enabled: bool = True) -> Token:
-        """Does what entering `region` does, faster, in eager code; returns the token for `leave`."""
-        marker, device_type = self._open_marker(), self.device_type
-        on = torch.is_autocast_enabled
-        others = REGISTRY.others(marker) if enabled else ()
         if others:
             others = tuple(other for other in others if on(other))
-        was_on, dtype = on(device_type), torch.get_autocast_dtype(device_type)
-        token = (was_on, dtype, marker, on(marker), others)
+        _, nesting = map(BuiltinFunctionType.__call__, _COUNT)  # one bytecode, so that no Ctrl-C comes between the two
+        return on(device_type), torch.get_autocast_dtype(device_type), marker, on(marker), others, nesting
+
+    def enter(self, token: Token, enabled: bool = True) -> None:
+        """Does what entering `region` does, faster, in eager code; `token` is what `read` returned just before.
+
+        Callers call `leave` with the same token, also if this method raises.
+        """
+        was_on, dtype, *_ = token
         torch.autocast_increment_nesting()
         if dtype is not self.low:
             if was_on:
                 torch.clear_autocast_cache()  # which keeps one cast of a weight, whatever its format
-            torch.set_autocast_dtype(device_type, self.low)
-        torch.set_autocast_enabled(device_type, enabled)
+            torch.set_autocast_dtype(self.device_type, self.low)
+        torch.set_autocast_enabled(self.device_type, enabled)
         if enabled:
-            torch.set_autocast_enabled(marker, True)
-            for other in others:
-                torch.set_autocast_enabled(other, False)
-        return token
+            _turn_on(token)
 
     def leave(self, token: Token) -> None:
-        """Undoes the `enter` that returned this token.
+        """Restores the settings that `read` returned; may be called again, if a Ctrl-C has come in the middle.
 
         Also drops the low weights that autocast has cached, if no autocast region is left or the surrounding one has
         another format.
         """
-        was_on, dtype, marker, marker_was_on, others = token
-        if torch.autocast_decrement_nesting() == 0 or (was_on and dtype is not self.low):
-            torch.clear_autocast_cache()
+        was_on, dtype, marker, marker_was_on, others, nesting = token
         torch.set_autocast_enabled(self.device_type, was_on)
         torch.set_autocast_dtype(self.device_type, dtype)
         torch.set_autocast_enabled(marker, marker_was_on)
         for other in others:
             torch.set_autocast_enabled(other, True)
+        now = torch.autocast_decrement_nesting()
+        while now > nesting:
+            now = torch.autocast_decrement_nesting()
+        while now < nesting:  # nothing had been entered, or this is called again
+            now = torch.autocast_increment_nesting()
+        if nesting == 0 or (was_on and dtype is not self.low):
+            torch.clear_autocast_cache()
 
     def _open_marker(self) -> str:
         if not self._marker:
             raise SessionError("the op engine is closed: its session has ended; call halfstep.initialize again")
         return self._marker
+
+
+def _turn_on(token: Token) -> None:
+    _, _, marker, _, others, _ = token
+    torch.set_autocast_enabled(marker, True)
+    for other in others:
+        torch.set_autocast_enabled(other, False)
 
 
 @contextmanager

@@ -115,22 +115,22 @@ class OnePassStepper:
             self._step(left, [resolved(part_of(p.grad, p)) for p in left if p.grad is not None], None, found)
             return run_post_hooks(optimizer)
 
+    @torch.no_grad()
     def _step(self, params: list[Parameter], grads: list[Tensor], factor: Tensor | None, found: Tensor) -> None:
         optimizer = self._optimizer
         all_options = [self._row.options(group) for group in optimizer.param_groups]
         self._store.adopt_changed(params)
         self._prepared = False
-        with torch.no_grad():
-            cache = self._cache
-            if cache is None or not cache.take(params, grads, all_options, optimizer):
-                cache = self._cache = self._sorted(params, grads, all_options)
-            factors = group_factors(all_options, grads, factor)
-            for options, (batches, rows), of_group in zip(all_options, cache.groups, factors, strict=True):
-                self._update(options, batches, rows, of_group, found)
-            if cache.lasting:
-                cache.release()
-            else:
-                self._cache = None
+        cache = self._cache
+        if cache is None or not cache.take(params, grads, all_options, optimizer):
+            cache = self._cache = self._sorted(params, grads, all_options)
+        factors = group_factors(all_options, grads, factor)
+        for options, (batches, rows), of_group in zip(all_options, cache.groups, factors, strict=True):
+            self._update(options, batches, rows, of_group, found)
+        if cache.lasting:
+            cache.release()
+        else:
+            self._cache = None
         self._store.note(params)
         mark_stepped(optimizer)  # or LR schedulers warn
 

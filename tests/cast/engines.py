@@ -42,13 +42,3 @@ class Record(TorchDispatchMode):
         if isinstance(first, torch.Tensor) and any(word in op.name() for word in self.words):
             self.ran.append((op.name().removeprefix("aten::"), first.dtype))
         return out
-
-
-@contextmanager
-def backward_region(engine):
-    """Lets the table act in a `with` around a backward pass, as a session does."""
-    token = engine.enter_backward()
-    try:
-        yield
-    finally:
-        engine.leave_backward(token)

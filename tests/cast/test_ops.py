@@ -13,7 +13,7 @@ from torch import nn
 from halfstep.cast.opkernels import OpSite
 from halfstep.cast.opregistry import MARKERS, REGISTRY
 from halfstep.errors import OpError, PlanError, SessionError
-from tests.cast.engines import backward_region, make_engine, opened
+from tests.cast.engines import make_engine, opened
 from tests.cast.op_samples import ALLOW, DENY, PROMOTE
 from tests.cast.test_ops_rows import Tensors, run
 
@@ -80,9 +80,11 @@ def test_enter_and_leave_do_what_region_does(enabled):
         before = autocast_state()
         with engine.region(enabled):
             expected = autocast_state()
-        token = engine.enter(enabled)
+        token = engine.read()
+        engine.enter(token, enabled)
         assert autocast_state() == expected
-        inner = engine.enter(not enabled)
+        inner = engine.read()
+        engine.enter(inner, not enabled)
         engine.leave(inner)
         assert autocast_state() == expected
         engine.leave(token)
@@ -100,7 +102,8 @@ def test_a_region_left_by_an_exception_is_left(error):
 
 def test_a_region_inside_the_users_autocast_gives_it_back():
     with opened() as engine, torch.autocast("cpu", dtype=FP16):
-        token = engine.enter()
+        token = engine.read()
+        engine.enter(token)
         assert torch.mm(torch.rand(2, 2), torch.rand(2, 2)).dtype == BF16
         engine.leave(token)
         assert torch.mm(torch.rand(2, 2), torch.rand(2, 2)).dtype == FP16
@@ -151,8 +154,10 @@ def test_the_innermost_region_decides():
             before = autocast_state()
             with outer.region(), inner.region():
                 assert torch.exp(low(3)).dtype == dtype
-            token = outer.enter()
-            inner_token = inner.enter()
+            token = outer.read()
+            outer.enter(token)
+            inner_token = inner.read()
+            inner.enter(inner_token)
             assert torch.exp(low(3)).dtype == dtype
             inner.leave(inner_token)
             outer.leave(token)
@@ -254,7 +259,7 @@ def test_opening_and_closing_twice_is_once():
 
 def test_a_closed_engine_has_no_regions():
     engine = make_engine()
-    for use in (engine.enter, engine.region().__enter__, backward_region(engine).__enter__):
+    for use in (engine.read, engine.region().__enter__, engine.backward().__enter__):
         with pytest.raises(SessionError, match="closed"):
             use()
 
@@ -292,7 +297,8 @@ def test_leaving_the_outermost_region_drops_the_casts_of_weights():
     weight = nn.Parameter(torch.ones(2, 2))
     with opened() as engine:
         for expected in (2, 4):
-            token = engine.enter()
+            token = engine.read()
+            engine.enter(token)
             assert F.linear(torch.ones(1, 2), weight).tolist() == [[expected] * 2]
             engine.leave(token)
             with torch.no_grad():

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from halfstep.cast.opregistry import MARKERS, REGISTRY, Table
-from tests.cast.engines import backward_region, make_engine, opened
+from tests.cast.engines import make_engine, opened
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 pytestmark = [
@@ -68,7 +68,7 @@ def outputs(out):
 
 
 def backward(engine, out, module):
-    with backward_region(engine):
+    with engine.backward():
         sum(t.float().pow(2).sum() for t in out).backward()
     gradients = [p.grad.clone() for p in module.parameters()]
     module.zero_grad()
@@ -206,7 +206,7 @@ def test_caches_on_disk_know_the_table_in_every_thread():
 
 CHILD = """
 import sys, torch
-from tests.cast.engines import backward_region, opened
+from tests.cast.engines import opened
 from torch._dynamo.utils import counters
 compiled, x = torch.compile(lambda x: torch.softmax(x.mm(x), -1)), torch.rand(4, 4)
 table = sys.argv[1]

@@ -10,7 +10,6 @@ from halfstep.cast.ops import OpEngine
 from halfstep.formats import as_format
 from halfstep.plan.levels import level
 from halfstep.plan.optable import NORMS, ROWS, effective
-from tests.cast.engines import backward_region
 from tests.cast.op_samples import ALLOW, DENY, IN_PLACE, PROMOTE
 from tests.cast.test_ops_rows import Tensors, run
 
@@ -124,6 +123,6 @@ def test_checkpoints_recompute_by_the_table_in_the_threads_of_autograd(opened, r
     x = torch.rand(2, 8, device=DEVICE, requires_grad=True)
     with engine.region():
         out = checkpoint(block, x, use_reentrant=reentrant)
-    with backward_region(engine):
+    with engine.backward():
         out.sum().backward()
     assert seen == [FP32, FP32]

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.cast.engines import Record, backward_region, opened
+from tests.cast.engines import Record, opened
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -146,14 +146,14 @@ def test_checkpoints_recompute_in_the_same_dtypes(table, reentrant):
     with opened(table) as engine:
         with Record(*words) as forward, engine.region():
             plain = block(x)
-        with backward_region(engine):
+        with engine.backward():
             plain.float().pow(2).sum().backward()
         expected = [x.grad.clone(), *(p.grad.clone() for p in block.parameters())]
         x.grad = None
         block.zero_grad()
         with engine.region():
             out = checkpoint(block, x, use_reentrant=reentrant)
-        with Record(*words) as again, backward_region(engine):
+        with Record(*words) as again, engine.backward():
             out.float().pow(2).sum().backward()
     recomputed = [entry for entry in again.ran if "backward" not in entry[0]]
     assert set(forward.ran) <= set(recomputed)
@@ -164,10 +164,10 @@ def test_checkpoints_recompute_in_the_same_dtypes(table, reentrant):
 
 def test_a_backward_region_ends_and_leaves_autocast_alone():
     with opened("O1") as engine, opened("O2") as other:
-        with other.region(), backward_region(engine):
+        with other.region(), engine.backward():
             assert torch.is_autocast_enabled(engine._marker)
             assert not torch.is_autocast_enabled(other._marker)
-        with backward_region(engine):
+        with engine.backward():
             assert not torch.is_autocast_enabled("cpu")
             with torch.autocast("cpu", dtype=BF16):  # what a checkpoint does
                 assert torch.exp(torch.rand(2).to(BF16)).dtype == FP32
