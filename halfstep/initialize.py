@@ -26,6 +26,7 @@ from halfstep.plan.compatibility import (
 )
 from halfstep.plan.levels import customize
 from halfstep.plan.plan import Master, Plan, PlanInput
+from halfstep.processes.agree import agreed
 from halfstep.processes.gone import telling_of_errors
 from halfstep.session.decide import Stepping, decide, say_how_products_run, say_what_steps_itself
 from halfstep.session.loaded import widened
@@ -84,7 +85,7 @@ def initialize(  # noqa: PLR0913  # the one public entry; each keyword is a docu
     with ordinary_tensors(), ExitStack() as stack:
         with telling_of_errors(models):
             optimizers = [] if optimizer is None else as_list(optimizer, Optimizer, "optimizer")
-            facts = read_facts(first_device(models))
+            facts = agreed(read_facts(first_device(models)))
             chosen, notice = choose_plan(plan, low, facts)
             chosen = customize(
                 chosen, loss_scale=loss_scale, norms=norms, master=master, rules=rules, ops=ops, input=input
@@ -100,7 +101,7 @@ def initialize(  # noqa: PLR0913  # the one public entry; each keyword is a docu
         _close(earlier)
         if notice:
             _LOG.warning(notice)
-        say_how_products_run(decision, facts, emulate, told=notice is not None)
+        say_how_products_run(decision, told=notice is not None)
         say_what_steps_itself(decision, optimizers)
         return _guarded(Session(decision, sinks=sinks), on_failure)
 

@@ -10,6 +10,7 @@ import json
 import logging
 import pickle
 from contextlib import ExitStack
+from unittest.mock import patch
 
 import torch
 from filelock import FileLock  # which torch needs
@@ -18,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import halfstep
-from halfstep import NumericsError, Scaling
+from halfstep import NumericsError, Scaling, machine
 from halfstep.errors import HalfstepError, SessionError, SetupError
 
 DDP = nn.parallel.DistributedDataParallel
@@ -322,6 +323,16 @@ def recurrent(rank, setting):
             session.backward((wrapped(inputs) - targets).square().mean() / 2)
         session.step()
     found = weights(model), sorted({str(p.grad.dtype) for p in model.parameters()}), session.status().skipped
+    session.close()
+    return found
+
+
+def agreed_on(rank):
+    """Opens a session as on processors of two classes; returns whether it emulates."""
+    row = (machine.AVX2, machine.AVX512_BF16)[rank % 2]
+    with patch.object(machine, "read_processor", lambda: row):
+        session = halfstep.initialize(nn.Linear(2, 2), None, "O1", low="bf16")
+    found = session.state_dict()["emulate"]
     session.close()
     return found
 

@@ -17,7 +17,7 @@ import torch
 from docs.browser import find_browser
 from halfstep.bench.results import read_sweep
 from halfstep.formats import BF16, FP16
-from halfstep.machine import DeviceFacts
+from halfstep.machine import AVX512_BF16, DeviceFacts
 from halfstep.report.sweep import sweep_charts, sweep_headline, sweep_rows
 
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
@@ -111,7 +111,8 @@ def test_a_gpu_has_rows_with_and_without_tf32_and_a_compiled_peer():
     assert len([row for row in train.rows([BF16], DeviceFacts("cpu"), compiled=[])]) == 5
 
 
-def test_the_training_step_measures_every_level(tmp_path, main):
+def test_the_training_step_measures_every_level(tmp_path, main, on_processor):
+    on_processor(AVX512_BF16)
     path = tmp_path / "step.json"
     sizes = ["--workload", "gpt2", "--layers", 1, "--context", 8, "--vocabulary", 50, "--batch", 1, "--steps", 2]
     assert main("train_step", "--device", "cpu", *sizes, "--compiled", "none", "--json", path) == 0

@@ -33,6 +33,8 @@ from halfstep.machine import (
     read_processor,
     units,
 )
+from halfstep.processes import agree
+from halfstep.processes.agree import agreed
 from halfstep.version import __version__
 
 needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed here")
@@ -372,3 +374,42 @@ def test_the_run_log_of_an_installed_halfstep_has_not_the_commit_of_the_project_
         [sys.executable, "-c", code], cwd=site, env=environment, capture_output=True, text=True, check=True
     )
     assert ran.stdout.split() == [str(site / "halfstep" / "__init__.py"), "None"]
+
+
+# ---- agreed by all processes
+
+
+def test_without_other_processes_the_facts_are_this_machine_s():
+    facts = DeviceFacts("cpu", processor=AVX2)
+    assert agreed(facts) is facts
+
+
+def test_what_the_first_process_found_is_what_all_decide_by(process_group):
+    first, later = (DeviceFacts("cpu", processor=row) for row in (AVX2, AMX_FP16))
+    gpu = DeviceFacts("cuda", (9, 0), AMX_FP16)
+    assert agreed(first) is first
+    assert agreed(gpu) is gpu
+    found = agreed(later).processor
+    assert (found.name, found.bf16, found.fp16) == (AMX_FP16.name, AVX2.bf16, AVX2.fp16)
+    assert found.wide_backward == AVX2.wide_backward
+    assert found.source.startswith("measured in another process of this run")
+    assert agreed(first) is first
+
+
+def test_a_store_that_is_gone_leaves_each_process_its_own(process_group, monkeypatch):
+    def gone():
+        raise RuntimeError("Connection reset by peer")
+
+    monkeypatch.setattr(agree, "default_store", gone)
+    facts = DeviceFacts("cpu", processor=AVX2)
+    assert agreed(facts) is facts
+
+
+def test_a_session_decides_by_what_is_agreed(process_group, on_processor):
+    emulated = []
+    for row in (AVX2, AVX512_BF16):
+        on_processor(row)
+        session = halfstep.initialize(torch.nn.Linear(2, 2), None, "O1", low="bf16")
+        emulated.append(session.state_dict()["emulate"])
+        session.close()
+    assert emulated == [True, True]

@@ -46,6 +46,7 @@ CASES = {
     **{f"{setting}, rates": (replicas.rates, (setting,)) for setting in ("O1 bf16", "O2 bf16 split")},
     **{f"{setting}, LSTM": (replicas.recurrent, (setting,)) for setting in ("O2 bf16 split", "O2 fp16")},
     "own pass in join": (replicas.own_pass_in_join, ()),
+    "agreed on": (replicas.agreed_on, ()),
 }
 
 
@@ -123,6 +124,11 @@ def test_a_step_sends_one_vector_and_only_where_its_model_is_wrapped(found, sett
         assert alone == []
         assert together == [["c10d::allreduce_", bytes_of(parameters, 2)]]
         assert together[0][1] <= 8 * (3 + parameters + 1 + 2)
+
+
+def test_processes_on_two_classes_of_processors_emulate_both_or_neither(found):
+    one, other = (each["agreed on"] for each in found)
+    assert one is other
 
 
 def test_nothing_is_sent_at_o0(found):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from halfstep.cast.gate import Gate, Inside
 from halfstep.cast.modules import CastOut, Undo, holds_state, inputs_to, outputs_to, refuse_removal
 from halfstep.cast.ops import OpEngine, Switch
 from halfstep.cast.tree import map_tensors
+from halfstep.errors import PlanError
 from halfstep.formats import FP32
 from halfstep.machine import WideBackward
 from halfstep.plan.compatibility import enterable
@@ -33,14 +35,42 @@ class Casting:
     """The casts of one session; under a plan that runs ops as written, its methods cast nothing."""
 
     def __init__(self, plan: Plan, device: torch.device, *, emulate: bool, wide_backward: WideBackward) -> None:
-        table = plan.ops == "table"
-        self._plan = plan
-        self._engine = OpEngine(effective(plan), plan.low.dtype, device.type, wide_backward) if table else None
-        self._emulation: Mode | None = Emulation(plan.low) if emulate else None
+        self._plan, self._device, self._wide_backward = plan, device, wide_backward
+        self._engine, self._emulation = self._made(emulate)
+        self._opened, self._installed = ExitStack(), ExitStack()
+        self._install: Callable[[], Undo] = lambda: lambda: None
         self._over: list[Callable[[Mode], Mode]] = []
         self._outermost: list[Gate] = []
         self._begin: Callable[[], None] | None = None
         self._as_written = 0  # how many contexts that ask for it are open
+
+    def _made(self, emulate: bool) -> tuple[OpEngine | None, Mode | None]:
+        low, table = self._plan.low, self._plan.ops == "table"
+        device_type, wide = self._device.type, self._wide_backward
+        engine = OpEngine(effective(self._plan), low.dtype, device_type, wide) if table else None
+        return engine, Emulation(low) if emulate else None
+
+    def emulate(self, on: bool) -> None:
+        """Emulates low-precision products from here on, or no longer; compiled code is compiled anew.
+
+        Deep copies that were made of the models leave the session.
+
+        Raises:
+            PlanError: too many sessions with different op tables are open; then nothing has changed.
+        """
+        before = self._engine, self._emulation
+        try:
+            self._start_again(*self._made(on))
+        except PlanError:
+            self._start_again(*before)
+            raise
+
+    def _start_again(self, engine: OpEngine | None, emulation: Mode | None) -> None:
+        self._installed.close()
+        self._opened.close()
+        self._engine, self._emulation = engine, emulation
+        self._opened.callback(self._open())
+        self._installed.callback(self._install())
 
     @property
     def emulates(self) -> bool:
@@ -58,6 +88,10 @@ class Casting:
         Raises:
             PlanError: too many sessions with different op tables are open.
         """
+        self._opened.callback(self._open())
+        return self._opened.close
+
+    def _open(self) -> Undo:
         with ExitStack() as stack:
             if self._engine is not None:
                 self._engine.open()
@@ -83,6 +117,18 @@ class Casting:
         `full` returns the fp32 value of a stored parameter. `look` is called with each output tensor that a gate casts
         to fp32, before the cast, and returns the tensor to cast.
         """
+        self._install = partial(self._put_gates, list(modules), full, before, look)
+        self._installed.callback(self._install())
+        return self._installed.close
+
+    def _put_gates(
+        self,
+        modules: Sequence[tuple[nn.Module, ModuleFormats]],
+        full: Callable[[nn.Parameter], Tensor],
+        before: Callable[[], None],
+        look: Callable[[Tensor], Tensor] | None,
+    ) -> Undo:
+        self._outermost.clear()
         with ExitStack() as stack:
             if self._engine is None:
                 return stack.pop_all().close
@@ -92,7 +138,7 @@ class Casting:
             door = Inside(switch.device_type, switch.marker, switch.low)
 
             def first(gate: Gate) -> Gate:
-                gate.before = before
+                gate.before, gate.begin = before, self._begin
                 gate.around = self.emulating if self.emulates else None
                 self._outermost.append(gate)
                 return gate
@@ -218,16 +264,17 @@ class Casting:
 
         Forwards that torch.compile has compiled do not call it.
         """
-        kept = [(gate, gate.begin) for gate in self._outermost]
-        own, self._begin = self._begin, begin
-        for gate, _ in kept:
-            gate.begin = begin
+        own = self._begin
+        self._begin_with(begin)
         try:
             yield
         finally:
-            self._begin = own
-            for gate, before in kept:
-                gate.begin = before
+            self._begin_with(own)
+
+    def _begin_with(self, begin: Callable[[], None] | None) -> None:
+        self._begin = begin
+        for gate in self._outermost:
+            gate.begin = begin
 
 
 def _as_root(formats: ModuleFormats, plan: Plan) -> ModuleFormats:

@@ -298,17 +298,18 @@ def check_state(state: dict[str, Any], plan: dict[str, Any]) -> None:
         StateError: the state does not fit; the message names the entries or the fields that differ.
     """
     expected = {"schema", "plan", "steps", "skipped", "scales"}
-    if not isinstance(state, dict) or set(state) - {"losses"} != expected:
+    if not isinstance(state, dict) or set(state) - {"losses", "emulate"} != expected:
         have = sorted(map(str, state)) if isinstance(state, dict) else type(state).__name__
         raise StateError(
             f"expected a session state with the entries {sorted(expected)}, got {have}; pass what session.state_dict() "
             "returned (or was the file cut short?)"
         )
-    kinds = {"plan": dict, "steps": int, "skipped": int, "losses": int, "scales": dict}
+    kinds = {"plan": dict, "steps": int, "skipped": int, "losses": int, "scales": dict, "emulate": bool}
     for key, kind in kinds.items():
-        value = state.get(key, 0)  # the first states had no "losses"
+        value = state.get(key, kind())  # the first states had neither "losses" nor "emulate"
         if type(value) is not kind or (isinstance(value, int) and not 0 <= value < 2**63):
-            raise StateError(f"session state: {key} is {value!r:.60}; expected a {'count' if kind is int else 'dict'}")
+            wanted = {int: "a count", bool: "True or False"}.get(kind, "a dict")
+            raise StateError(f"session state: {key} is {value!r:.60}; expected {wanted}")
     for key, value in state["scales"].items():
         if not (isinstance(key, str) and _LOSS_ID.fullmatch(key) and isinstance(value, dict)):
             raise StateError(

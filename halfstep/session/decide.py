@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from halfstep.cast.functions import check_functions
 from halfstep.errors import SetupError
+from halfstep.formats import Format
 from halfstep.machine import WORTH, DeviceFacts, Processor
 from halfstep.optim.steppers import needs_closure
 from halfstep.optim.table import row_of, unsupported_options
@@ -44,7 +45,8 @@ class Decision:
     """What a session will do: which models it trains, under which plan, and on which device and processor.
 
     `roots` are the models without their wrappers, and `assignment` has the formats that the plan gives their modules.
-    `emulate` says whether products of the low format are computed in a wider format. `mixed` is False if the plan casts
+    `emulate` says whether products of the low format are computed in a wider format, and `asked` whether the user asked
+    for that (True), asked not to (False), or left it to the `facts` of the device. `mixed` is False if the plan casts
     and scales nothing. `stepping` says whose `step` the training loop calls: the session's or the optimizer's.
     Parameters in `already_low` are stored in the plan's low format before the session starts; they keep their values
     and their dtype.
@@ -56,7 +58,8 @@ class Decision:
     assignment: Assignment
     device: torch.device
     emulate: bool
-    processor: Processor
+    asked: bool | None
+    facts: DeviceFacts
     mixed: bool
     stepping: Stepping = "session"
     already_low: tuple[nn.Parameter, ...] = ()
@@ -100,20 +103,40 @@ def decide(  # noqa: PLR0913  # all that it depends on
         plan = replace(plan, master="copy")
         assignment = resolve(plan, roots, made_low=made_low)
     mixed = plan.ops != "none"
-    if emulate is None:
-        emulate = mixed and needs_emulation(plan.low, facts)
     return Decision(
         roots,
         tuple(optimizers),
         plan,
         assignment,
         device,
+        mixed and needs_emulation(plan.low, facts) if emulate is None else emulate,
         emulate,
-        facts.processor,
+        facts,
         mixed,
         stepping,
         tuple(already_low),
     )
+
+
+def emulates_after(decision: Decision, saved: bool | None) -> bool:
+    """Returns whether a session emulates products once it has loaded a state, and logs where that was otherwise.
+
+    `saved` says whether the session that saved the state did; None in states that do not say.
+    """
+    if saved is None or saved is decision.emulate or not decision.mixed:
+        return decision.emulate
+    low, kinds = decision.plan.low, {True: "emulated", False: "native"}
+    came = f"the session state was saved by training with {kinds[saved]} {low} products"
+    if decision.asked is not None:
+        _LOG.warning(
+            "%s, and emulate=%s was passed: they are %s from here on, and the run does not repeat bit for bit",
+            came, decision.asked, kinds[decision.emulate],
+        )  # fmt: skip
+        return decision.emulate
+    gain = decision.facts.processor.gain(low)
+    costs = f"; {_slower(low, decision.facts.processor)}" if not saved and gain is not None and gain < 1.0 else ""
+    _LOG.warning("%s, so they are here too; pass emulate=%s to change that%s", came, not saved, costs)
+    return saved
 
 
 def decide_for_copies(decision: Decision, copies: Sequence[nn.Module], plan: Plan) -> Decision:
@@ -139,27 +162,30 @@ def say_what_steps_itself(decision: Decision, optimizers: Sequence[Optimizer]) -
                 _say_that_it_steps_itself(type(optimizer).__name__ + (options and f" with {options}"))
 
 
-def say_how_products_run(decision: Decision, facts: DeviceFacts, asked: bool | None, *, told: bool) -> None:
+def say_how_products_run(decision: Decision, *, told: bool) -> None:
     """Logs, once per process, that products are emulated by default, or what the wish not to do so costs.
 
-    `asked` is the user's `emulate`. If `told`, a notice about the format has said by now that products are emulated.
+    If `told`, a notice about the format has said by now that products are emulated.
     """
-    low, processor = decision.plan.low, facts.processor
+    low, processor = decision.plan.low, decision.facts.processor
     gain = processor.gain(low)
-    if not decision.mixed or facts.kind != "cpu":
+    if not decision.mixed or decision.facts.kind != "cpu":
         return
-    if asked is None and decision.emulate and not told:
-        _say(emulation_notice(low, facts))
-    elif asked is False and gain is not None and gain < 1.0:
-        _say(
-            f"emulate=False: native {low} products take about {1 / gain:.2g} times as long as emulated ones on this "
-            f"processor ({processor.name})"
-        )
-    elif asked and gain is not None and gain >= WORTH:
+    if decision.asked is None and decision.emulate and not told:
+        _say(emulation_notice(low, decision.facts))
+    elif decision.asked is False and gain is not None and gain < 1.0:
+        _say(f"emulate=False: {_slower(low, processor)}")
+    elif decision.asked and gain is not None and gain >= WORTH:
         _say(
             f"emulate=True: native {low} products are about {gain:.2g} times as fast as emulated ones on this "
             f"processor ({processor.name})"
         )
+
+
+def _slower(low: Format, processor: Processor) -> str:
+    gain = processor.gain(low)
+    times = f"about {1 / gain:.2g} times" if gain else "many times"
+    return f"native {low} products take {times} as long as emulated ones on this processor ({processor.name})"
 
 
 @functools.cache

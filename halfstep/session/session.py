@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from numbers import Real
 from types import TracebackType
@@ -50,7 +51,13 @@ from halfstep.scale.buffers import BufferGuard
 from halfstep.scale.loss import FP16_LOSS_CEILING, check_loss, check_losses, grad_inputs, pair_outputs, true_gradient
 from halfstep.scale.norm import read
 from halfstep.scale.scales import LossScales
-from halfstep.session.decide import Decision, check_training, decide_for_copies, say_what_steps_itself
+from halfstep.session.decide import (
+    Decision,
+    check_training,
+    decide_for_copies,
+    emulates_after,
+    say_what_steps_itself,
+)
 from halfstep.session.parts import Flags, LastStep, Part, StepFacts, make_part, memory_of, parts_to_step
 from halfstep.session.replicas import SharedState
 from halfstep.session.runtime import Runtime
@@ -117,7 +124,9 @@ class Session:
         self._undo.callback(self._probes.detach)
         self._store = MasterStore(plan.master, plan.low.dtype)
         self._given = Given()
-        self._casting = Casting(plan, device, emulate=decision.emulate, wide_backward=decision.processor.wide_backward)
+        self._casting = Casting(
+            plan, device, emulate=decision.emulate, wide_backward=decision.facts.processor.wide_backward
+        )
         self._scales = LossScales(plan.scale, device)
         self._awaiting: list[Part] = []  # parts with a backward since their last step
         self._steps = 0
@@ -694,10 +703,14 @@ class Session:
             "skipped": int(self._skips),
             "losses": len(scales),
             "scales": scales,
+            "emulate": self._casting.emulates,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores what `state_dict` returned; model, optimizer and session states may be loaded in any order.
+
+        Products are emulated if they were when the state was saved, also on another machine, unless `initialize` was
+        called with `emulate=True` or `emulate=False`.
 
         Raises:
             StateError: entries are missing or unknown, or the state belongs to another plan; nothing was changed.
@@ -705,8 +718,15 @@ class Session:
         self._check_open()
         check_state(state, to_dict(self.plan))
         self._scales.load_state_dict(state["scales"])
+        self._emulate(emulates_after(self._decision, state.get("emulate")))
         self._steps = state["steps"]
         self._skips.fill_(state["skipped"])
+
+    def _emulate(self, on: bool) -> None:
+        if on is not self._decision.emulate:
+            self._decision = replace(self._decision, emulate=on)
+            with ordinary_tensors():
+                self._casting.emulate(on)
 
     def close(self) -> None:
         """Undoes all changes of the session: the trained model is an ordinary fp32 model again. Idempotent."""

@@ -10,6 +10,7 @@ import torch
 import halfstep
 from halfstep.adapters.apex import install, uninstall
 from halfstep.errors import SetupError
+from halfstep.machine import AVX512_BF16
 from tests.adapters.scripts_in_process import converted, differing, flat, plainly, writes
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -434,7 +435,8 @@ torch.save({"losses": losses, "model": model.state_dict()}, sys.argv[1])
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.slow_but("O2")
-def test_a_compiled_model_equals_its_hand_converted_form(level, tmp_path):
+def test_a_compiled_model_equals_its_hand_converted_form(level, tmp_path, on_processor):
+    on_processor(AVX512_BF16)
     text = COMPILED
     for old, new in (
         ("import sys", "import halfstep, sys"),

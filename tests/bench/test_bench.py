@@ -11,11 +11,11 @@ from halfstep.bench.bench import bench, warmup
 from halfstep.bench.variants import Entry, Facts, entries
 from halfstep.errors import DataError, OpError, SetupError, WorkloadError
 from halfstep.formats import BF16, FP32
-from halfstep.machine import DeviceFacts
+from halfstep.machine import AVX512_BF16, DeviceFacts
 from halfstep.workloads.imdb_lstm import ImdbLSTM
 from halfstep.workloads.regression import Regression
 
-FACTS = DeviceFacts("cpu")
+FACTS = DeviceFacts("cpu", processor=AVX512_BF16)
 CPU = torch.device("cpu")
 SMALL = Regression(batch=4, d_in=8, d_out=8, layers=1)
 O0 = Entry("O0", FP32, peer=False)
@@ -94,7 +94,8 @@ def test_figures_are_kept_a_seed():
     assert result.complete
 
 
-def test_rows_of_one_seed_start_from_the_same_weights_and_end_apart():
+def test_rows_of_one_seed_start_from_the_same_weights_and_end_apart(on_processor):
+    on_processor(AVX512_BF16)
     job = Regression(batch=4, d_in=8, d_out=8, lr=0.1)
     result = bench(job, entries(["O0", "O1", "O3"], [BF16], FACTS, peer=True), steps=1, device=CPU, memory=False)
     losses = {run.name: run.train_loss[0] for run in result.runs}

@@ -32,7 +32,7 @@ def ends(*command, cwd, interrupt=False):
 
 
 def traceback_of(err):
-    return [line for line in err.splitlines() if not line.startswith("halfstep: ")]
+    return [line for line in err.splitlines() if not line.startswith(("halfstep: ", "this processor has no "))]
 
 
 TRAINING = """

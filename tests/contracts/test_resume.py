@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import halfstep
+from halfstep.machine import AVX2, AVX512_BF16
 from tests.contracts.cases import differing, every_plan, make, mixed_plans, snapshot, start, train
 
 ROOT = Path(__file__).parents[2]
@@ -217,6 +218,9 @@ BAD_STATES = {
     "keys of two kinds": {"scales": {"0": {1: 2, "kind": "dynamic"}}},
     "plan missing": {"plan": None},
     "another schema": {"schema": 2},
+    "emulate a word": {"emulate": "yes"},
+    "emulate a count": {"emulate": 1},
+    "emulate missing": {"emulate": None},
 }
 
 
@@ -239,3 +243,64 @@ def test_a_session_state_of_another_level_says_that_it_can_be_left_out():
     with pytest.raises(halfstep.StateError, match=r"do not load the session state.*trainers\.md"):
         second.load_state_dict(state)
     second.close()
+
+
+@pytest.mark.parametrize(("name", "low"), [("O1", "bf16"), ("O2", "bf16")])
+@pytest.mark.parametrize(("there", "here"), [(AVX2, AVX512_BF16), (AVX512_BF16, AVX2)], ids=["emulated", "native"])
+def test_on_another_processor_a_resume_emulates_as_before(name, low, there, here, on_processor, caplog):
+    on_processor(there)
+    model, opt, session = start(name, low)
+    train(session, model, opt, range(3))
+    on_processor(here)
+    other = resumed(saved(model, opt, session), name, low, ["model", "session", "optimizer"])
+    assert other[2].state_dict()["emulate"] is session.state_dict()["emulate"] is (there is AVX2)
+    said = caplog.text
+    kind = "emulated" if there is AVX2 else "native"
+    assert (
+        f"was saved by training with {kind} bf16 products, so they are here too; pass emulate={there is not AVX2}"
+        in said
+    )
+    assert ("take about 42 times as long" in said) is (here is AVX2)
+    train(session, model, opt, range(3, 6))
+    train(other[2], *other[:2], range(3, 6))
+    assert differing(snapshot(model, opt, session), snapshot(*other)) == []
+    other[2].load_state_dict(session.state_dict())
+    assert caplog.text == said  # nothing more to say
+    other[2].close()
+    session.close()
+    assert type(other[0]) is type(model)
+
+
+@pytest.mark.parametrize("emulate", [True, False])
+def test_what_was_asked_for_stays_and_one_line_says_that_it_is_another_way(emulate, on_processor, caplog):
+    on_processor(AVX512_BF16 if emulate else AVX2)
+    _, _, session = start("O2", "bf16")
+    state = session.state_dict()
+    session.close()
+    _, _, other = start("O2", "bf16", emulate=emulate)
+    other.load_state_dict(state)
+    assert other.state_dict()["emulate"] is emulate is not state["emulate"]
+    assert f"emulate={emulate} was passed: they are {'emulated' if emulate else 'native'} from here on" in caplog.text
+    assert len(caplog.messages) == 1
+    other.close()
+
+
+@pytest.mark.parametrize("row", [AVX2, AVX512_BF16], ids=lambda row: row.name)
+def test_a_state_from_before_emulation_was_kept_loads(row, on_processor, caplog):
+    on_processor(row)
+    model, opt, session = start("O2", "bf16")
+    train(session, model, opt, range(2))
+    state = session.state_dict()
+    before = {key: value for key, value in state.items() if key != "emulate"}
+    session.load_state_dict(before)
+    assert session.state_dict() == state
+    assert caplog.messages == []
+    session.close()
+
+
+def test_at_o0_nothing_is_emulated_whatever_a_state_says(caplog):
+    _, _, session = start("O0", "bf16")
+    session.load_state_dict({**session.state_dict(), "emulate": True})
+    assert session.state_dict()["emulate"] is False
+    assert caplog.messages == []
+    session.close()

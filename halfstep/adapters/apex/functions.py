@@ -21,6 +21,7 @@ from halfstep.machine import read_facts
 from halfstep.plan.choose import needs_emulation
 from halfstep.plan.levels import level
 from halfstep.plan.optable import find
+from halfstep.processes.agree import agreed
 
 __all__ = [
     "disable_casts",
@@ -111,7 +112,7 @@ def init(
         plan = level("O1", STATE._low).edit(*(OpChange("deny", op) for op in DENIED), *STATE._registered)
         plan = plan.edit(OpChange("deny", "binary_cross_entropy")) if allow_banned else plan
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        facts = read_facts(device)
+        facts = agreed(read_facts(device))
         emulate, wide = needs_emulation(plan.low, facts), facts.processor.wide_backward
         STATE.handle = Handle(Casting(plan, device, emulate=emulate, wide_backward=wide))
     return STATE.handle

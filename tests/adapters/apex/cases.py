@@ -6,7 +6,9 @@ import torch
 from torch import nn
 
 from halfstep.cast.emulate import Emulation
-from halfstep.formats import FP16
+from halfstep.formats import as_format
+from halfstep.machine import read_facts
+from halfstep.plan.choose import needs_emulation
 
 LEVELS = ("O0", "O1", "O2", "O3")
 
@@ -71,5 +73,6 @@ def same(a, b):
 
 
 def as_hardware(low):
-    """Returns a context in which fp16 products are tensor-core arithmetic on a CPU, as a session computes them."""
-    return Emulation(FP16) if low is torch.float16 else contextlib.nullcontext()
+    """Returns a context in which products of a format are computed as a session computes them on this CPU."""
+    emulated = needs_emulation(as_format(low), read_facts(torch.device("cpu")))
+    return Emulation(as_format(low)) if emulated else contextlib.nullcontext()
