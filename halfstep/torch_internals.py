@@ -131,6 +131,7 @@ FLASH_ATTENTION_CPU: OpOverload = _name("torch.ops.aten._scaled_dot_product_flas
 FLASH_ATTENTION_CPU_BACKWARD: OpOverload = _name(
     "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default"
 )
+attention_kernel: Callable[..., int] = _name("torch._fused_sdp_choice")  # a value of SDPBackend
 CUSTOM_OPERATIONS: Mapping[str, Any] = _name("torch._library.custom_ops.OPDEFS")  # by name, those that Python defines
 
 # Dispatch modes.
@@ -167,6 +168,7 @@ jagged_values: Callable[[Any], Tensor] = operator.attrgetter("_values")  # of a 
 is_zero_tensor: Callable[[Tensor], bool] = _method("torch.Tensor._is_zerotensor")  # one without memory
 storage_identity: Callable[[Any], int] = _attribute("torch.UntypedStorage._cdata")
 is_functorch_wrapped: Callable[[Tensor], bool] = _name("torch._C._functorch.is_functorch_wrapped_tensor")
+in_functorch: Callable[[], Any] = _name("torch._C._functorch.peek_interpreter_stack")  # None outside of transforms
 functorch_unwrapped: Callable[[Tensor], Tensor] = _name("torch._C._functorch.get_unwrapped")
 unflatten: Callable[[Tensor, Sequence[Tensor]], Sequence[Tensor]] = _name("torch._C._nn.unflatten_dense_tensors")
 

@@ -47,8 +47,8 @@ class Casting:
     def _made(self, emulate: bool) -> tuple[OpEngine | None, Mode | None]:
         low, table = self._plan.low, self._plan.ops == "table"
         device_type, wide = self._device.type, self._wide_backward
-        engine = OpEngine(effective(self._plan), low.dtype, device_type, wide) if table else None
-        return engine, Emulation(low) if emulate else None
+        engine = OpEngine(effective(self._plan), low.dtype, device_type, wide, emulate=emulate) if table else None
+        return engine, Emulation(low) if emulate else None  # a mode for who looks at operations
 
     def emulate(self, on: bool) -> None:
         """Emulates low-precision products from here on, or no longer; compiled code is compiled anew.
@@ -188,8 +188,11 @@ class Casting:
         )
 
     def emulating(self) -> Mode:
-        """Returns a context in which low-precision products are emulated, if this session emulates them."""
-        return nullcontext() if self._emulation is None else self._wrapped(self._emulation)
+        """Returns a context in which each emulated product is one operation, while somebody looks at operations.
+
+        At other times the op engine's kernels emulate, as several operations.
+        """
+        return nullcontext() if self._emulation is None or not self._over else self._wrapped(self._emulation)
 
     def _wrapped(self, mode: Mode) -> Mode:
         for wrap in self._over:
@@ -204,7 +207,7 @@ class Casting:
             self._begin()
         open_region = self._engine.region if torch.compiler.is_compiling() else self._engine.entered
         region = open_region(not self._as_written)
-        return region if self._emulation is None else self._emulated(region)
+        return self._emulated(region) if self._over else region
 
     @contextmanager
     def _emulated(self, region: Mode) -> Iterator[None]:
@@ -238,7 +241,7 @@ class Casting:
         The op table is needed because activation checkpoints repeat parts of the forward in the backward pass.
         """
         region = nullcontext() if self._engine is None else self._engine.backward()
-        return region if self._emulation is None else self._emulated(region)
+        return self._emulated(region) if self._over else region
 
     def weights_changed(self) -> None:
         """Drops the low copies of weights that autocast keeps for reuse."""

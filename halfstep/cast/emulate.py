@@ -74,6 +74,31 @@ WRITERS: Mapping[OpOverload, OpOverload] = {
 }
 
 
+def _addbmm(
+    addmm: Callable[..., Tensor], addend: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1
+) -> Tensor:
+    for each, other in zip(a, b, strict=True):
+        addend, beta = addmm(addend, each, other, beta=beta, alpha=alpha), 1
+    return addend
+
+
+def _conv_tbc(addmm: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor, pad: int = 0) -> Tensor:
+    x = torch.nn.functional.pad(x, (0, 0, 0, 0, pad, pad))
+    length = x.size(0) - weight.size(0) + 1
+    out = bias.expand(length * x.size(1), weight.size(2))
+    for step, tap in enumerate(weight):
+        out = addmm(out, x[step : step + length].flatten(0, 1), tap)
+    return out.view(length, x.size(1), weight.size(2))
+
+
+# Torch computes these on every device, and so on tensor cores, as a chain of products each of which adds to a result
+# that is kept in the low format. The function gets `addmm` first.
+SUMS_OF_PRODUCTS: Mapping[OpOverload, Callable[..., Tensor]] = {
+    aten.addbmm.default: _addbmm,
+    aten.conv_tbc.default: _conv_tbc,
+}
+
+
 class Emulation(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's class has no annotations
     """A dispatch mode in which products of `low` tensors are computed as a GPU's tensor cores compute them.
 
@@ -150,6 +175,10 @@ class Emulation(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
 
     def _product(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         low = self._dtype
+        if func in SUMS_OF_PRODUCTS:
+            return SUMS_OF_PRODUCTS[func](
+                lambda *a, **named: self._product(aten.addmm.default, a, named), *args, **kwargs
+            )
         full = [a.float() if isinstance(a, Tensor) and a.dtype is low else a for a in args]
         named = {k: v.float() if isinstance(v, Tensor) and v.dtype is low else v for k, v in kwargs.items()}
         result = func(*full, **named)
@@ -158,6 +187,9 @@ class Emulation(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         if func is FLASH_ATTENTION_CPU:  # its second output, the log of the sums of exponentials, is fp32 by itself
             return result[0].to(low), result[1]
         return tuple(t.to(low) if isinstance(t, Tensor) and t.is_floating_point() else t for t in result)
+
+    def _named_product(self, func: OpOverload, *args: Any, **kwargs: Any) -> Any:
+        return self._product(func, args, kwargs)
 
     def _lstm(self, x: Tensor, *args: Any) -> Any:
         """Computes an LSTM layer: as one fp32 operation if gradients are on, otherwise time step by time step.

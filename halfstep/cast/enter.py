@@ -33,7 +33,6 @@ from halfstep.cast.copies import (
     reduction_of,
 )
 from halfstep.cast.gate import (
-    EMULATED,
     Gate,
     Inside,
     as_written,
@@ -42,7 +41,6 @@ from halfstep.cast.gate import (
     run_generator,
     run_in_region,
     run_traced,
-    run_uncompiled,
     stays_as_written,
     with_marker,
 )
@@ -146,7 +144,7 @@ def _around_call(base: type[nn.Module], door: Inside) -> Callable[..., Any]:
         if stays_as_written(self, args, kwargs, inside=inside):
             return with_marker(door.marker, base_call, self, args, kwargs)
         if torch.compiler.is_compiling():
-            return (gate.uncompiled or run_traced)(gate, base_call, self, args, kwargs)
+            return run_traced(gate, base_call, self, args, kwargs)
         return run_eager(gate, base_call, self, args, kwargs)
 
     return call
@@ -171,7 +169,7 @@ def _around_hooks(base: type[nn.Module]) -> Callable[..., Any]:
         else:
             run = run_in_region
         if torch.compiler.is_compiling():
-            run = gate.uncompiled or run_traced
+            run = run_traced
         return run(gate, base_call, self, args, kwargs)
 
     return call
@@ -204,8 +202,6 @@ def make_class(  # noqa: C901  # two forwards, one of which is a hot path
             return base_forward(self, *args, **kwargs)
         if gate.first is not None and not is_on(gate.marker):
             gate = gate.first
-        if torch.compiler.is_compiling() and gate.uncompiled is not None:
-            return gate.uncompiled(gate, base_forward, self, args, kwargs)
         if torch.compiler.is_compiling():
             return run_traced(gate, base_forward, self, args, kwargs)
         return run(gate, base_forward, self, args, kwargs)
@@ -334,9 +330,6 @@ class Entrances:
         swapped = self._classes.get(key)
         if swapped is None:
             swapped = self._classes[key] = make_class(base, door=door, explain=explain, at_call=at_call)
-        for each in (gate, gate.first):
-            if each is not None and each.around is not None:
-                each.uncompiled = torch.compiler.disable(run_uncompiled(), reason=EMULATED)  # type: ignore[no-untyped-call]
         module.__dict__[GATE] = gate
         module.__class__ = swapped
 

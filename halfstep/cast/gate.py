@@ -19,7 +19,6 @@ from halfstep.pages import MISMATCH, more
 from halfstep.torch_internals import in_backward
 
 Values = Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
-EMULATED = "the low format is emulated on this device, by a dispatch mode that compiled code would bypass"
 SWITCHED_OFF = (
     "the model's own code has switched autocast off here, and the weights are stored in low precision: keep this "
     f"module in fp32 with a rule, Rule(name, FULL); {more(MISMATCH)}"
@@ -48,8 +47,7 @@ class Gate:
     `full(parameter)` returns the fp32 value of a parameter that is stored low.
 
     In eager code, `begin()` is called before every forward, then `before()` before every training forward, and the
-    context `around()` (emulation) is open during the forward. Compiled code would bypass that context, so if there is
-    one, `uncompiled` runs the forward eagerly under torch.compile.
+    context `around()` is open during the forward, where somebody looks at its operations.
 
     `marker` names an autocast bit that is on inside the plan; while it is off, the gate `first` is used in place of
     this one. A gate that is not `active` does nothing. `copies` are the module's deep copies.
@@ -69,7 +67,6 @@ class Gate:
     copies: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)  # they leave the session with it
     marker: str = ""
     first: Gate | None = None
-    uncompiled: Callable[..., Any] | None = None
     calls: Calls = field(default_factory=Calls)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Gate:
@@ -180,20 +177,6 @@ def _run_part(gate: Gate, go_on: Callable[[Any], Any], given: Any, called_with: 
     with nullcontext() if gate.around is None else gate.around():
         out = _entered(gate, go_on, given)
     return out if gate.cast_out is None else gate.cast_out(out, *called_with)
-
-
-def run_uncompiled() -> Callable[..., Any]:
-    """Returns a function that runs a forward eagerly in place of compiled code, and logs that once."""
-    said = False
-
-    def run(*arguments: Any) -> Any:
-        nonlocal said
-        if not said:
-            _LOG.warning("torch.compile is not used for this model: %s", EMULATED)
-            said = True
-        return run_eager(*arguments)
-
-    return run
 
 
 def run_traced(gate: Gate, forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:

@@ -65,14 +65,16 @@ def is_composite(name: str) -> bool:
 class OpSite:
     """One aten overload on one device type: runs it with or without autocast, and casts its arguments."""
 
+    in_one = False  # whether a recurrent layer is one operation, to which autocast does not apply inside
+
     def __init__(self, overload: OpOverload, device_type: str) -> None:
         self.overload = overload
         self.device_type = device_type
         self.name: str = schema_of(overload).name.removeprefix("aten::")
         self.arguments = [argument.name for argument in schema_of(overload).arguments]
-        self._key = getattr(DispatchKey, f"Autocast{device_type.upper()}")
-        self._after = keyset_after(self._key)
-        self._direct = _fastest_call(overload)
+        self.key = getattr(DispatchKey, f"Autocast{device_type.upper()}")
+        self._after = keyset_after(self.key)
+        self.direct = _fastest_call(overload)
         self._redispatch = redispatch_of(overload)
         types = [str(argument.type) for argument in schema_of(overload).arguments]
         self._tensors = [i for i, kind in enumerate(types) if kind == "Tensor"]
@@ -115,11 +117,11 @@ class OpSite:
 
     def excluded(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Runs the op and all its parts without autocast."""
-        set_key_excluded(self._key, True)  # faster than torch's guard
+        set_key_excluded(self.key, True)  # faster than torch's guard
         try:
-            return self._direct(*args, **kwargs)
+            return self.direct(*args, **kwargs)
         finally:
-            set_key_excluded(self._key, False)  # as it was, or this kernel would not run
+            set_key_excluded(self.key, False)  # as it was, or this kernel would not run
 
     def cast(self, value: Any, dtype: torch.dtype) -> Any:
         """Returns a value, or a list of them, with fp32, bf16 and fp16 tensors on this device type cast to `dtype`."""
@@ -185,7 +187,7 @@ def make_act(site: OpSite, action: Action) -> Act:
 
 
 def _low(site: OpSite) -> Act:
-    if site.name in RECURRENT:
+    if site.name in RECURRENT and not site.in_one:
         return _recurrent(site)
     device_type = site.device_type
 

@@ -19,6 +19,7 @@ import torch
 from halfstep.cast.backward import wide_attention
 from halfstep.cast.lock import DeferringLock
 from halfstep.cast.opkernels import Act, OpSite, is_composite, make_act
+from halfstep.cast.products import EMULATED, make_product
 from halfstep.errors import PlanError
 from halfstep.machine import WideBackward
 from halfstep.plan.optable import AS_WRITTEN, Action, stock_action
@@ -39,19 +40,21 @@ MARKERS = ("ipu", "hpu", "xla", "mtia", "maia")
 class Table:
     """What an engine casts: the device type, and an action for each aten overload.
 
-    `wide_backward` gives the limits within which attention runs its backward pass in fp32.
+    `wide_backward` gives the limits within which attention runs its backward pass in fp32. With `emulate`, products of
+    low tensors are computed in fp32 and rounded.
     """
 
     device_type: str
     actions: frozenset[tuple[str, Action]]
     wide_backward: WideBackward = ()
+    emulate: bool = False
 
     def digest(self) -> str:
         """Returns a short hash of the device type and the actions, which decide the casts in compiled code.
 
         It is the same in every process.
         """
-        return hashlib.sha256(repr((self.device_type, sorted(self.actions))).encode()).hexdigest()[:16]
+        return hashlib.sha256(repr((self.device_type, sorted(self.actions), self.emulate)).encode()).hexdigest()[:16]
 
 
 @dataclass
@@ -199,11 +202,19 @@ class Registry:
         for name, action in wanted.items():
             site = device.sites.get(name)  # what torch's own kernel does can only be read while ours is not there
             own = stock_action(name, table.device_type) if site is None else site.own
-            if ":" in name or not _deviates(name, action, own) or (action == "gather" and table.device_type != "cpu"):
+            emulated = table.emulate and name.partition(".")[0] in EMULATED
+            if ":" in name or not (emulated or _deviates(name, action, own)):
+                continue
+            if action == "gather" and table.device_type != "cpu":
                 continue  # other devices add up in fp32 themselves
             site = site or self._register(device, name, table.device_type, own)
             if site is not None:
-                site.acts = (*site.acts, (marker, make_act(site.site, action)))
+                act = (
+                    make_product(site.site.overload, table.device_type, action)
+                    if emulated
+                    else make_act(site.site, action)
+                )
+                site.acts = (*site.acts, (marker, act))
         if table.device_type == "cpu" and table.wide_backward and not device.with_backward:
             self._register_backward(device)
             device.with_backward = True

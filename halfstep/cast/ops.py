@@ -43,15 +43,22 @@ class OpEngine:
     """Casts ops by a table inside its regions; one per session, and engines with equal tables share their kernels.
 
     `actions` maps aten overloads to actions, `low` is bf16 or fp16, and `device_type` is where the tensors are.
-    `wide_backward` gives the limits within which attention on a CPU runs its backward pass in fp32.
+    `wide_backward` gives the limits within which attention on a CPU runs its backward pass in fp32. With `emulate`,
+    products of low tensors are computed in fp32 and rounded.
     """
 
     def __init__(
-        self, actions: Mapping[str, Action], low: torch.dtype, device_type: str, wide_backward: WideBackward = ()
+        self,
+        actions: Mapping[str, Action],
+        low: torch.dtype,
+        device_type: str,
+        wide_backward: WideBackward = (),
+        *,
+        emulate: bool = False,
     ) -> None:
         self.low = low
         self.device_type = device_type
-        self._table = Table(device_type, frozenset(actions.items()), wide_backward)
+        self._table = Table(device_type, frozenset(actions.items()), wide_backward, emulate)
         self._marker = ""
 
     def open(self) -> None:
