@@ -151,7 +151,7 @@ def gradient(compiled):
     torch.manual_seed(0)
     model = Small()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    session = halfstep.initialize(model, optimizer, "O2", low="bf16")
+    session = halfstep.initialize(model, optimizer, "O2", low="bf16", emulate=False)
     run = torch.compile(model, backend="aot_eager") if compiled else model
     session.backward(run(torch.randn(4, 12, 16)).square().sum())
     found = model.qkv.weight.grad.clone()

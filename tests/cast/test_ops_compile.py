@@ -132,7 +132,8 @@ def test_one_compiled_function_serves_regions_plain_autocast_and_neither():
                 assert compiled(x).dtype == BF16
             with first.region(enabled=False):
                 assert compiled(x).dtype == FP32
-            token = first.enter()
+            token = first.read()
+            first.enter(token)
             assert compiled(x).dtype == FP32
             first.leave(token)
             assert compiled(x).dtype == FP32
