@@ -94,7 +94,7 @@ def initialize(  # noqa: PLR0913  # the one public entry; each keyword is a docu
             inside = owners(module for model in models for module in unwrap(model).modules())
             earlier = [owner for owner in inside if isinstance(owner, Session)]
             made_low = [p for session in earlier for p in session.low_parameters()]
-            stack.enter_context(widened(models, chosen, made_low, training=bool(optimizers)))
+            stack.enter_context(widened(models, chosen, made_low, optimizers))
             decision = decide(
                 models, optimizers, chosen, emulate=emulate, stepping=stepping, facts=facts, made_low=made_low
             )

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from halfstep.optim.gradients import unscaled
 from halfstep.optim.guard import original_step
 from halfstep.optim.hooks import run_own_step
-from halfstep.optim.masters import MasterStore, is_low
+from halfstep.optim.masters import MasterStore
 from halfstep.optim.one_pass import check_gradients, named
 from halfstep.processes.shards import like, part_of
 from halfstep.torch_internals import mark_stepped
@@ -97,10 +97,6 @@ class ForeignStepper:
             stand_in = self._stand_ins[p] = Parameter(torch.empty(0, dtype=torch.float32, device=p.device))
             vars(stand_in).update(vars(p))  # marks that users put on parameters for their optimizers
         stand_in.data = self._store.full(p)
-        state = self._optimizer.state.get(p, {})
-        for name, value in state.items():
-            if isinstance(value, Tensor) and is_low(value):
-                state[name] = value.float()
         return stand_in
 
     def _exchange(self, by: dict[Parameter, Parameter]) -> None:

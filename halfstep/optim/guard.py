@@ -1,9 +1,13 @@
-"""Replaces `optimizer.step` with a function that raises, or with one that calls `session.step`; LR schedulers work."""
+"""Replaces `optimizer.step` with a function that raises, or with one that calls `session.step`; LR schedulers work.
+
+Also lends fp32 weights to methods of an optimizer that write weights outside of its step.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from types import MethodType
 from typing import Any
 
@@ -63,6 +67,28 @@ def send_step(
         put_back()
 
     return undo
+
+
+def lend_weights(optimizer: Optimizer, lend: Callable[[], AbstractContextManager[None]]) -> Callable[[], None]:
+    """Makes `train()` and `eval()` of an optimizer run inside `lend()`; returns a function that undoes this.
+
+    Optimizers that average weights write them there (schedulefree's do), so they need them in fp32.
+    """
+
+    def lending(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with lend():
+                return method(*args, **kwargs)
+
+        return call
+
+    methods = {name: getattr(optimizer, name, None) for name in ("train", "eval")}
+    with ExitStack() as stack:
+        for name, method in methods.items():
+            if callable(method):
+                stack.callback(put_over(optimizer, name, lending(method)))
+        return stack.pop_all().close
 
 
 def put_over(optimizer: Optimizer, name: str, method: Callable[..., Any]) -> Callable[[], None]:

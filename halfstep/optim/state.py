@@ -267,6 +267,25 @@ def _require(what: str, part: Any, names: Iterable[str]) -> None:
         raise StateError(f"{what} has no {', '.join(map(repr, missing))}; was the file cut short?")
 
 
+def widen_states(optimizer: Optimizer, made_low: Iterable[Tensor]) -> Callable[[], None]:
+    """Makes low tensors in the state of parameters that were low when it was made fp32; returns what puts them back.
+
+    What an optimizer keeps low for an fp32 weight is its own choice and stays as it is.
+    """
+    changed: list[tuple[StateDict, StateDict]] = []
+    for p in made_low:
+        state = optimizer.state.get(p, {})
+        low = {name: value for name, value in state.items() if isinstance(value, Tensor) and is_low(value)}
+        state.update({name: value.float() for name, value in low.items()})
+        changed.append((state, low))
+
+    def put_back() -> None:
+        for state, low in changed:
+            state.update(low)
+
+    return put_back
+
+
 def _exact(loaded: Any, saved: Any, low: bool) -> Any:
     """Returns a copy of the `loaded` state; for a `low` weight, its tensors are fp32 copies of those in `saved`."""
     if isinstance(loaded, dict) and isinstance(saved, dict):

@@ -9,10 +9,12 @@ from functools import partial
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from halfstep.cast.modules import cast_buffers
 from halfstep.errors import SetupError
 from halfstep.optim.masters import give_dtype
+from halfstep.optim.state import widen_states
 from halfstep.plan.compatibility import loaded_low, unwrap
 from halfstep.plan.plan import Plan
 from halfstep.processes.replicas import living_wrappers_of
@@ -25,13 +27,13 @@ FOR_INFERENCE = "; for inference only, call model.requires_grad_(False) first, w
 
 @contextmanager
 def widened(
-    models: Sequence[nn.Module], plan: Plan, made_low: Sequence[nn.Parameter], *, training: bool = True
+    models: Sequence[nn.Module], plan: Plan, made_low: Sequence[nn.Parameter], optimizers: Sequence[Optimizer]
 ) -> Iterator[None]:
     """Converts trainable parameters that were loaded in bf16 or fp16 to fp32; an error inside the context undoes this.
 
-    Also converts the buffers of their modules, since a low format rounds away most changes of running statistics. Logs
-    what was converted. `made_low` are parameters that are low because of a session; they are left alone. `training` is
-    False if there is no optimizer: the log then also says how to keep the formats for inference.
+    Also converts the state that `optimizers` have for them, and the buffers of their modules, since a low format rounds
+    away most changes of running statistics. Logs what was converted. `made_low` are parameters that are low because of
+    a session; they are left alone. Without optimizers, the log also says how to keep the formats for inference.
 
     Raises:
         SetupError: a model with such parameters is already wrapped in DistributedDataParallel.
@@ -45,7 +47,7 @@ def widened(
             "the model's trainable weights in low precision become fp32; call halfstep.initialize first, then wrap"
         )
     put_back: list[Callable[[], None]] = [partial(give_dtype, p, p.dtype) for p in loaded.values()]
-    message = _what_became(list(loaded.values()), plan) + ("" if training else FOR_INFERENCE)
+    message = _what_became(list(loaded.values()), plan) + ("" if optimizers else FOR_INFERENCE)
     try:
         for module in {id(module): module for root in roots for module in root.modules()}.values():
             own = [p for p in parameters_of(module).values() if p is not None and id(p) in loaded]
@@ -53,6 +55,7 @@ def widened(
                 give_dtype(parameter, torch.float32)
             if own:
                 put_back.append(cast_buffers(module, torch.float32))
+        put_back += [widen_states(optimizer, loaded.values()) for optimizer in optimizers]
         yield
         if loaded:
             _LOG.warning(message)

@@ -27,10 +27,10 @@ from halfstep.formats import FP16, FP32
 from halfstep.modes import ordinary_tensors
 from halfstep.observe.attach import check_delivery, make_probe
 from halfstep.observe.probe import Probe, Probes
-from halfstep.optim.guard import forbid_step, send_step
+from halfstep.optim.guard import forbid_step, lend_weights, send_step
 from halfstep.optim.hooks import watch_steps
 from halfstep.optim.masters import MasterStore
-from halfstep.optim.state import exact_state_loading
+from halfstep.optim.state import exact_state_loading, widen_states
 from halfstep.plan.compatibility import STATE_SCHEMA, as_list, check_optimizers, check_state
 from halfstep.plan.io import to_dict
 from halfstep.plan.plan import Plan
@@ -167,6 +167,8 @@ class Session:
         pairs = list(self.modules())
         for module, formats in pairs:
             self._cast_module(module, formats)
+        for optimizer in self._decision.optimizers:
+            widen_states(optimizer, self._decision.already_low)
         self._parts = [self._make_part(optimizer, self._undo) for optimizer in self._decision.optimizers]
         self._stepping = [part for part in self._parts if not part.needs_closure]
         self._buffers = BufferGuard(self._roots if self._decision.mixed else [])
@@ -260,6 +262,8 @@ class Session:
             name_of=self._name_of,
         )
         undo.callback(part.stepper.close)
+        if self.plan.param == "low":
+            undo.callback(lend_weights(optimizer, partial(_full, self._store, self._casting)))
         if self._decision.mixed:
             undo.callback(part.accumulator.close)
             undo.callback(exact_state_loading(optimizer))
@@ -565,6 +569,8 @@ class Session:
             if self._decision.mixed and self._has_dtypes:
                 self._replicas.search()
             self._undo.callback(stack.pop_all().close)
+        for optimizer in optimizers:
+            widen_states(optimizer, self._store)
         say_what_steps_itself(self._decision, optimizers)
         self._parts += parts  # in place: those who step and scale hold the list
         self._stepping += [part for part in parts if not part.needs_closure]
@@ -687,11 +693,8 @@ class Session:
         rounded. Inside the context `p.grad` is None; the gradients come back at its end.
         """
         self._check_open()
-        try:
-            with self._store.widened():
-                yield
-        finally:
-            self._casting.weights_changed()
+        with _full(self._store, self._casting):
+            yield
 
     def state_dict(self) -> dict[str, Any]:
         """Returns scales, counters and plan as plain Python values; weights are in `model.state_dict()`, in fp32."""
@@ -781,6 +784,15 @@ class Trial(Session):
     def optimizers(self) -> tuple[Optimizer, ...]:
         """The optimizers of the session whose models were copied."""
         return self._of.optimizers
+
+
+@contextmanager
+def _full(store: MasterStore, casting: Casting) -> Iterator[None]:
+    try:
+        with store.widened():
+            yield
+    finally:
+        casting.weights_changed()
 
 
 def _told(failed: BaseException | None, tell: Callable[..., object], *args: Any) -> BaseException | None:

@@ -143,15 +143,23 @@ def test_an_optimizer_meets_the_same_objects_at_every_step():
     assert set(marks) == {"hidden"}
 
 
-def test_low_state_from_before_becomes_full():
-    p = Parameter(torch.ones(3, dtype=BF16))
-    optimizer = optim.Adagrad([p], lr=0.1)
-    assert optimizer.state[p]["sum"].dtype is BF16
-    store = MasterStore("copy", BF16)
-    store.track(p)
-    ForeignStepper(optimizer, store).step([p], [torch.full((3,), 2.0**-6, dtype=BF16)], None, FALSE)
-    assert optimizer.state[p]["sum"].tolist() == [2.0**-12] * 3
-    assert optimizer.state[p]["sum"].dtype is torch.float32
+def test_state_that_the_optimizer_keeps_low_stays_low():
+    class LowMomentum(optim.SGD):
+        @torch.no_grad()
+        def step(self, closure=None):
+            for p in self.param_groups[0]["params"]:
+                momentum = self.state[p].setdefault("momentum", torch.zeros_like(p, dtype=BF16))
+                p.sub_(momentum.lerp_(p.grad.to(BF16), 0.5))  # as an fp32 momentum it would raise
+
+    params = parameters()
+    store = MasterStore("split", BF16)
+    for p in params:
+        store.track(p)
+    optimizer = LowMomentum(params, lr=0.1)
+    stepper = ForeignStepper(optimizer, store)
+    for seed in range(3):
+        stepper.step(params, gradients(params, seed), None, FALSE)
+        assert {optimizer.state[p]["momentum"].dtype for p in params} == {BF16}
 
 
 def test_parameters_without_a_gradient_stay():

@@ -117,3 +117,34 @@ def test_a_wrapped_one_is_refused_as_its_format_changes(process_group):
     with pytest.raises(SetupError, match=r"call halfstep\.initialize first, then wrap"):
         halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "O1", low="bf16")
     assert model.module.weight.dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_state_that_was_made_for_low_weights_becomes_fp32(level):
+    model = nn.Linear(3, 1, bias=False).bfloat16()
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    assert optimizer.state[model.weight]["sum"].dtype is torch.bfloat16
+    with halfstep.initialize(model, optimizer, level, low="bf16") as session:
+        session.backward(model(torch.full((1, 3), 2.0**-6)).sum())
+        session.step()
+        assert optimizer.state[model.weight]["sum"].dtype is torch.float32
+        assert optimizer.state[model.weight]["sum"].tolist() == [[2.0**-12] * 3]
+
+
+def test_state_that_was_made_while_the_session_stores_weights_low_becomes_fp32():
+    model = nn.Linear(3, 1, bias=False)
+    with halfstep.initialize(model, None, "O2", low="bf16") as session:
+        model.requires_grad_()
+        optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+        session.add_optimizers([optimizer])
+        session.backward(model(torch.ones(1, 3)).sum())
+        session.step()
+        assert optimizer.state[model.weight]["sum"].dtype is torch.float32
+
+
+def test_an_error_leaves_state_for_low_weights_as_it_was():
+    model = nn.Linear(3, 1, bias=False).bfloat16()
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    with pytest.raises(SetupError):
+        halfstep.initialize(model, [optimizer, optimizer], "O2", low="bf16")
+    assert optimizer.state[model.weight]["sum"].dtype is torch.bfloat16
