@@ -3,7 +3,8 @@
     python benchmarks/op_sweep.py [--only WORD] [--all] [--json FILE]
 
 Times torch's own kernels on one thread, forward and backward by themselves: products, attention, recurrent layers and
-the rest of what networks are made of, by the rows of halfstep's op table and beyond them. In turns, the least CPU time
+the rest of what networks are made of, in halfstep's op table and beyond it (but for linear algebra and Fourier
+transforms, most of which have no low kernel). In turns, the least CPU time
 of up to 15 calls of each format counts. Prints the operations that take more than 1.5 times fp32's time in a format
 (`--all`: every one), and those that have no kernel for it. Takes some minutes.
 """
@@ -376,8 +377,8 @@ def in_turns(runs: dict[str, Callable[[], object]]) -> dict[str, float]:
     return least
 
 
-def main() -> None:
-    """Times what is asked for, prints the table and writes the file."""
+def main() -> int:
+    """Times what is asked for, prints the table and writes the file; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="a part of the names of kinds or operations to time")
     parser.add_argument("--all", action="store_true", help="also print what is not slow")
@@ -406,6 +407,7 @@ def main() -> None:
             "rows": [asdict(row) for row in rows],
         }
         asked.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    return 0
 
 
 def said(row: Row, low: str) -> str:
@@ -415,4 +417,4 @@ def said(row: Row, low: str) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -62,6 +62,27 @@ def test_the_host_cost_has_a_row_for_each_network_and_level_in_processes_of_thei
         assert row["time_x_peer"] == pytest.approx(row["us"] / row["peer_us"])
 
 
+def test_the_sweep_of_operations_has_each_direction_and_what_has_no_kernel(tmp_path, main, capsys, one_thread):
+    path = tmp_path / "sweep.json"
+    assert main("op_sweep", "--only", "pool", "--json", path) == 0
+    rows = {(row["op"], row["direction"]): row for row in json.loads(path.read_text())["rows"]}
+    assert {("max_pool2d", "forward"), ("max_pool2d", "backward"), ("interpolate, area", "forward")} <= set(rows)
+    assert rows["max_pool2d", "forward"]["bf16"] > 0
+    lacking = rows["avg_pool3d", "forward"]
+    assert lacking["bf16"] is lacking["fp16"] is None
+    assert set(lacking["errors"]) == {"bf16", "fp16"}
+    assert "avg_pool3d" in capsys.readouterr().out
+
+
+def test_every_operation_of_the_sweep_runs_in_fp32():
+    sweep = load("op_sweep")
+    for cases in sweep.KINDS.values():
+        for _, (call, operands) in cases():
+            sweep.forward(call, operands)()
+            backward = sweep.backward(call, operands)
+            assert backward is None or backward()
+
+
 def test_the_optimizer_step_measures_every_implementation_and_peer(tmp_path, main, capsys):
     path = tmp_path / "made" / "here.json"
     assert main("optimizer_step", "--device", "cpu", "--numel", 60000, "--rounds", 1, "--json", path) == 0
