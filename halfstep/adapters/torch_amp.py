@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.cast.autocast import autocast
+from halfstep.cast.autocast import Emulators, autocast
 from halfstep.scale.grad_scaler import GradScaler
 
 
@@ -108,9 +108,14 @@ PLACES: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
 def install() -> Callable[[], None]:
     """Replaces autocast and GradScaler in torch's modules with halfstep's; returns a function that undoes it.
 
-    `custom_fwd` and `custom_bwd` are replaced too. Names that a script imported earlier are not affected.
+    `custom_fwd` and `custom_bwd` are replaced too. Names that a script imported earlier are not affected. On a CPU
+    without units for the format of a region, products in it are emulated, as in a session; not in compiled code.
     """
     with ExitStack() as stack:
+        emulators = Emulators()
+        stack.callback(emulators.close)
+        stack.callback(setattr, autocast, "emulators", autocast.emulators)
+        autocast.emulators = emulators
         for module, name, drop_in in PLACES:
             stack.callback(setattr, module, name, getattr(module, name))
             setattr(module, name, drop_in)

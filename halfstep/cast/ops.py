@@ -128,6 +128,10 @@ class OpEngine:
             self.leave(token)
             raise
 
+    def is_inside_another(self) -> bool:
+        """Tells whether this thread is in a region of another engine."""
+        return any(map(torch.is_autocast_enabled, REGISTRY.others(self._open_marker())))
+
     def read(self) -> Token:
         """Returns this thread's autocast settings, as `enter` and `leave` take them; changes nothing."""
         marker, device_type, on = self._open_marker(), self.device_type, torch.is_autocast_enabled

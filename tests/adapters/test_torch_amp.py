@@ -13,7 +13,8 @@ from torch import nn
 
 import halfstep
 from halfstep.adapters.torch_amp import PLACES, install
-from halfstep.machine import AVX512_BF16
+from halfstep.cast.opregistry import REGISTRY
+from halfstep.machine import AVX2, AVX512_BF16
 
 # Operations of each of torch's lists, with the formats of what they are given.
 OPERATIONS = {
@@ -163,6 +164,40 @@ def test_a_compiled_forward_with_regions_of_its_own_is_as_the_eager_one(level, b
     assert formats == eager == [torch.bfloat16, stored, torch.bfloat16]
     assert torch.equal(out, expected)
     assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+def test_regions_emulate_products_where_the_cpu_has_no_units_and_say_so_once(low, installed, on_processor, caplog):
+    on_processor(AVX2)
+    layer, x = nn.LSTM(4, 4), torch.randn(3, 2, 4)
+    a, b = (torch.randn(64, 64, generator=torch.Generator().manual_seed(i)) for i in range(2))
+    for _ in range(2):
+        with torch.autocast("cpu", low), torch.autocast("cpu", low):
+            out, _ = layer(x)
+            product = a @ b
+            with torch.autocast("cpu", enabled=False):
+                assert (a @ b).dtype is torch.float32
+        out.float().sum().backward()
+    assert out.dtype is low
+    assert layer.weight_ih_l0.grad.isfinite().all()
+    assert torch.equal(product, (a.to(low).float() @ b.to(low).float()).to(low))
+    assert len(caplog.messages) == 1
+    assert caplog.messages[0].endswith("as a GPU's tensor cores do (x86 AVX2)")
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_what_emulates_is_taken_out_again_and_is_not_there_where_there_are_units(on_processor):
+    x = torch.ones(2, 2)
+    for row, there in ((AVX512_BF16, False), (AVX2, True)):
+        on_processor(row)
+        before = set(REGISTRY._slots)
+        undo = install()
+        with torch.autocast("cpu", torch.bfloat16):
+            x @ x
+        assert (set(REGISTRY._slots) != before) is there
+        undo()
+        assert set(REGISTRY._slots) == before
+        assert halfstep.autocast.emulators is None
 
 
 class Cube(torch.autograd.Function):
