@@ -156,11 +156,7 @@ def _attention(site: ProductSite, low: torch.dtype, args: Sequence[Any], kwargs:
     """Computes attention; the backward pass reads the rounded result, as the native kernel's does."""
     given = {**dict(zip(site.arguments, args, strict=False)), **kwargs}
     query, key, value = given["query"], given["key"], given["value"]
-    wide = _Widened(low)
-    if (
-        not (wide.traced or _is_eager_training(query, key, value))
-        or attention_kernel(**given) != SDPBackend.FLASH_ATTENTION.value
-    ):
+    if not _is_eager_training(query, key, value) or attention_kernel(**given) != SDPBackend.FLASH_ATTENTION.value:
         return _rounded_once(site, low, args, kwargs)
     mask = given.get("attn_mask")
     if mask is not None and mask.dtype is torch.bool:
@@ -168,7 +164,7 @@ def _attention(site: ProductSite, low: torch.dtype, args: Sequence[Any], kwargs:
     elif mask is not None:
         mask = mask.float()
     causal = given.get("is_causal", False)
-    return _Attention.apply(query, key, value, mask, causal, given.get("scale"), wide)  # type: ignore[no-untyped-call]
+    return _Attention.apply(query, key, value, mask, causal, given.get("scale"), _Widened(low))  # type: ignore[no-untyped-call]
 
 
 class _Attention(torch.autograd.Function):
