@@ -19,7 +19,7 @@ import torch
 from halfstep.cast.backward import wide_attention
 from halfstep.cast.lock import DeferringLock
 from halfstep.cast.opkernels import Act, OpSite, is_composite, make_act
-from halfstep.cast.products import EMULATED, make_product
+from halfstep.cast.products import ALSO_EMULATED, EMULATED, make_product
 from halfstep.errors import PlanError
 from halfstep.machine import WideBackward
 from halfstep.plan.optable import AS_WRITTEN, Action, stock_action
@@ -198,11 +198,12 @@ class Registry:
 
     def _install(self, marker: str, table: Table) -> None:
         device = self._devices.setdefault(table.device_type, _Device())
-        wanted: dict[str, Action] = {**dict.fromkeys(AS_WRITTEN, "pass"), **dict(table.actions)}
+        also = ALSO_EMULATED if table.emulate else ()
+        wanted: dict[str, Action] = {**dict.fromkeys((*AS_WRITTEN, *also), "pass"), **dict(table.actions)}
         for name, action in wanted.items():
             site = device.sites.get(name)  # what torch's own kernel does can only be read while ours is not there
             own = stock_action(name, table.device_type) if site is None else site.own
-            emulated = table.emulate and name.partition(".")[0] in EMULATED
+            emulated = table.emulate and (name in ALSO_EMULATED or name.partition(".")[0] in EMULATED)
             if ":" in name or not (emulated or _deviates(name, action, own)):
                 continue
             if action == "gather" and table.device_type != "cpu":

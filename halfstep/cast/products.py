@@ -61,7 +61,11 @@ _OPERATIONS = (
     "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution _convolution"
 )
 EMULATED = frozenset({*_OPERATIONS.split(), *IN_PARTS, *_LAYERS, _ATTENTION})
-"""Names of the aten operations that compute products in fp32 where a session emulates."""
+"""Names of the aten operations of the op table that compute products in fp32 where a session emulates."""
+
+ALSO_EMULATED = ("pow.Tensor_Scalar", "_grouped_mm")
+"""Overloads that no row of the table casts, but that take many times fp32's time in low precision."""
+_POWERS = (2, 3)  # of fp16: the CPU's own kernel gives the same bits in ten times the time
 
 
 class ProductSite(OpSite):
@@ -116,7 +120,7 @@ def _one_level_of_functorch() -> Iterator[None]:
 def make_product(overload: OpOverload, device_type: str, action: Action) -> Act:
     """Returns the function that runs a call of a product as `action` says, and emulates it."""
     site = ProductSite(overload, device_type)
-    act = make_act(site, action)
+    act = make_act(site, action) if action != "pass" else lambda _, args, kwargs: site.excluded(args, kwargs)
 
     def once(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return OpSite.excluded(site, args, kwargs) if _LEVELS.inside else act(keyset, args, kwargs)
@@ -165,6 +169,27 @@ def _attention(site: ProductSite, low: torch.dtype, args: Sequence[Any], kwargs:
         mask = mask.float()
     causal = given.get("is_causal", False)
     return _Attention.apply(query, key, value, mask, causal, given.get("scale"), _Widened(low))  # type: ignore[no-untyped-call]
+
+
+def _power(site: ProductSite, low: torch.dtype, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    emulate = low is torch.float16 and args[1] in _POWERS and in_functorch() is None
+    return _Power.apply(*args) if emulate else site.direct(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+
+class _Power(torch.autograd.Function):
+    """The square or cube of a low tensor, computed in fp32 and rounded; the gradient in torch's order of operations."""
+
+    @staticmethod
+    def forward(ctx: Any, base: Tensor, exponent: int) -> Tensor:
+        ctx.save_for_backward(base)
+        ctx.exponent = exponent
+        return base.float().pow(exponent).to(base.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (base,), lower = ctx.saved_tensors, ctx.exponent - 1
+        power = base if lower == 1 else _Power.apply(base, lower)  # type: ignore[no-untyped-call]
+        return grad * (power * ctx.exponent), None
 
 
 class _Attention(torch.autograd.Function):
@@ -316,6 +341,7 @@ def _floating(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor
 _WAYS: Mapping[str, Way] = {
     "linear": _linear,
     _ATTENTION: _attention,
+    "pow": _power,
     **dict.fromkeys(IN_PARTS, _in_parts),
     **dict.fromkeys(("addbmm", "conv_tbc"), _sum_of_products),
 }
