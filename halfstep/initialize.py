@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, get_args
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from halfstep.cast.owners import owners
+from halfstep.cast.owners import all_owners, owners
 from halfstep.diagnose.guardian import Guardian, OnFailure
 from halfstep.edits import OpChanges, Rule, Scaling, Width
 from halfstep.errors import SetupError
@@ -22,13 +22,20 @@ from halfstep.plan.choose import choose_plan
 from halfstep.plan.compatibility import (
     as_list,
     first_device,
+    named,
     unwrap,
 )
 from halfstep.plan.levels import customize
 from halfstep.plan.plan import Master, Plan, PlanInput
 from halfstep.processes.agree import agreed
 from halfstep.processes.gone import telling_of_errors
-from halfstep.session.decide import Stepping, decide, say_how_products_run, say_what_steps_itself
+from halfstep.session.decide import (
+    Stepping,
+    decide,
+    say_how_products_run,
+    say_what_stays_full,
+    say_what_steps_itself,
+)
 from halfstep.session.loaded import widened
 from halfstep.session.session import Session, Sink
 from halfstep.validate import short
@@ -48,6 +55,7 @@ def initialize(  # noqa: PLR0913  # the one public entry; each keyword is a docu
     rules: Sequence[Rule] = (),
     ops: OpChanges | Mapping[str, Iterable[str]] | None = None,
     input: PlanInput | None = None,
+    frozen: Width | None = None,
     emulate: bool | None = None,
     sinks: Sequence[Sink] = (),
     on_failure: OnFailure = "raise",
@@ -60,11 +68,14 @@ def initialize(  # noqa: PLR0913  # the one public entry; each keyword is a docu
     logged once. `loss_scale` ("dynamic", "none", a number or a Scaling), `norms` (the width of normalisation
     parameters) and `master` ("copy", "split" or "none") replace those of the plan; `rules` are added to its rules.
     `ops` moves ops to other lists of the op table. `input="low"` casts all floating-point inputs of the model to low;
-    by default inputs keep their format and products cast their operands.
+    by default inputs keep their format and products cast their operands. Weights that no optimizer updates stay in
+    fp32, so that code of yours may average into them; `frozen="low"` stores them low, without masters.
 
-    `optimizer=None` is for inference. `emulate=True` computes products of the low format in a wider one and rounds them
-    exactly. By default, this is done on a CPU whose native products in the format are less than twice as fast.
-    Each sink in `sinks` is called with each StepRecord; a `Recorder`, such as a RunLog, also gets all other records.
+    `optimizer=None` is for inference; an empty list is for training whose optimizers `session.add_optimizers` will add,
+    and weights that are frozen now stay in fp32. `emulate=True` computes products of the low format in a wider one and
+    rounds them exactly. By default, this is done on a CPU whose native products in the format are less than twice as
+    fast. Each sink in `sinks` is called with each StepRecord; a `Recorder`, such as a RunLog, also gets all other
+    records.
 
     If steps keep being skipped for a reason that no lower loss scale cures, `step` raises a NumericsError that says
     what broke; with `on_failure="warn"` this is only logged, once. With `stepping="optimizer"` your loop keeps its own
@@ -84,25 +95,44 @@ def initialize(  # noqa: PLR0913  # the one public entry; each keyword is a docu
     models = as_list(model, nn.Module, "model")
     with ordinary_tensors(), ExitStack() as stack:
         with telling_of_errors(models):
-            optimizers = [] if optimizer is None else as_list(optimizer, Optimizer, "optimizer")
+            optimizers = [] if optimizer is None else as_list(optimizer, Optimizer, "optimizer", empty=True)
             facts = agreed(read_facts(first_device(models)))
             chosen, notice = choose_plan(plan, low, facts)
             chosen = customize(
-                chosen, loss_scale=loss_scale, norms=norms, master=master, rules=rules, ops=ops, input=input
+                chosen,
+                loss_scale=loss_scale,
+                norms=norms,
+                master=master,
+                rules=rules,
+                ops=ops,
+                input=input,
+                frozen=frozen,
             )
             _check_settings(chosen, sinks, on_failure, stepping, emulate)
             inside = owners(module for model in models for module in unwrap(model).modules())
             earlier = [owner for owner in inside if isinstance(owner, Session)]
             made_low = [p for session in earlier for p in session.low_parameters()]
+            others = [each for each in all_owners() if isinstance(each, Session) and each not in earlier]
+            _refuse_shared(models, others, lambda other: other.low_parameters())
             stack.enter_context(widened(models, chosen, made_low, optimizers))
             decision = decide(
-                models, optimizers, chosen, emulate=emulate, stepping=stepping, facts=facts, made_low=made_low
+                models,
+                optimizers,
+                chosen,
+                emulate=emulate,
+                stepping=stepping,
+                facts=facts,
+                made_low=made_low,
+                training=optimizer is not None,
             )
+            to_be_low = {id(p) for p in decision.stored_low()}
+            _refuse_shared(models, others, lambda other: (p for p in other.parameters() if id(p) in to_be_low))
         _close(earlier)
         if notice:
             _LOG.warning(notice)
         say_how_products_run(decision, told=notice is not None)
         say_what_steps_itself(decision, optimizers)
+        say_what_stays_full(decision)
         return _guarded(Session(decision, sinks=sinks), on_failure)
 
 
@@ -128,6 +158,21 @@ def _check_settings(plan: Plan, sinks: Any, on_failure: Any, stepping: Any, emul
             f"emulate={emulate} has no effect at {plan.name}, which runs everything as written; leave it out, or use "
             "O1 to O3"
         )
+
+
+def _refuse_shared(
+    models: Sequence[nn.Module], others: Iterable[Session], stored: Callable[[Session], Iterable[nn.Parameter]]
+) -> None:
+    """Refuses parameters of the models that are among those that `stored` returns for another open session."""
+    names = {id(p): name for model in models for name, p in model.named_parameters()}
+    for other in others:
+        shared = [names[id(p)] for p in stored(other) if id(p) in names]
+        if shared:
+            raise SetupError(
+                f"{named(shared)} would be in two open sessions, of which one stores them in low precision: the other "
+                "would read and save rounded values. Pass all models that share parameters to one call of "
+                "halfstep.initialize, or close the first session before"
+            )
 
 
 def _close(earlier: Iterable[Session]) -> None:

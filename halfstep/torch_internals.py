@@ -141,6 +141,7 @@ mode_stack: Callable[[], list[TorchDispatchMode]] = _name(
 pop_mode: Callable[[], TorchDispatchMode] = _name("torch.utils._python_dispatch._pop_mode")
 push_mode: Callable[[TorchDispatchMode], None] = _name("torch.utils._python_dispatch._push_mode")
 without_modes: Callable[[], AbstractContextManager[Any]] = _name("torch._C._DisableTorchDispatch")
+without_subclasses: Callable[[], AbstractContextManager[Any]] = _name("torch._C.DisableTorchFunctionSubclass")
 NO_TORCH_DISPATCH: Any = _name("torch._C._disabled_torch_dispatch_impl")  # of a class whose memory holds its elements
 
 # Trees of containers.
@@ -198,6 +199,12 @@ COMPILED = "_orig_mod"  # the name of a module inside the wrapper of torch.compi
 AVERAGING: CodeType = _name(
     "torch.optim.swa_utils.AveragedModel.update_parameters.__code__"
 )  # asks for parameters; tried
+
+
+def own_parameter(module: nn.Module, name: str) -> nn.Parameter | None:
+    """Returns a module's own parameter, None if it has none of this name; torch.compile can trace this."""
+    found: nn.Parameter | None = module._parameters.get(name)
+    return found
 
 
 def metadata_of(state: Any) -> dict[str, dict[str, Any]]:

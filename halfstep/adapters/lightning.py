@@ -100,7 +100,7 @@ class Halfstep(Precision):
         trainer = module.trainer
         fitting = trainer.state.fn == TrainerFn.FITTING
         if self._session is None:
-            self._open([module], optimizers if fitting else [], partial(self._log, module))
+            self._open([module], optimizers if fitting else None, partial(self._log, module))
         elif fitting:  # opened before the model was wrapped
             self._session.add_optimizers(optimizers)
         self._averages.close()
@@ -121,16 +121,16 @@ class Halfstep(Precision):
         for each in models:
             fabric.to_device(each)
         self._loop = FabricPrecision
-        self._open(models, optimizers)
+        self._open(models, optimizers or None)
         made = (*map(fabric.setup_module, models), *map(fabric.setup_optimizers, optimizers))
         return made if len(made) > 1 else made[0]
 
-    def _open(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], *sinks: Sink) -> None:
+    def _open(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer] | None, *sinks: Sink) -> None:
         self.close()
         self._norms, self._skipped = {}, 0.0
         settings = {**self._settings, "sinks": [*self._settings.get("sinks", ()), *sinks], "stepping": "optimizer"}
         with _as_in_their_classes(models):
-            self._session = initialize(models, optimizers or None, self._plan, **settings)
+            self._session = initialize(models, optimizers, self._plan, **settings)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Checks a model and the strategy before Lightning wraps the model; returns the model.
@@ -147,7 +147,7 @@ class Halfstep(Precision):
             self.close()
             if type(trainer.strategy).__name__ == "DDPStrategy":  # which wraps the model before it has optimizers
                 trainer.strategy.model_to_device()
-                self._open([module], [], partial(self._log, module))
+                self._open([module], [] if trainer.state.fn == TrainerFn.FITTING else None, partial(self._log, module))
         elif not any(module is each for each, _ in self.session.modules()):
             raise SetupError(f"this {type(module).__name__} was not passed to plugin.setup; pass all models at once")
         return module

@@ -18,6 +18,7 @@ from halfstep.cast.functions import patch_functions
 from halfstep.cast.gate import Gate, Inside
 from halfstep.cast.modules import CastOut, Undo, holds_state, inputs_to, outputs_to, refuse_removal
 from halfstep.cast.ops import OpEngine, Switch
+from halfstep.cast.reading import reading_of
 from halfstep.cast.tree import map_tensors
 from halfstep.errors import PlanError
 from halfstep.formats import FP32
@@ -147,11 +148,12 @@ class Casting:
                 stored_low = self._plan.param == "low" and formats.door  # here or below
                 own_low = formats.param is not None and formats.param is not FP32
                 explain = door if stored_low or own_low else None
+                reading = reading_of(module, formats, door)
                 if not formats.boundary and not formats.door:
                     if holds_state(module) and enterable(module):  # copied and saved like the others, without our hooks
                         passive = self._gate(self._engine, formats, full, look)
                         passive.active = False
-                        stack.callback(entrances.install(module, passive, explain=explain))
+                        stack.callback(entrances.install(module, passive, explain=explain, reading=reading))
                     continue
                 gate = self._gate(self._engine, formats, full, look)
                 as_root = self._gate(self._engine, _as_root(formats, self._plan), full, look)
@@ -159,13 +161,14 @@ class Casting:
                 if stored_low and isinstance(module, ParametrizationList):
                     as_root.cast_in = refuse_removal
                 if not formats.boundary:
-                    stack.callback(entrances.install(module, first(as_root), door=door, explain=explain))
+                    opened = entrances.install(module, first(as_root), door=door, explain=explain, reading=reading)
+                    stack.callback(opened)
                     continue
                 if id(module) not in entered:
                     first(gate)
                 else:
                     gate.marker, gate.first = door.marker, first(as_root)
-                stack.callback(entrances.install(module, gate, explain=explain))
+                stack.callback(entrances.install(module, gate, explain=explain, reading=reading))
                 entered.update(id(inner) for inner in module.modules())
             return stack.pop_all().close
 

@@ -44,9 +44,10 @@ from halfstep.cast.gate import (
     stays_as_written,
     with_marker,
 )
+from halfstep.cast.reading import Reading, attributes, noting_grad_mode
 from halfstep.errors import SessionError
 from halfstep.pages import MISMATCH, more
-from halfstep.torch_internals import AVERAGING, class_index_above, is_sharding, makes_weights
+from halfstep.torch_internals import AVERAGING, class_index_above, is_sharding, makes_weights, parameters_of
 
 AGAIN = "_halfstep_again"  # makes a class of ours over another one
 OUTSIDE = (
@@ -176,7 +177,12 @@ def _around_hooks(base: type[nn.Module]) -> Callable[..., Any]:
 
 
 def make_class(  # noqa: C901  # two forwards, one of which is a hot path
-    base: type[nn.Module], *, door: Inside | None = None, explain: Inside | None = None, at_call: bool = False
+    base: type[nn.Module],
+    *,
+    door: Inside | None = None,
+    explain: Inside | None = None,
+    at_call: bool = False,
+    reading: Reading | None = None,
 ) -> type[nn.Module]:
     """Returns a subclass of `base`, with the same name, whose forward uses the instance's stand-in or gate.
 
@@ -186,7 +192,8 @@ def make_class(  # noqa: C901  # two forwards, one of which is a hot path
     `door` is for modules that go through their gate only if they are called from outside of the model's forward; in
     other calls, the forward only checks two autocast bits of the thread. With `explain`, the other methods of the
     user's class explain errors about mixed formats. With `at_call`, `__call__` enters the plan in place of the forward;
-    this is for modules whose hooks compute their weight, and for doors whose forward is set on the instance.
+    this is for modules whose hooks compute their weight, and for doors whose forward is set on the instance. `reading`
+    has the weights that the module's code reads low.
     """
     base_forward = base.forward  # not super(): zero-argument super inside two `with` trips an assertion in dynamo
     is_on = torch.is_autocast_enabled
@@ -221,6 +228,8 @@ def make_class(  # noqa: C901  # two forwards, one of which is a hot path
                     return with_marker(marker, written, self, args, kwargs)
             return through(self, *args, **kwargs)
 
+    if reading is not None:
+        forward = noting_grad_mode(forward)  # type: ignore[assignment]
     namespace = {
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
@@ -230,12 +239,15 @@ def make_class(  # noqa: C901  # two forwards, one of which is a hot path
         "__reduce_ex__": reduction_of,
         "__class__": property(class_of, _set_class),
         BASE: base,
-        AGAIN: staticmethod(functools.partial(make_class, door=door, explain=explain, at_call=at_call)),
+        AGAIN: staticmethod(
+            functools.partial(make_class, door=door, explain=explain, at_call=at_call, reading=reading)
+        ),
         GATE: None,
         STAND_IN: None,
         **class_index_above(base),
         **({"forward": forward} if base_forward is not nn.Module.forward else {}),  # a ModuleList keeps having none
         "parameters": _parameters,
+        **(attributes(base, reading) if reading is not None else {}),
         **(_explaining(_methods(base), explain) if explain is not None else {}),
         **({"__call__": _around_hooks(base) if door is None else _around_call(base, door)} if at_call else {}),
     }
@@ -314,22 +326,33 @@ class Entrances:
     """
 
     def __init__(self) -> None:
-        self._classes: dict[tuple[type[nn.Module], Inside | None, Inside | None, bool], type[nn.Module]] = {}
+        self._classes: dict[tuple[Any, ...], type[nn.Module]] = {}
 
     def install(
-        self, module: nn.Module, gate: Gate, *, door: Inside | None = None, explain: Inside | None = None
+        self,
+        module: nn.Module,
+        gate: Gate,
+        *,
+        door: Inside | None = None,
+        explain: Inside | None = None,
+        reading: Reading | None = None,
     ) -> Callable[[], None]:
         """Puts a gate around the module's forward; returns a function that removes it.
 
         With `door`, a call goes through the gate only if the plan is not entered yet. With `explain`, advice is added
-        to errors about mixed formats in the module's other methods.
+        to errors about mixed formats in the module's other methods. `reading` has the weights that its code reads low.
         """
         base = type(module)
         at_call = makes_weights(module) or (door is not None and "forward" in module.__dict__)
-        key = base, door, explain, at_call
+        key = base, door, explain, at_call, reading
         swapped = self._classes.get(key)
         if swapped is None:
-            swapped = self._classes[key] = make_class(base, door=door, explain=explain, at_call=at_call)
+            swapped = self._classes[key] = make_class(
+                base, door=door, explain=explain, at_call=at_call, reading=reading
+            )
+        if reading is not None:
+            own = parameters_of(module)
+            gate.kept = {name: p for name in reading.names if (p := own[name]) is not None}
         module.__dict__[GATE] = gate
         module.__class__ = swapped
 

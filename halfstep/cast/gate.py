@@ -49,6 +49,10 @@ class Gate:
     In eager code, `begin()` is called before every forward, then `before()` before every training forward, and the
     context `around()` is open during the forward, where somebody looks at its operations.
 
+    `kept` has the weights that the module's code reads low although they are stored in fp32, `written` the names of
+    those that code inside the plan has written, which are read in fp32 from then on, and `began_with_grad` whether
+    gradients were on when the module's forward began (None: it does not run).
+
     `marker` names an autocast bit that is on inside the plan; while it is off, the gate `first` is used in place of
     this one. A gate that is not `active` does nothing. `copies` are the module's deep copies.
     """
@@ -68,6 +72,19 @@ class Gate:
     marker: str = ""
     first: Gate | None = None
     calls: Calls = field(default_factory=Calls)
+    kept: dict[str, nn.Parameter] = field(default_factory=dict)
+    written: set[str] = field(default_factory=set)
+    began_with_grad: bool | None = None
+
+    def reads_low(self, module: nn.Module, name: str, weight: Tensor) -> bool:
+        """Returns whether code inside the plan gets the low form of a module's fp32 weight, and not the weight itself.
+
+        Code that has switched gradients off since the forward began is about to write weights, not to compute with
+        them; so has code that has replaced the weight.
+        """
+        if name in self.written or (self.began_with_grad is not False and not torch.is_grad_enabled()):
+            return False
+        return self.kept.get(name) is weight or module in self.copies
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Gate:
         return self

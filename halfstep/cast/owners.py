@@ -34,3 +34,8 @@ def owners(modules: Iterable[nn.Module]) -> list[object]:
     """Returns the owners that `mark` has given to modules, each owner once."""
     signs = [sign for module in modules if (sign := _OWNERS.get(module)) is not None]
     return list({id(owner): owner for sign in signs if (owner := sign()) is not None}.values())
+
+
+def all_owners() -> list[object]:
+    """Returns every owner that some module has now, each once."""
+    return owners(list(_OWNERS))

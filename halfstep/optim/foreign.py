@@ -96,7 +96,7 @@ class ForeignStepper:
         if stand_in is None:
             stand_in = self._stand_ins[p] = Parameter(torch.empty(0, dtype=torch.float32, device=p.device))
             vars(stand_in).update(vars(p))  # marks that users put on parameters for their optimizers
-        stand_in.data = self._store.full(p)
+        stand_in.data = self._store.updatable(p)
         return stand_in
 
     def _exchange(self, by: dict[Parameter, Parameter]) -> None:

@@ -51,6 +51,7 @@ class _Entry:
     param: Parameter
     extra: Tensor | None
     version: int
+    kind: Master
     rounded: Tensor | None = None  # without a master: the counts of the fp32 value that was rounded
 
 
@@ -59,14 +60,17 @@ class MasterStore:
 
     A tracked parameter is stored in the dtype `low`. Depending on `kind`, the store keeps its `extra`: the fp32 master
     (`copy`), the int16 remainder (`split`), or nothing (`none`). Rounding to bf16 is half away from zero for every
-    kind, so that `copy` and `split` train bit-identically. A parameter that is not tracked is its own master.
+    kind, so that `copy` and `split` train bit-identically. A parameter that is not tracked is its own master. Weights
+    that no optimizer updates may be tracked without a master. `joins` is called with an untracked fp32 parameter that
+    will be updated, and tells whether to track it from then on.
     """
 
-    def __init__(self, kind: Master, low: torch.dtype) -> None:
+    def __init__(self, kind: Master, low: torch.dtype, joins: Callable[[Parameter], bool] | None = None) -> None:
         if kind == "split" and low is not torch.bfloat16:
             raise ValueError(f"master 'split' requires bf16 weights, not {low}; use master 'copy'")
         self.kind = kind
         self.low = low
+        self._joins = joins
         self._entries: dict[int, _Entry] = {}  # by id: the hash of a Tensor is a Python call; entries keep theirs alive
 
     def __contains__(self, p: object) -> bool:
@@ -76,18 +80,26 @@ class MasterStore:
         return iter([entry.param for entry in self._entries.values()])
 
     @torch.no_grad()
-    def track(self, p: Parameter) -> None:
+    def track(self, p: Parameter, *, master: bool = True) -> None:
         """Keeps the fp32 value of `p` as its master and stores `p` in low precision; a tracked `p` is not changed.
+
+        With `master=False` the fp32 value is rounded and not kept, whatever the kind of the store.
 
         If `p` is low already, its own value becomes the master. `p` stays the same object with new storage, and its
         gradient becomes low too.
         """
         if p in self:
             return
+        kind: Master = self.kind if master else "none"
         full = torch.empty_like(p, dtype=torch.float32).copy_(p)  # dense, in the memory format of p
-        weight, extra = self._stored(full)
+        weight, extra = self._stored(full, kind)
         _set_data(p, weight)
-        self._entries[id(p)] = _Entry(p, extra, version_of(p), self._rounded(full, weight))
+        self._entries[id(p)] = _Entry(p, extra, version_of(p), kind, _rounded(full, weight, kind))
+
+    def keeps(self, p: Parameter) -> bool:
+        """Returns whether there is a master or a remainder of `p`."""
+        entry = self._entries.get(id(p))
+        return entry is not None and entry.extra is not None
 
     def layout(self, p: Parameter) -> Layout:
         """Returns how the value of `p` is kept: `full` (in `p` itself), `low` (without a master), `copy` or `split`.
@@ -102,19 +114,25 @@ class MasterStore:
                 f"a parameter of shape {tuple(p.shape)} that the session stores as {self.low} was cast to {p.dtype}; "
                 "call session.close(), which gives the trained fp32 values back, and then halfstep.initialize again"
             )
-        return _LAYOUTS[self.kind]
+        return _LAYOUTS[self._entries[id(p)].kind]
 
     def trained_layout(self, p: Parameter, name: Callable[[], str]) -> Layout:
         """Returns the layout of a parameter that will be updated; `name` returns its name for an error.
+
+        A parameter that stayed in fp32 for want of an optimizer is tracked from its first update on, exactly.
 
         Raises:
             SessionError: `p` is tracked and something else has changed its dtype; or `p` is low but not tracked,
                 because it was frozen when the session opened.
         """
         layout = self.layout(p)
-        if layout == "low" and p not in self:
+        if layout == "full" and self._joins is not None and p.dtype is torch.float32 and self._joins(p):
+            self.track(p)
+            layout = self.layout(p)
+        if layout == "low" and (p not in self or self.kind != "none"):
+            came = f"frozen and in {p.dtype}" if p not in self else "not trained, and to be stored low,"
             raise SessionError(
-                f"{name()} trains now but has no fp32 value, because it was frozen and in {p.dtype} when the session "
+                f"{name()} trains now but has no fp32 value, because it was {came} when the session "
                 "opened: its updates would be rounded. Unfreeze it, or call model.float(), before halfstep.initialize "
                 "(inside a trainer: before training begins)"
             )
@@ -124,7 +142,7 @@ class MasterStore:
         """Returns the fp32 master (`copy`) or the int16 remainder (`split`) of a tracked `p`, on the device of `p`."""
         entry = self._entries[id(p)]
         if entry.extra is None:
-            raise KeyError(f"masters of kind {self.kind!r} keep nothing beside the weight")
+            raise KeyError(f"masters of kind {entry.kind!r} keep nothing beside the weight")
         if entry.extra.device != p.device or entry.extra.stride() != p.stride():  # moved, or in another memory format
             entry.extra = torch.empty_like(p, dtype=entry.extra.dtype, requires_grad=False).copy_(entry.extra)
         return entry.extra
@@ -133,21 +151,29 @@ class MasterStore:
     def full(self, p: Parameter) -> Tensor:
         """Returns the value of `p` in fp32; an untracked float64 or complex `p` keeps its dtype.
 
-        The result may share memory with `p` or its master. If `p` was changed in place, that change is adopted first
-        (see `adopt`); with `copy`, also a change through `p.data`. `p` may have been cast to another dtype.
+        The result may share memory with `p`. If `p` was changed in place, its weight counts as it is (`adopt`). With
+        `copy`, this is so after a change through `p.data` too, and the master stays as it is: an average may take the
+        place of the weights for an evaluation. `p` may have been cast to another dtype.
         """
         entry = self._entries.get(id(p))
         if entry is not None:
             if not self._as_stored(entry):
                 return self._recovered(entry)
-            if self.kind == "copy" or version_of(p) != entry.version:
+            if entry.kind != "copy" and version_of(p) != entry.version:
                 self.adopt(p)
         layout = self.layout(p)
         if layout == "copy":
-            return self.extra(p)
+            return self._reconciled(self.extra(p), p.detach())
         if layout == "split":
             return join(p.detach(), self.extra(p))
         return p.detach().float() if layout == "low" else p.detach()
+
+    def updatable(self, p: Parameter) -> Tensor:
+        """Returns the value of `p` as `full` does; with `copy`, in the memory of the master, which has adopted it."""
+        if self.layout(p) != "copy":
+            return self.full(p)
+        self.adopt(p)
+        return self.extra(p)
 
     @torch.no_grad()
     def fit(self, p: Parameter) -> Fit:
@@ -169,7 +195,7 @@ class MasterStore:
         if p not in self:
             p.copy_(value)
             return
-        weight, extra = self._stored(value.detach().to(p.device, torch.float32))
+        weight, extra = self._stored(value.detach().to(p.device, torch.float32), self._entries[id(p)].kind)
         p.copy_(weight)
         if extra is not None and extra.data_ptr() != self.extra(p).data_ptr():
             self.extra(p).copy_(extra)
@@ -221,7 +247,8 @@ class MasterStore:
             value = self._reconciled(self.full(p), value.to(p.device))
         self.write(p, value)
         if p in self:
-            self._entries[id(p)].rounded = self._rounded(value.to(p.device), p)
+            entry = self._entries[id(p)]
+            entry.rounded = _rounded(value.to(p.device), p, entry.kind)
         return p.detach()
 
     def loaded(self, p: Parameter) -> None:
@@ -282,13 +309,10 @@ class MasterStore:
         extras = [entry.extra for entry in self._entries.values() if entry.extra is not None]
         return sum(extra.numel() * extra.element_size() for extra in extras)
 
-    def _stored(self, full: Tensor) -> tuple[Tensor, Tensor | None]:
-        if self.kind == "split":
+    def _stored(self, full: Tensor, kind: Master) -> tuple[Tensor, Tensor | None]:
+        if kind == "split":
             return split(full)
-        return round_half_away(full, self.low), full if self.kind == "copy" else None
-
-    def _rounded(self, full: Tensor, weight: Tensor) -> Tensor | None:
-        return _counts(full, weight) if self.kind == "none" else None
+        return round_half_away(full, self.low), full if kind == "copy" else None
 
     def _as_stored(self, entry: _Entry) -> bool:
         p, extra = entry.param, entry.extra
@@ -309,7 +333,7 @@ class MasterStore:
             return current
         extra = self.extra(p)
         changed = version_of(p) != entry.version
-        if self.kind == "copy":
+        if entry.kind == "copy":
             same = round_half_away(extra, self.low).to(weight.dtype) == weight
             return torch.where(same, extra, current) if changed else extra
         low = weight.to(self.low)
@@ -321,6 +345,10 @@ class MasterStore:
     def _reconciled(self, full: Tensor, weight: Tensor) -> Tensor:
         same = round_half_away(full, self.low).view(torch.int16) == weight.view(torch.int16)
         return torch.where(same, full, weight.float())
+
+
+def _rounded(full: Tensor, weight: Tensor, kind: Master) -> Tensor | None:
+    return _counts(full, weight) if kind == "none" else None
 
 
 def _without_remainder(weight: Tensor) -> Tensor:

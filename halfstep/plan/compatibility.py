@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ FSDP_LINES = (
     "model.parameters(), then call `halfstep.initialize`"
 )
 _SHOWN = 5
+_DEFAULTS = {each.name: each.default for each in fields(Plan) if isinstance(each.default, str)}
 _LOSS_ID = re.compile("0|[1-9][0-9]{0,17}")  # as `str` writes it: other digits would name one loss twice
 
 
@@ -347,9 +349,10 @@ def check_state(state: dict[str, Any], plan: dict[str, Any]) -> None:
 def _differs(key: str, there: dict[str, Any], here: dict[str, Any]) -> bool:
     """Returns whether two plans, as dicts, train differently because of the field `key`.
 
-    The masters "copy" and "split" do not count as different, because both hold the same values.
+    The masters "copy" and "split" do not count as different, because both hold the same values. A field that the state
+    lacks, because its version had none, has its default.
     """
-    values = there.get(key), here.get(key)
+    values = there.get(key, _DEFAULTS.get(key)), here.get(key)
     return values[0] != values[1] and not (key == "master" and values in (("copy", "split"), ("split", "copy")))
 
 

@@ -115,12 +115,14 @@ def customize(  # noqa: PLR0913  # the keywords of `initialize` that change a pl
     rules: Iterable[Rule] = (),
     ops: OpChanges | Mapping[str, Iterable[str]] | None = None,
     input: PlanInput | None = None,
+    frozen: Width | None = None,
 ) -> Plan:
     """Returns the plan with the keywords of `initialize` applied; None and () leave it as it is.
 
     Another `low` also changes fields such as master and scale: those that still have the value of the plan's level get
     the level's value for the new format. `loss_scale` is "dynamic", "none", a number (also as text) or a Scaling.
-    `rules` and `ops` are added as edits; if two contradict each other, the later one wins. `input` is "keep" or "low".
+    `rules` and `ops` are added as edits; if two contradict each other, the later one wins. `input` is "keep" or "low",
+    `frozen` "full" or "low".
 
     Raises:
         PlanError: an invalid value, or one that contradicts the plan.
@@ -139,6 +141,7 @@ def customize(  # noqa: PLR0913  # the keywords of `initialize` that change a pl
         "norms": norms,
         "master": master,
         "input": input,
+        "frozen": frozen,
     }
     changes = {} if low is None else _for_format(plan, as_format(low))
     changes |= {name: value for name, value in given.items() if value is not None}

@@ -26,7 +26,9 @@ class Plan:
     table chooses the format of each op, and "none" if ops run as written. `master` says how the fp32 values of low
     weights are kept: as a "copy", "split" into the bf16 weights and 16 further bits, or not at all ("none"). `scale` is
     the loss scale. `input` says whether the model's inputs keep their format (products then cast their operands) or are
-    cast to low first. `output` is the width of what the model returns ("keep": unchanged).
+    cast to low first. `output` is the width of what the model returns ("keep": unchanged). `frozen` is the width of
+    stored weights that no optimizer updates: "full" keeps them in fp32, so that averages that a training loop writes
+    into them are exact; "low" stores them as the other weights, but without masters.
 
     Raises:
         PlanError: an invalid field, or fields that contradict each other; the message says why.
@@ -42,6 +44,7 @@ class Plan:
     scale: Scaling
     output: PlanOutput = "full"
     input: PlanInput = "keep"
+    frozen: Width = "full"
     op_changes: OpChanges = field(default_factory=OpChanges)
     rules: tuple[Rule, ...] = ()
 
@@ -57,6 +60,7 @@ class Plan:
         one_of("plan master", self.master, get_args(Master))
         one_of("plan output", self.output, get_args(PlanOutput))
         one_of("plan input", self.input, get_args(PlanInput))
+        one_of("plan frozen", self.frozen, get_args(Width))
         instance("plan scale", self.scale, Scaling, "Scaling('dynamic')")
         instance("plan op_changes", self.op_changes, OpChanges, "OpChanges(deny=('softmax',))")
         object.__setattr__(self, "rules", as_tuple("plan rules", self.rules, of="Rules"))
@@ -104,6 +108,11 @@ CONTRADICTIONS: tuple[tuple[Callable[[Plan], bool], str], ...] = (
         lambda plan: plan.param == "full" and plan.norms != "full",
         "norms 'low' stores normalisation weights in low precision, but this plan keeps all weights in fp32 (param "
         "'full') and the op table decides how norms compute; leave norms out, or move an op such as 'layer_norm'",
+    ),
+    (
+        lambda plan: plan.param == "full" and plan.frozen != "full",
+        "frozen 'low' stores weights that no optimizer updates in low precision, but this plan keeps all weights in "
+        "fp32 (param 'full'); leave frozen out, or use level O2",
     ),
     (
         lambda plan: plan.param == "low" and plan.ops == "none",

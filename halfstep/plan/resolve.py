@@ -19,6 +19,7 @@ from halfstep.plan.matching import Site, find_sites, match_rules, uncompiled
 from halfstep.plan.norms import has_running_stats, norm_kind
 from halfstep.plan.opnames import check_op_changes
 from halfstep.plan.plan import Plan
+from halfstep.processes.shards import is_sharded
 from halfstep.torch_internals import compiled_module, parameters_of
 from halfstep.validate import instance, near_miss
 
@@ -31,9 +32,10 @@ QUANTIZED = ("torch.ao.nn.quantized.", "torch.nn.quantized.")
 class ModuleFormats:
     """The formats that a plan gives one module.
 
-    `param` is the format in which the plan stores the module's own parameters (None if it has none). `compute` is the
-    format in which ops of the op table's allow list run (None if nothing is cast). `buffers` is the format of its
-    floating buffers (None: unchanged).
+    `param` is the format in which the plan stores the module's own parameters (None if it has none). `kept` names those
+    that stay in fp32 although the plan stores weights low, because no optimizer of the session updates them. `compute`
+    is the format in which ops of the op table's allow list run (None if nothing is cast). `buffers` is the format of
+    its floating buffers (None: unchanged).
 
     If `boundary` is True, each call of the module casts floating inputs to `input` (None: unchanged) and outputs to
     `output` ("input": the format of the first floating input; None: unchanged). If `door` is True, the plan also
@@ -55,6 +57,11 @@ class ModuleFormats:
     aliases: tuple[str, ...] = ()
     model: int = 0
     door: bool = False
+    kept: tuple[str, ...] = ()
+
+    def stored(self, name: str) -> Format | None:
+        """Returns the format in which the module's own parameter of this name is stored, if it is an fp32 one."""
+        return FP32 if name in self.kept else self.param
 
 
 @dataclass(frozen=True)
@@ -124,11 +131,18 @@ class _Decision:
         return by_policy or (self.input != "policy" and self.input != caller.input)
 
 
-def resolve(plan: Plan, model: nn.Module | Sequence[nn.Module], *, made_low: Iterable[nn.Parameter] = ()) -> Assignment:
+def resolve(
+    plan: Plan,
+    model: nn.Module | Sequence[nn.Module],
+    *,
+    made_low: Iterable[nn.Parameter] = (),
+    untrained: Iterable[nn.Parameter] = (),
+) -> Assignment:
     """Returns the formats that the plan gives each module of a model, or of several models trained together.
 
     `made_low` are parameters that an earlier session stores low. They count as fp32, because that session ends before
-    this plan applies, and they are fp32 again then.
+    this plan applies, and they are fp32 again then. `untrained` are parameters that no optimizer updates: they stay in
+    fp32 unless `plan.frozen` or a rule says low (sharded ones are fp32 already, and are gathered as the plan says).
 
     The rule that matches the module or its nearest ancestor decides; without such a rule, the plan decides.
     `plan.output` decides what the model itself returns. If weights are low and `plan.norms` is "full", norms have fp32
@@ -148,8 +162,9 @@ def resolve(plan: Plan, model: nn.Module | Sequence[nn.Module], *, made_low: Ite
     matched = match_rules(plan.rules, sites)
     modules: list[ModuleFormats] = []
     fp32 = {id(p) for p in made_low}
+    kept = {id(p) for p in untrained if not is_sharded(p)} if plan.frozen == "full" else set()
     for number in range(len(roots)):
-        modules += _assign(plan, [site for site in sites if site.model == number], matched, fp32)
+        modules += _assign(plan, [site for site in sites if site.model == number], matched, fp32, kept)
     _check_shared(sites, modules)
     _check_tied(sites, modules, fp32)
     return Assignment(plan, tuple(modules))
@@ -185,7 +200,7 @@ def check_forwards(models: Sequence[nn.Module], assignment: Assignment) -> None:
 
 
 def _assign(
-    plan: Plan, sites: Sequence[Site], matched: Mapping[Site, Rule], fp32: Container[int]
+    plan: Plan, sites: Sequence[Site], matched: Mapping[Site, Rule], fp32: Container[int], untrained: Container[int]
 ) -> list[ModuleFormats]:
     """Returns the formats of one model's modules.
 
@@ -202,7 +217,7 @@ def _assign(
         if path:
             callers[path] = callers[parent] if _is_uncalled(at[parent].module) else decided[parent]
             _check_borrowed(path, decided[path], parent, at[parent].module, callers[path])
-    return [_formats(plan, site, decided, callers, fp32) for site in sites]
+    return [_keep(_formats(plan, site, decided, callers, fp32), plan, site, decided, fp32, untrained) for site in sites]
 
 
 def _depth(path: str) -> int:
@@ -308,6 +323,31 @@ def _formats(
     )
 
 
+def _keep(  # all that it depends on
+    formats: ModuleFormats,
+    plan: Plan,
+    site: Site,
+    decided: Mapping[str, _Decision],
+    fp32: Container[int],
+    untrained: Container[int],
+) -> ModuleFormats:
+    """Returns the formats of a module whose `untrained` parameters stay in fp32, unless a rule says low.
+
+    What an embedding reads from them is low, as with trained weights.
+    """
+    own = _own_fp32(site.module, fp32)
+    kept = tuple(name for name, p in own if id(p) in untrained)
+    if not kept or decided[site.name].param == "full" or decided[site.name].ruled:
+        return formats
+    whole = len(kept) == len(own)
+    reason = f"{formats.reason}, no optimizer" + ("" if whole else f" for {', '.join(kept)}")
+    formats = replace(formats, kept=kept, param=FP32 if whole else formats.param, reason=reason)
+    reads = isinstance(site.module, (nn.Embedding, nn.EmbeddingBag)) and formats.compute is plan.low
+    if not reads or formats.boundary or not enterable(site.module) or "forward" in site.module.__dict__:
+        return formats
+    return replace(formats, boundary=True, output=plan.low)
+
+
 def _is_door(plan: Plan, module: nn.Module, decision: _Decision, fp32: Container[int]) -> bool:
     """Returns whether the plan also applies when user code calls a module directly, not through the model's forward.
 
@@ -383,14 +423,15 @@ def _check_shared(sites: Sequence[Site], modules: Sequence[ModuleFormats]) -> No
 
 def _check_tied(sites: Sequence[Site], modules: Sequence[ModuleFormats], fp32: Container[int]) -> None:
     """Raises a PlanError if modules hold the same parameter and would store it in different formats."""
-    first: dict[nn.Parameter, tuple[str, ModuleFormats]] = {}
+    first: dict[nn.Parameter, tuple[str, ModuleFormats, Format | None]] = {}
     for site, formats in zip(sites, modules, strict=True):
         for name, parameter in _own_fp32(site.module, fp32):
             full_name = f"{formats.name}.{name}".removeprefix(".")
-            other_name, other = first.setdefault(parameter, (full_name, formats))
-            if formats.param != other.param:
+            stored = formats.stored(name)
+            other_name, other, before = first.setdefault(parameter, (full_name, formats, stored))
+            if stored != before:
                 raise PlanError(
                     f"{full_name!r} and {other_name!r} are one tied parameter, but module {formats.name!r} "
-                    f"({formats.reason}) stores it in {formats.param} and module {other.name!r} ({other.reason}) in "
-                    f"{other.param}; give both modules the same rule"
+                    f"({formats.reason}) stores it in {stored} and module {other.name!r} ({other.reason}) in "
+                    f"{before}; give both modules the same rule"
                 )

@@ -116,7 +116,7 @@ def _parameters(setup: Setup) -> Iterator[Finding]:
                 continue
             place = f"{part.name}.{name}".removeprefix(".")
             dtype = str(parameter.dtype).removeprefix("torch.")
-            expected = FP32 if part.formats.param is None else part.formats.param
+            expected = part.formats.stored(name) or FP32
             if parameter.dtype is torch.float64:
                 yield Finding(
                     "note",
@@ -146,6 +146,21 @@ def _parameters(setup: Setup) -> Iterator[Finding]:
                     "something cast the model inside the session: remove model.half() and the like, close the session, "
                     "and initialize again",
                 )
+
+
+def _untrained(setup: Setup) -> Iterator[Finding]:
+    """Finds weights that stay in fp32 because no optimizer updates them, beside weights that are stored low."""
+    kept = [f"{part.name}.{name}".removeprefix(".") for part in setup.parts for name in part.formats.kept]
+    low = next((part.place for part in setup.parts if part.formats.param is setup.plan.low), None)
+    if kept and low is not None:
+        yield Finding(
+            "note",
+            "weights without an optimizer",
+            kept[0],
+            f"no optimizer updates {named(kept)}: stored in fp32, beside weights in {setup.plan.low} such as {low}'s",
+            "an average written with lerp_ or _foreach_lerp_ raises 'expected dtype float for `end`' outside of "
+            "`with session.full_weights():`; mul_ and add_ take both formats, and so do values of model.state_dict()",
+        )
 
 
 def _weights(setup: Setup) -> Iterator[tuple[Part, str, nn.Parameter, Fit]]:
@@ -387,6 +402,7 @@ def _shapes(setup: Setup) -> Iterator[Finding]:
 
 CHECKS: tuple[Callable[[Setup], Iterator[Finding]], ...] = (
     _parameters,
+    _untrained,
     _values,
     _ranges,
     _scalers,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from halfstep.cast.functions import check_functions
 from halfstep.errors import SetupError
-from halfstep.formats import Format
+from halfstep.formats import FP32, Format
 from halfstep.machine import WORTH, DeviceFacts, Processor
 from halfstep.optim.steppers import needs_closure
 from halfstep.optim.table import row_of, unsupported_options
@@ -31,13 +31,17 @@ from halfstep.plan.plan import Plan
 from halfstep.plan.resolve import Assignment, check_forwards, resolve
 from halfstep.processes.replicas import living_wrappers_of
 from halfstep.processes.shards import is_sharded, reshard
+from halfstep.torch_internals import parameters_of
 
 MPS = (
     "{plan} is refused on MPS, the GPU of Apple silicon, where nothing of halfstep has been run: train at O0 there, or "
     "move the model to the CPU"
 )
 _LOG = logging.getLogger("halfstep")
+_WORTH_SAYING = 1.0  # MiB
 Stepping = Literal["session", "optimizer"]
+Places = frozenset[tuple[int, str]]
+"""Parameters, each by the number of its model and its dotted name there, so that they are found in copies too."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +53,7 @@ class Decision:
     for that (True), asked not to (False), or left it to the `facts` of the device. `mixed` is False if the plan casts
     and scales nothing. `stepping` says whose `step` the training loop calls: the session's or the optimizer's.
     Parameters in `already_low` are stored in the plan's low format before the session starts; they keep their values
-    and their dtype.
+    and their dtype. `untrained` has the places of the parameters that no optimizer updates.
     """
 
     roots: tuple[nn.Module, ...]
@@ -63,6 +67,15 @@ class Decision:
     mixed: bool
     stepping: Stepping = "session"
     already_low: tuple[nn.Parameter, ...] = ()
+    untrained: Places = frozenset()
+
+    def stored_low(self) -> Iterator[nn.Parameter]:
+        """Yields the fp32 parameters that the session will store in low precision."""
+        for module, formats in zip(_modules(self.roots), self.assignment.modules, strict=True):
+            for name, p in parameters_of(module).items():
+                full = p is None or p.dtype is not torch.float32 or is_sharded(p)
+                if not full and formats.stored(name) not in (None, FP32):
+                    yield p  # type: ignore[misc]  # not None
 
 
 def decide(  # noqa: PLR0913  # all that it depends on
@@ -75,12 +88,13 @@ def decide(  # noqa: PLR0913  # all that it depends on
     facts: DeviceFacts,
     made_low: Sequence[nn.Parameter] = (),
     already_low: Sequence[nn.Parameter] = (),
+    training: bool = True,
 ) -> Decision:
     """Returns what a session for these models and optimizers will do; adapts the plan to what the optimizers support.
 
     `emulate=None` decides by the `facts` of the device. `made_low` are parameters that another session stores low and
     that will be fp32 again when this session opens. Other trainable parameters in a low format are refused, unless
-    `already_low` lists them.
+    `already_low` lists them. `training=False` is for inference.
 
     Raises:
         PlanError: the plan fits no module.
@@ -96,12 +110,14 @@ def decide(  # noqa: PLR0913  # all that it depends on
         _refuse_wrapped_before(roots, plan)
     check_optimizers(optimizers, models)
     check_training(optimizers, models, plan)
-    assignment = resolve(plan, roots, made_low=made_low)
+    untrained = places_untrained(roots, optimizers) if training else frozenset()
+    resolved = functools.partial(resolve, made_low=made_low, untrained=at_places(roots, untrained))
+    assignment = resolved(plan, roots)
     check_forwards(roots, assignment)
     check_functions(plan.op_changes)
     if plan.master == "split" and any(row_of(optimizer) is None for optimizer in optimizers):
         plan = replace(plan, master="copy")
-        assignment = resolve(plan, roots, made_low=made_low)
+        assignment = resolved(plan, roots)
     mixed = plan.ops != "none"
     return Decision(
         roots,
@@ -115,6 +131,7 @@ def decide(  # noqa: PLR0913  # all that it depends on
         mixed,
         stepping,
         tuple(already_low),
+        untrained,
     )
 
 
@@ -139,6 +156,32 @@ def emulates_after(decision: Decision, saved: bool | None) -> bool:
     return saved
 
 
+def places_untrained(roots: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> Places:
+    """Returns the places of the parameters that no optimizer updates: frozen ones, and those that no optimizer holds.
+
+    If there is no optimizer yet, those that are not frozen are taken for trained ones.
+    """
+    held = [p for each in optimizers for group in each.param_groups for p in group["params"]]
+    if not optimizers:
+        held = [p for root in roots for p in root.parameters()]
+    trained = {id(p) for p in held if p.requires_grad}
+    return frozenset((at, name) for at, name, p in _placed(roots) if id(p) not in trained)
+
+
+def at_places(roots: Sequence[nn.Module], places: Places) -> list[nn.Parameter]:
+    """Returns the parameters at these places in the models, or in copies of them."""
+    return [p for at, name, p in _placed(roots) if (at, name) in places]
+
+
+def _placed(roots: Sequence[nn.Module]) -> Iterator[tuple[int, str, nn.Parameter]]:
+    for at, root in enumerate(roots):
+        yield from ((at, name, p) for name, p in root.named_parameters(remove_duplicate=False))
+
+
+def _modules(roots: Sequence[nn.Module]) -> list[nn.Module]:
+    return [module for root in roots for module in root.modules()]
+
+
 def decide_for_copies(decision: Decision, copies: Sequence[nn.Module], plan: Plan) -> Decision:
     """Returns what a session without optimizers will do with copies of the models, under another plan."""
     mixed = plan.ops != "none"
@@ -147,10 +190,30 @@ def decide_for_copies(decision: Decision, copies: Sequence[nn.Module], plan: Pla
         roots=tuple(copies),
         optimizers=(),
         plan=plan,
-        assignment=resolve(plan, copies),
+        assignment=resolve(plan, copies, untrained=at_places(copies, decision.untrained)),
         emulate=decision.emulate and mixed,
         mixed=mixed,
     )
+
+
+def say_what_stays_full(decision: Decision) -> None:
+    """Logs which weights stay in fp32 because no optimizer updates them, and what it would save to store them low."""
+    if decision.plan.param == "full":
+        return
+    pairs = zip(_modules(decision.roots), decision.assignment.modules, strict=True)
+    kept = {
+        id(p): p for module, formats in pairs for name in formats.kept if (p := parameters_of(module)[name]) is not None
+    }
+    saved = sum(p.numel() * (4 - decision.plan.low.dtype.itemsize) for p in kept.values()) / 2**20
+    if kept:
+        _LOG.log(
+            logging.WARNING if saved >= _WORTH_SAYING else logging.INFO,
+            "%d weights that no optimizer updates stay in fp32, so that averages written into them are exact; "
+            "frozen='low' or a rule would store them in %s without masters and save %.2f MiB",
+            len(kept),
+            decision.plan.low,
+            saved,
+        )
 
 
 def say_what_steps_itself(decision: Decision, optimizers: Sequence[Optimizer]) -> None:

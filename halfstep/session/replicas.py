@@ -51,7 +51,7 @@ class SharedState:
 
     def held(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
         """Returns the weights that have a master or a remainder, each followed by its master or remainder."""
-        stored = [] if self.store.kind == "none" else [p for p in parameters if p in self.store]
+        stored = [p for p in parameters if self.store.keeps(p)]
         return [tensor for p in stored for tensor in (p, self.store.extra(p))]
 
     def moments(self, parameters: Sequence[nn.Parameter]) -> list[dict[str, Any]]:

@@ -34,7 +34,7 @@ from halfstep.optim.state import exact_state_loading, widen_states
 from halfstep.plan.compatibility import STATE_SCHEMA, as_list, check_optimizers, check_state
 from halfstep.plan.io import to_dict
 from halfstep.plan.plan import Plan
-from halfstep.plan.resolve import Assignment, ModuleFormats
+from halfstep.plan.resolve import Assignment, ModuleFormats, resolve
 from halfstep.processes.replicas import Replicas
 from halfstep.processes.shards import is_sharded, local, own_number, reshard
 from halfstep.records import (
@@ -53,6 +53,7 @@ from halfstep.scale.norm import read
 from halfstep.scale.scales import LossScales
 from halfstep.session.decide import (
     Decision,
+    at_places,
     check_training,
     decide_for_copies,
     emulates_after,
@@ -122,7 +123,8 @@ class Session:
         self._undo = ExitStack()
         self._probes = Probes()
         self._undo.callback(self._probes.detach)
-        self._store = MasterStore(plan.master, plan.low.dtype)
+        self._store = MasterStore(plan.master, plan.low.dtype, self._joins)
+        self._untrained: dict[int, nn.Parameter] = {}  # by id: weights that no optimizer updates
         self._given = Given()
         self._casting = Casting(
             plan, device, emulate=decision.emulate, wide_backward=decision.facts.processor.wide_backward
@@ -165,6 +167,7 @@ class Session:
         self._undo.callback(mark([module for root in self._roots for module in root.modules()], self))
         self._undo.callback(self._restore_weights)
         pairs = list(self.modules())
+        self._untrained = {id(p): p for p in at_places(self._roots, self._decision.untrained)}
         for module, formats in pairs:
             self._cast_module(module, formats)
         for optimizer in self._decision.optimizers:
@@ -215,8 +218,7 @@ class Session:
     def modules(self) -> Iterator[tuple[nn.Module, ModuleFormats]]:
         """Yields every module with its formats in the assignment; a module that several models share comes once."""
         seen: set[int] = set()
-        modules = [module for root in self._roots for module in root.modules()]
-        for module, formats in zip(modules, self.assignment.modules, strict=True):
+        for module, formats in zip(self._roots_modules(), self.assignment.modules, strict=True):
             if id(module) not in seen:
                 seen.add(id(module))
                 yield module, formats
@@ -227,21 +229,38 @@ class Session:
             self._undo.callback(keep_parameters(module))
         if formats.buffers is not None:
             self._undo.callback(cast_buffers(module, formats.buffers.dtype))
-        mine = [p for p in parameters_of(module).values() if p is not None]
+        mine = [p for name, p in parameters_of(module).items() if p is not None and name not in formats.kept]
         low = {id(p) for p in self._decision.already_low}
         own = [p for p in mine if id(p) in low]
         stores_low = formats.param is not None and formats.param is not FP32
         if stores_low:  # sharded ones are masters themselves, and arrive low
             own += [p for p in mine if p.dtype is torch.float32 and not is_sharded(p)]
-        if not own and not stores_low:
+        if not own and not stores_low and not formats.kept:
             if self.plan.param == "low" and is_parametrized(module):  # which gets parameters when that ends
                 self._undo.callback(keep_checkpoints_full(module, self._store, self._given))
             return
         for parameter in own:
-            self._store.track(parameter)
+            self._store.track(parameter, master=id(parameter) in low or id(parameter) not in self._untrained)
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()  # cuDNN wants the new weights in one piece of memory
         self._undo.callback(keep_checkpoints_full(module, self._store, self._given))
+
+    def _joins(self, parameter: nn.Parameter) -> bool:
+        """Tells whether a weight that an optimizer updates for the first time is now stored as trained weights are.
+
+        Under DistributedDataParallel, whose buckets have the formats of the weights that it wrapped, it trains in fp32.
+        """
+        if id(parameter) not in self._untrained or is_sharded(parameter) or self._replicas.reduced:
+            return False
+        before = self.assignment
+        del self._untrained[id(parameter)]
+        left = self._untrained.values()
+        self.assignment = resolve(self.plan, self._roots, made_low=[*self._store, parameter], untrained=left)
+        held = zip(self._roots_modules(), before.modules, strict=True)
+        return any(p is parameter and name in f.kept for m, f in held for name, p in parameters_of(m).items())
+
+    def _roots_modules(self) -> list[nn.Module]:
+        return [module for root in self._roots for module in root.modules()]
 
     def _restore_weights(self) -> None:
         for parameter in list(self._store):
@@ -276,10 +295,18 @@ class Session:
         return part
 
     def _refuse_others(self, optimizer: Optimizer) -> None:
-        """Refuses a step by an optimizer outside of the session that updates weights stored low by the session."""
+        """Refuses a step by an optimizer outside of the session that would round weights or read scaled gradients."""
         if any(optimizer is part.optimizer for part in self._parts):
             return
-        low = [p for group in optimizer.param_groups for p in group["params"] if p in self._store]
+        theirs = [p for group in optimizer.param_groups for p in group["params"]]
+        low = [p for p in theirs if p in self._store]
+        scaled = [p for p in theirs if id(p) in self._untrained and p.grad is not None] if self._scales.active else []
+        if scaled and not low:
+            raise SessionError(
+                f"{type(optimizer).__name__} is not an optimizer of this session, but would step "
+                f"{self._name_of(scaled[0])} with a gradient that carries the loss scale. Pass the optimizer to "
+                "halfstep.initialize, or use bf16, which needs no loss scale"
+            )
         if low:
             raise SessionError(
                 f"{type(optimizer).__name__} is not an optimizer of this session, but would step "
@@ -574,6 +601,10 @@ class Session:
         say_what_steps_itself(self._decision, optimizers)
         self._parts += parts  # in place: those who step and scale hold the list
         self._stepping += [part for part in parts if not part.needs_closure]
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Returns the parameters of the session's models."""
+        return list({id(p): p for root in self._roots for p in root.parameters()}.values())
 
     def low_parameters(self) -> list[nn.Parameter]:
         """Returns the parameters that this session stores in low precision."""

@@ -108,6 +108,7 @@ CASES = [
     (O1, {"master": "split"}, "a master keeps the fp32 value of low-precision weights"),
     (O0, {"master": "copy"}, "a master keeps the fp32 value of low-precision weights"),
     (O2, {"low": FP16}, "'split' needs bf16"),
+    (O1, {"frozen": "low"}, "keeps all weights in fp32"),
     (O1, {"norms": "low"}, "the op table decides how norms compute"),
     (O2, {"ops": "none", "output": "keep"}, "weights are in low precision but ops is 'none'"),
     (O0, {"scale": Scaling("dynamic")}, "loss scale .* no gradient is in low precision"),

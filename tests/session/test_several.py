@@ -11,7 +11,7 @@ import halfstep
 from halfstep import NumericsError
 from halfstep.diagnose import guardian
 from halfstep.diagnose.counter import WINDOW
-from halfstep.errors import SessionError
+from halfstep.errors import SessionError, SetupError
 from halfstep.observe.probe import LONGEST
 from halfstep.session.decide import _say_that_it_steps_itself
 
@@ -316,3 +316,37 @@ def test_an_optimizer_that_steps_itself_resumes_from_a_session_that_got_it_early
         each.load_state_dict(state)
     train(*resumed, range(5, 9))
     assert torch.equal(resumed[0].state_dict()["weight"], model.state_dict()["weight"])
+
+
+class Tied(nn.Module):
+    """A model of its own whose weight is a parameter of another one."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = weight
+        self.own = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.own(nn.functional.linear(x, self.weight))
+
+
+@pytest.mark.parametrize("second", ["O0", "O1", "O2"])
+def test_a_parameter_that_an_open_session_stores_low_is_refused_in_another_one(second):
+    first = nn.Linear(8, 8)
+    other = Tied(first.weight)
+    value = first.weight.detach().clone()
+    session = halfstep.initialize(first, torch.optim.SGD(first.parameters(), lr=0.1), "O2", low="bf16")
+    with session, pytest.raises(SetupError, match="weight would be in two open sessions"):
+        halfstep.initialize(other, torch.optim.SGD(other.parameters(), lr=0.1), second, low="bf16")
+    assert torch.equal(first.weight, value)
+    halfstep.initialize(other, torch.optim.SGD(other.parameters(), lr=0.1), second, low="bf16").close()
+
+
+def test_a_parameter_that_a_second_session_would_store_low_is_refused():
+    first = nn.Linear(8, 8)
+    other = Tied(first.weight)
+    with halfstep.initialize(first, torch.optim.SGD([first.bias], lr=0.1), "O2", low="bf16"):
+        with pytest.raises(SetupError, match="weight would be in two open sessions"):
+            halfstep.initialize(other, torch.optim.SGD(other.parameters(), lr=0.1), "O2", low="bf16")
+        with halfstep.initialize(other, torch.optim.SGD(other.own.parameters(), lr=0.1), "O2", low="bf16"):
+            assert first.weight.dtype is torch.float32

@@ -217,7 +217,7 @@ class Conversion:
             self._undo.callback(session.close)
         self._session = session
         if session.plan.param == "low":
-            for root in roots:
+            for root in roots if session.plan.master != "copy" else ():  # a copy stays until a step needs it
                 handle = root.register_state_dict_pre_hook(CheckpointHook(lambda *_: self._adopt()))  # type: ignore[no-untyped-call]
                 self._undo.callback(handle.remove)
             for optimizer in session.optimizers:  # SAM, for one, writes weights between the backward pass and the step
