@@ -421,6 +421,22 @@ def is_lost_connection(error: RuntimeError) -> bool:
     return isinstance(error, torch.distributed.DistError) or _GLOO in str(error)
 
 
+_OUT_OF_MEMORY = (  # what torch's allocator, C++ and oneDNN say
+    "not enough memory",
+    "allocate memory",
+    "out of memory",
+    "bad_alloc",
+    "could not create a memory",
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Tells whether an exception says that memory ran out."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(
+        words in str(error).lower() for words in _OUT_OF_MEMORY
+    )
+
+
 def is_joining(wrapper: DistributedDataParallel) -> bool:
     """Tells whether a DistributedDataParallel is inside its `join()`, where other processes may be out of data.
 

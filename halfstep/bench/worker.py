@@ -18,16 +18,10 @@ from halfstep.bench.memory import counting
 from halfstep.bench.tally import reason
 from halfstep.bench.variants import Entry, timed_step
 from halfstep.formats import as_format
+from halfstep.torch_internals import is_out_of_memory
 from halfstep.workloads.load import load_model
 
 COUNTED, UNTIMED = 2, 1  # steps: the first makes the optimizer's state, the second has the peak; one warms up
-_OUT = (  # what torch's allocator, C++ and oneDNN say
-    "not enough memory",
-    "allocate memory",
-    "out of memory",
-    "bad_alloc",
-    "could not create a memory",
-)
 
 
 class Task(msgspec.Struct, frozen=True):
@@ -88,13 +82,6 @@ def answers(task: Task) -> Iterator[dict[str, Any]]:
             yield {"loss": float(loss), "ms": took if timed else None, "joules": energy.joules if timed else None}
         end = variant.facts()
         yield {"peak": peak, "memory": facts and facts.memory, "skipped": end.skipped, "scale": end.scale}
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Tells whether an exception says that memory ran out."""
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(
-        words in str(error).lower() for words in _OUT
-    )
 
 
 def _say(answer: TextIO, said: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -21,13 +22,13 @@ from halfstep.cast.ops import OpEngine, Switch
 from halfstep.cast.reading import reading_of
 from halfstep.cast.tree import map_tensors
 from halfstep.errors import PlanError
-from halfstep.formats import FP32
+from halfstep.formats import FP32, Format
 from halfstep.machine import WideBackward
 from halfstep.plan.compatibility import enterable
 from halfstep.plan.optable import effective
 from halfstep.plan.plan import Plan
 from halfstep.plan.resolve import ModuleFormats
-from halfstep.torch_internals import in_backward
+from halfstep.torch_internals import in_backward, is_out_of_memory
 
 Mode = AbstractContextManager[Any]
 
@@ -38,6 +39,7 @@ class Casting:
     def __init__(self, plan: Plan, device: torch.device, *, emulate: bool, wide_backward: WideBackward) -> None:
         self._plan, self._device, self._wide_backward = plan, device, wide_backward
         self._engine, self._emulation = self._made(emulate)
+        self._tells = _TellsOfCopies(plan.low)
         self._opened, self._installed = ExitStack(), ExitStack()
         self._install: Callable[[], Undo] = lambda: lambda: None
         self._over: list[Callable[[Mode], Mode]] = []
@@ -195,7 +197,9 @@ class Casting:
 
         At other times the op engine's kernels emulate, as several operations.
         """
-        return nullcontext() if self._emulation is None or not self._over else self._wrapped(self._emulation)
+        if self._emulation is None:
+            return nullcontext()
+        return self._wrapped(self._emulation) if self._over else self._tells
 
     def _wrapped(self, mode: Mode) -> Mode:
         for wrap in self._over:
@@ -244,7 +248,7 @@ class Casting:
         The op table is needed because activation checkpoints repeat parts of the forward in the backward pass.
         """
         region = nullcontext() if self._engine is None else self._engine.backward()
-        return self._emulated(region) if self._over else region
+        return region if self._emulation is None else self._emulated(region)
 
     def weights_changed(self) -> None:
         """Drops the low copies of weights that autocast keeps for reuse."""
@@ -281,6 +285,24 @@ class Casting:
         self._begin = begin
         for gate in self._outermost:
             gate.begin = begin
+
+
+class _TellsOfCopies:
+    """A context in which an error about memory says that products are emulated, and what to do."""
+
+    def __init__(self, low: Format) -> None:
+        self._why = (
+            f"products in {low} are emulated here, with fp32 copies of their operands: use a smaller batch, or pass "
+            "emulate=False for torch's own kernels, which are slow and need no copies"
+        )
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, (RuntimeError, MemoryError)) and is_out_of_memory(error) and self._why not in str(error):
+            error.args = (f"{error} ({self._why})", *error.args[1:])
 
 
 def _as_root(formats: ModuleFormats, plan: Plan) -> ModuleFormats:

@@ -293,3 +293,48 @@ def test_the_residual_stream_of_low_weights_stays_low(name, low):
         session.backward(loss)
     assert not bool(session.step().skipped)
     session.close()
+
+
+class Large(torch.autograd.Function):
+    """Asks for more memory than there is, in its forward or its backward pass."""
+
+    @staticmethod
+    def forward(ctx, x, where):
+        ctx.where = where
+        return x.new_empty(2**50) if where == "forward" else x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.new_empty(2**50) if ctx.where == "backward" else grad, None
+
+
+class Asking(nn.Module):
+    def __init__(self, where):
+        super().__init__()
+        self.inner, self.where = nn.Linear(4, 4), where
+
+    def forward(self, x):
+        return Large.apply(self.inner(x), self.where)
+
+
+@pytest.mark.parametrize("emulate", [True, False])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_memory_that_runs_out_names_the_copies_of_emulated_products(where, emulate):
+    model = Asking(where)
+    session = halfstep.initialize(model, torch.optim.SGD(model.parameters(), 0.1), "O2", low="bf16", emulate=emulate)
+    with pytest.raises(RuntimeError, match="allocate memory") as failed:
+        session.backward(model(torch.randn(2, 4)).square().mean())
+    said = (
+        "products in bf16 are emulated here, with fp32 copies of their operands: use a smaller batch, or pass emulate=F"
+    )
+    assert str(failed.value).count(said) == int(emulate)
+    session.close()
+
+
+def test_another_error_stays_as_it_was():
+    model = Asking("nowhere")
+    session = halfstep.initialize(model, None, "O2", low="bf16", emulate=True)
+    with pytest.raises(RuntimeError) as failed:
+        model(torch.randn(2, 5))
+    assert "emulated" not in str(failed.value)
+    session.close()
