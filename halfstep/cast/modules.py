@@ -235,3 +235,23 @@ def cast_buffers(module: nn.Module, dtype: torch.dtype) -> Undo:
                 buffers_of(module)[name] = buffer.to(old)
 
     return undo
+
+
+def keep_buffers_full(module: nn.Module, dtype: torch.dtype) -> Undo:
+    """Does what `cast_buffers` does, but state dicts have the buffers in their old dtypes."""
+    before = {name: b.dtype for name, b in buffers_of(module).items() if b is not None}
+    put_back = cast_buffers(module, dtype)
+
+    def give(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        for name, old in before.items():
+            value = state.get(prefix + name)
+            if isinstance(value, Tensor) and value.dtype is dtype is not old:
+                state[prefix + name] = value.to(old)
+
+    handle = module.register_state_dict_post_hook(CheckpointHook(give))  # type: ignore[no-untyped-call]
+
+    def undo() -> None:
+        handle.remove()
+        put_back()
+
+    return undo

@@ -20,7 +20,13 @@ from torch.optim import Optimizer
 from halfstep.cast.arriving import read_as_planned
 from halfstep.cast.casting import Casting
 from halfstep.cast.copies import CheckpointHook, plain_copies
-from halfstep.cast.modules import Given, cast_buffers, holds_state, keep_checkpoints_full, keep_parameters
+from halfstep.cast.modules import (
+    Given,
+    holds_state,
+    keep_buffers_full,
+    keep_checkpoints_full,
+    keep_parameters,
+)
 from halfstep.cast.owners import mark
 from halfstep.errors import SessionError
 from halfstep.formats import FP16, FP32
@@ -228,7 +234,7 @@ class Session:
         if self._decision.mixed and not scripted and holds_state(module):
             self._undo.callback(keep_parameters(module))
         if formats.buffers is not None:
-            self._undo.callback(cast_buffers(module, formats.buffers.dtype))
+            self._undo.callback(keep_buffers_full(module, formats.buffers.dtype))
         mine = [p for name, p in parameters_of(module).items() if p is not None and name not in formats.kept]
         low = {id(p) for p in self._decision.already_low}
         own = [p for p in mine if id(p) in low]

@@ -86,7 +86,7 @@ class FusedSGD(_Fused, SGD):
     def __init__(  # noqa: PLR0913  # apex's
         self,
         params: Iterable[Any],
-        lr: float | Tensor,
+        lr: float | Tensor | None = None,
         momentum: float = 0.0,
         dampening: float = 0.0,
         weight_decay: float = 0.0,
@@ -100,10 +100,20 @@ class FusedSGD(_Fused, SGD):
                 "FusedSGD got wd_after_momentum=True, which torch's SGD does not have; leave it out to add the weight "
                 "decay to the gradient before the momentum, as torch.optim.SGD does"
             )
+        params = list(params)
+        if lr is None:
+            _require_lr(params)
         super().__init__(
-            params, lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay, nesterov=nesterov,
-            set_grad_none=set_grad_none,
+            params, lr=0.0 if lr is None else lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay,
+            nesterov=nesterov, set_grad_none=set_grad_none,
         )  # fmt: skip
+        self.defaults["lr"] = lr
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds parameters, with their own `lr` if the optimizer was made without one."""
+        if self.defaults["lr"] is None:
+            _require_lr([param_group])
+        super().add_param_group(param_group)
 
 
 class FusedLAMB(_Fused, Lamb):
@@ -196,6 +206,11 @@ class FusedAdagrad(_Fused, Adagrad):
                 "weight decay is added to the gradient"
             )
         super().__init__(params, lr=lr, eps=eps, weight_decay=weight_decay, set_grad_none=set_grad_none)
+
+
+def _require_lr(groups: list[Any]) -> None:
+    if not groups or any(not isinstance(group, dict) or "lr" not in group for group in groups):
+        raise ValueError("FusedSGD got parameters without a learning rate; pass lr, or a group with 'lr' for each")
 
 
 def _refuse_amsgrad(name: str, amsgrad: bool) -> None:

@@ -240,6 +240,11 @@ class LossScaler:
 
     @_loss_scale.setter
     def _loss_scale(self, scale: float) -> None:
+        if not self.dynamic:
+            raise AttributeError(
+                f"the loss scale is fixed at {self._loss_scale}, so _loss_scale cannot be set; pass that number, or "
+                'loss_scale="dynamic", to amp.initialize'
+            )
         self._trained.load({self._loss_id: (scale, self._unskipped)})
 
     @property

@@ -201,6 +201,8 @@ def test_copies_pickles_and_states_go_on(cls):
         (lambda ps: FusedNovoGrad(ps, amsgrad=True), RuntimeError, "FusedNovoGrad does not support the AMSGrad"),
         (lambda ps: FusedAdam(ps, master_weights=True), SetupError, "master_weights=True.* opt_level O2"),
         (lambda ps: FusedSGD(ps, 0.1, wd_after_momentum=True), SetupError, "wd_after_momentum=True.*leave it out"),
+        (lambda ps: FusedSGD(ps, momentum=0.9), ValueError, "without a learning rate"),
+        (lambda ps: FusedSGD([{"params": ps}]), ValueError, "without a learning rate"),
         (lambda ps: FusedAdagrad(ps, adagrad_w_mode=True), SetupError, "adagrad_w_mode=True.*leave it out"),
         (lambda ps: FusedLAMB(ps, max_grad_norm=-1.0), ValueError, "max_grad_norm must be a number above 0"),
         (lambda ps: FusedNovoGrad(ps, norm_type=3), ValueError, "norm_type must be 2, or 0"),
@@ -209,3 +211,16 @@ def test_copies_pickles_and_states_go_on(cls):
 def test_what_cannot_be_done_is_refused_in_words(make, error, said):
     with pytest.raises(error, match=said):
         make([Parameter(torch.ones(1))])
+
+
+def test_fused_sgd_takes_a_learning_rate_for_each_group():
+    a, b, c = (Parameter(torch.ones(1)) for _ in range(3))
+    optimizer = FusedSGD([{"params": [a], "lr": 0.25}, {"params": [b], "lr": 0.5}])
+    for p in (a, b):
+        p.grad = torch.ones(1)
+    optimizer.step()
+    assert [a.item(), b.item()] == [0.75, 0.5]
+    optimizer.add_param_group({"params": [c], "lr": 0.125})
+    assert optimizer.param_groups[2]["lr"] == 0.125
+    with pytest.raises(ValueError, match="without a learning rate"):
+        optimizer.add_param_group({"params": [Parameter(torch.ones(1))]})

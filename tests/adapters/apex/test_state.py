@@ -137,11 +137,15 @@ def test_scripts_set_the_first_scale(amp):
         scaled.backward()
     assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 2.0**20
     assert amp._amp_state.loss_scalers[0].dynamic
-    opened(amp, "O2", loss_scale=8.0)
-    with pytest.raises(StateError, match="static"):
-        amp._amp_state.loss_scalers[0]._loss_scale = 2**20
     with pytest.raises(AttributeError):
         amp._amp_state.loss_scalers[0]._scale_window = 100  # which would change nothing
+
+
+@pytest.mark.parametrize(("level", "scale"), [("O0", None), ("O3", None), ("O2", 8.0)])
+def test_a_fixed_scale_cannot_be_set(amp, level, scale):
+    opened(amp, level, loss_scale=scale)
+    with pytest.raises(AttributeError, match=r'fixed at .*"dynamic"'):
+        amp._amp_state.loss_scalers[0]._loss_scale = 4.0
 
 
 @pytest.mark.parametrize("level", LEVELS)
