@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import fields
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.compiler.config
@@ -33,6 +33,8 @@ from torch.optim import Optimizer
 
 WORKS_WITH = "2.13"
 """The release of torch that the whole test suite passes on; docs/support.md says what was tried on others."""
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 _NAMES: list[str] = []
 
@@ -105,6 +107,7 @@ else:
 
 # The dispatcher: the rows of the op table are kernels for autocast's keys.
 keyset_after: Callable[[Any], Any] = _name("torch._C._dispatch_keyset_full_after")  # the keys below one
+set_key_included: Callable[[Any, bool], None] = _name("torch._C._dispatch_tls_set_dispatch_key_included")
 set_key_excluded: Callable[[Any, bool], None] = _name("torch._C._dispatch_tls_set_dispatch_key_excluded")
 forced_keys: Callable[[Any, Any], AbstractContextManager[Any]] = _name("torch._C._ForceDispatchKeyGuard")
 keys_included_here: Callable[[], Any] = _name("torch._C._dispatch_tls_local_include_set")
@@ -112,6 +115,7 @@ keys_excluded_here: Callable[[], Any] = _name("torch._C._dispatch_tls_local_excl
 parsed_key: Callable[[str], Any] = _name("torch._C._dispatch_key_parse")
 has_kernel: Callable[[str], bool] = _name("torch._C._dispatch_has_kernel")  # for any key; asked first
 has_kernel_for: Callable[[str, Any], bool] = _name("torch._C._dispatch_has_kernel_for_dispatch_key")
+has_fallback: Callable[[Any], bool] = _name("torch._C._dispatch_has_backend_fallback")  # of a key
 all_op_names: Callable[[], list[str]] = _name("torch._C._dispatch_get_all_op_names")  # for "did you mean"
 schemas_of_op: Callable[[str], list[FunctionSchema]] = _name("torch._C._jit_get_schemas_for_operator")
 take_kernels_out: Callable[[Any], None] = _method("torch.library.Library._destroy")
@@ -205,6 +209,29 @@ def own_parameter(module: nn.Module, name: str) -> nn.Parameter | None:
     """Returns a module's own parameter, None if it has none of this name; torch.compile can trace this."""
     found: nn.Parameter | None = module._parameters.get(name)
     return found
+
+
+_FRAME_ACTION: Any = _name("torch._C._dynamo.eval_frame._FrameAction")
+_FRAME_STRATEGY: Any = _name("torch._C._dynamo.eval_frame._FrameExecStrategy")
+_set_strategy: Callable[[CodeType, Any], None] = _name("torch._C._dynamo.eval_frame.set_code_exec_strategy")
+
+
+def uncompiled(function: Function) -> Function:
+    """Makes torch.compile leave calls of a function alone, with all that it calls; costs the function nothing.
+
+    It is for functions that torch's dispatcher calls, also between the graphs of a compiled model.
+    """
+    _set_strategy(function.__code__, _FRAME_STRATEGY(_FRAME_ACTION.SKIP, _FRAME_ACTION.SKIP))
+    return function
+
+
+def marked_constant(function: Function) -> Function:
+    """Makes torch.compile call a function when it traces, and use the result as a constant.
+
+    This is `torch.compiler.assume_constant_result`, without the second that an import of the compiler takes.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # tried
+    return function
 
 
 def metadata_of(state: Any) -> dict[str, dict[str, Any]]:

@@ -49,7 +49,8 @@ class Casting:
 
     def _made(self, emulate: bool) -> tuple[OpEngine | None, Mode | None]:
         low, table = self._plan.low, self._plan.ops == "table"
-        device_type, wide = self._device.type, self._wide_backward
+        device_type = self._device.type
+        wide = () if emulate else self._wide_backward  # emulation computes it in fp32 by itself
         engine = OpEngine(effective(self._plan), low.dtype, device_type, wide, emulate=emulate) if table else None
         return engine, Emulation(low) if emulate else None  # a mode for who looks at operations
 

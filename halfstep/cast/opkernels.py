@@ -63,16 +63,21 @@ def is_composite(name: str) -> bool:
 
 
 class OpSite:
-    """One aten overload on one device type: runs it with or without autocast, and casts its arguments."""
+    """One aten overload on one device type: runs it with or without autocast, and casts its arguments.
+
+    `place` is the dispatch key under which the overload has a kernel of halfstep's; by default that of autocast for the
+    device type.
+    """
 
     in_one = False  # whether a recurrent layer is one operation, to which autocast does not apply inside
 
-    def __init__(self, overload: OpOverload, device_type: str) -> None:
+    def __init__(self, overload: OpOverload, device_type: str, place: Any = None) -> None:
         self.overload = overload
         self.device_type = device_type
         self.name: str = schema_of(overload).name.removeprefix("aten::")
         self.arguments = [argument.name for argument in schema_of(overload).arguments]
         self.key = getattr(DispatchKey, f"Autocast{device_type.upper()}")
+        self.place = self.key if place is None else place
         self._after = keyset_after(self.key)
         self.direct = _fastest_call(overload)
         self._redispatch = redispatch_of(overload)
@@ -80,7 +85,7 @@ class OpSite:
         self._tensors = [i for i, kind in enumerate(types) if kind == "Tensor"]
         self._holding = [i for i, kind in enumerate(types) if "Tensor" in kind]  # also lists and optional ones
         self._composite = is_composite(overload_name(schema_of(overload)))
-        self._is_here = _is_on(device_type)
+        self.is_here = _is_on(device_type)
 
     def below(self, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Runs the op itself without casts; autocast stays on for its parts."""
@@ -118,16 +123,26 @@ class OpSite:
     def excluded(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Runs the op and all its parts without autocast."""
         set_key_excluded(self.key, True)  # faster than torch's guard
+        set_key_excluded(self.place, True)
         try:
             return self.direct(*args, **kwargs)
         finally:
-            set_key_excluded(self.key, False)  # as it was, or this kernel would not run
+            set_key_excluded(self.place, False)  # as it was, or this kernel would not run
+            set_key_excluded(self.key, False)
+
+    def passed(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Runs the op as if halfstep had no kernels; for calls while autocast of the device type is off."""
+        set_key_excluded(self.place, True)
+        try:
+            return self.direct(*args, **kwargs)
+        finally:
+            set_key_excluded(self.place, False)
 
     def cast(self, value: Any, dtype: torch.dtype) -> Any:
         """Returns a value, or a list of them, with fp32, bf16 and fp16 tensors on this device type cast to `dtype`."""
         if isinstance(value, Tensor):
             given = value.dtype
-            if given is not dtype and given in CASTABLE and self._is_here(value):
+            if given is not dtype and given in CASTABLE and self.is_here(value):
                 return _CASTS[dtype](value)
         elif isinstance(value, (list, tuple)):
             return [self.cast(item, dtype) for item in value]
@@ -153,7 +168,7 @@ class OpSite:
         found: set[torch.dtype] = set()
         for value in values:
             if isinstance(value, Tensor):
-                if value.dtype in CASTABLE and self._is_here(value):
+                if value.dtype in CASTABLE and self.is_here(value):
                     found.add(value.dtype)
             elif isinstance(value, (list, tuple)):
                 found |= self._dtypes(value)
@@ -238,7 +253,8 @@ def _full_by_dtype(site: OpSite) -> Act:
     position = site.arguments.index("dtype")
 
     def act(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if args[0].dtype in LOW_DTYPES and len(args) <= position and kwargs.get("dtype") is None:
+        given = args[0]
+        if given.dtype in LOW_DTYPES and len(args) <= position and kwargs.get("dtype") is None and site.is_here(given):
             kwargs["dtype"] = torch.float32
         return site.excluded(args, kwargs)
 
@@ -328,7 +344,7 @@ def _refuse(site: OpSite) -> Act:
     instead = REFUSED.get(site.name, "")
 
     def act(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if args[0].dtype in LOW_DTYPES:
+        if args[0].dtype in LOW_DTYPES and site.is_here(args[0]):
             raise OpError(
                 f"{site.name} got {args[0].dtype} probabilities inside a halfstep region: in low precision a sigmoid "
                 f"rounds to 0 or 1, whose logarithm is infinite; use {instead} on the logits, or pass input.float()"
@@ -357,7 +373,7 @@ def _gather(site: OpSite) -> Act:
             return site.excluded(*site.cast_all(args, kwargs, weight.dtype if is_sparse else torch.float32))
         if weight.dtype not in LOW_DTYPES or not weight.requires_grad or (sparse is None and not weight.is_leaf):
             return site.below(keyset, args, kwargs)
-        if is_sparse:
+        if is_sparse or not site.is_here(weight):
             return site.below(keyset, args, kwargs)
         (_, *rest), kwargs = site.cast_all(args, kwargs, torch.float32)
         out = site.excluded((weight.float(), *rest), kwargs)

@@ -4,14 +4,21 @@ The registry is empty while no engine is open. The kernels of an op table act on
 marker is the autocast bit of a device type that this process does not use. A variable of halfstep's own could not
 replace it: an autocast bit belongs to a thread, is passed on to autograd's threads and is saved in compiled graphs;
 torch.compile also guards on it and uses it in its cache keys.
+
+A table's kernels have the autocast key of its marker, if torch's dispatcher comes to that key before the one of the
+table's own device type, as it does on a CPU. No tensor has the marker's key, so threads that use the table include it
+(`reach`), and autocast's bit excludes it outside of the table's regions: code there never meets these kernels. Where
+the key of the device type comes first, as on CUDA, the kernels have that key, and pass on the calls of other code.
 """
 
 from __future__ import annotations
 
 import hashlib
+import sys
 import warnings
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
+from types import FrameType
 from typing import Any
 
 import torch
@@ -28,11 +35,21 @@ from halfstep.torch_internals import (
     OpOverload,
     cache_tag,
     forget_compiled,
+    has_fallback,
     has_kernel_for,
+    keyset_after,
+    marked_constant,
+    parsed_key,
+    saved_tensor_hooks,
     set_cache_tag,
+    set_key_included,
     take_kernels_out,
+    uncompiled,
 )
 
+_APPLY = torch.autograd.Function.apply.__code__
+# which torch's own kernels for autocast call: those switch off the key of the device type, and no other
+_PARTS = ("convolution", "_convolution", "_convolution.deprecated")
 MARKERS = ("ipu", "hpu", "xla", "mtia", "maia")
 
 
@@ -49,6 +66,11 @@ class Table:
     wide_backward: WideBackward = ()
     emulate: bool = False
 
+    @property
+    def widens(self) -> bool:
+        """Whether backward passes of attention on a CPU may run in fp32."""
+        return self.device_type == "cpu" and bool(self.wide_backward)
+
     def digest(self) -> str:
         """Returns a short hash of the device type and the actions, which decide the casts in compiled code.
 
@@ -59,25 +81,51 @@ class Table:
 
 @dataclass
 class _Slot:
+    """A table whose marker is in use, and by how many engines.
+
+    `repeats` tells whether a kernel has run in what an activation checkpoint may compute again.
+    """
+
     table: Table
     users: int = 0
+    repeats: bool = False
 
 
 @dataclass
 class _Site:
     """One of halfstep's kernels in the dispatcher.
 
-    `acts` has pairs (marker, function): the function runs the op while the marker is on. If no marker is on, torch's
-    own autocast kernel `stock` runs; `own` is the action that it takes. If torch has no such kernel, both are None.
+    `acts` has pairs (marker, function): the function runs the op while the marker is on. A kernel with the key of a
+    marker has that marker's slot in `alone`. Another has the key of its device type: if no marker is on, torch's own
+    autocast kernel `stock` runs there, None if torch has none. `own` is the action that torch's autocast takes, None if
+    it takes none.
     """
 
     site: OpSite
     stock: Any
     own: Action | None
+    alone: _Slot | None = None
     acts: tuple[tuple[str, Act], ...] = ()
 
     def kernel(self) -> Any:
         """Returns the function to register with the dispatcher: a closure, which costs less per call than a method."""
+        return uncompiled(self._for_several() if self.alone is None else self._for_one(self.alone))
+
+    def _for_one(self, slot: _Slot) -> Any:
+        device_type, passed = self.site.device_type, self.site.passed
+        is_on = torch.is_autocast_enabled
+
+        def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+            if is_on(device_type):  # off in a backward pass, and in what torch's own kernels call
+                if not slot.repeats and may_be_repeated():
+                    slot.repeats = True
+                for _, act in self.acts:
+                    return act(keyset, args, kwargs)
+            return passed(args, kwargs)
+
+        return kernel
+
+    def _for_several(self) -> Any:
         stock, below = self.stock, self.site.below
         is_on = torch.is_autocast_enabled
 
@@ -96,7 +144,54 @@ class _Site:
 class _Device:
     library: torch.library.Library = field(default_factory=lambda: torch.library.Library("aten", "IMPL"))  # type: ignore[no-untyped-call]
     sites: dict[str, _Site] = field(default_factory=dict)
-    with_backward: bool = False
+
+
+@marked_constant
+def reach(marker: str, on: bool = True) -> bool:
+    """Makes the operations of this thread meet the kernels that have the marker's key, while the marker is on.
+
+    With `on=False` they do not, whatever the marker. Compiled code does not call this function: torch.compile calls it
+    once, in the thread that traces. Returns `on`.
+    """
+    set_key_included(_keys()[marker], on)
+    return on
+
+
+@cache
+def _keys() -> dict[str, Any]:
+    return {marker: parsed_key(autocast_key(marker)) for marker in MARKERS}
+
+
+def may_be_repeated() -> bool:
+    """Tells whether an activation checkpoint may compute again what runs now.
+
+    A non-reentrant checkpoint calls its function under saved-tensor hooks, a reentrant one inside an autograd function,
+    with gradients off.
+    """
+    if saved_tensor_hooks(True) is not None:
+        return True
+    return not torch.is_grad_enabled() and _is_inside_function()
+
+
+def _is_inside_function() -> bool:
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code is not _APPLY:
+        frame = frame.f_back
+    return frame is not None
+
+
+def autocast_key(device_type: str) -> str:
+    """Returns the name of the dispatch key of autocast for a device type."""
+    return f"Autocast{device_type.upper()}"
+
+
+def place_of(name: str, marker: str, device_type: str) -> str:
+    """Returns the name of the dispatch key under which a table with this marker registers a kernel of the op `name`."""
+    key = autocast_key(marker)
+    if name in _PARTS:
+        return autocast_key(device_type)
+    comes_first = keyset_after(parsed_key(key)).has(parsed_key(autocast_key(device_type)))
+    return key if comes_first else autocast_key(device_type)
 
 
 class Registry:
@@ -105,7 +200,9 @@ class Registry:
     def __init__(self) -> None:
         self._lock = DeferringLock()
         self._slots: dict[str, _Slot] = {}  # replaced, not changed: a finalizer may release while others() reads it
-        self._devices: dict[str, _Device] = {}
+        self._devices: dict[str, _Device] = {}  # by the key of their kernels
+        self._backward: _Device | None = None
+        self._passing: dict[str, Any] = {}  # libraries by key
         self._last: dict[str, Table] = {}  # which table had a marker last, in order of use
         self._fast_path = True
         self._cache_tag: Any = ""
@@ -142,12 +239,14 @@ class Registry:
             if slot.users:
                 return
             self._slots = {other: kept for other, kept in self._slots.items() if other != marker}
-            device = self._devices.get(slot.table.device_type)
-            if device is not None:
+            for place, device in list(self._devices.items()):
                 for site in device.sites.values():
                     site.acts = tuple(pair for pair in site.acts if pair[0] != marker)
-            if all(other.table.device_type != slot.table.device_type for other in self._slots.values()):
-                take_kernels_out(self._devices.pop(slot.table.device_type, _Device()).library)
+                if not any(site.acts for site in device.sites.values()):
+                    take_kernels_out(self._devices.pop(place).library)
+            if self._backward is not None and not any(other.table.widens for other in self._slots.values()):
+                take_kernels_out(self._backward.library)
+                self._backward = None
             self._tag_caches()
             if not self._slots:
                 torch.backends.mha.set_fastpath_enabled(self._fast_path)
@@ -155,6 +254,10 @@ class Registry:
     def abandon(self, marker: str) -> None:
         """Gives back the marker of an engine that nobody has closed; called by the engine's finalizer."""
         self._lock.defer(partial(self.release, marker))
+
+    def repeats(self, marker: str) -> bool:
+        """Returns whether a kernel of this table has run in what an activation checkpoint may compute again."""
+        return self._slots[marker].repeats
 
     def others(self, marker: str) -> tuple[str, ...]:
         """Returns the markers in use besides this one."""
@@ -197,10 +300,11 @@ class Registry:
         set_cache_tag(",".join([before, *tables]) if tables else self._cache_tag)
 
     def _install(self, marker: str, table: Table) -> None:
-        device = self._devices.setdefault(table.device_type, _Device())
         also = ALSO_EMULATED if table.emulate else ()
         wanted: dict[str, Action] = {**dict.fromkeys((*AS_WRITTEN, *also), "pass"), **dict(table.actions)}
         for name, action in wanted.items():
+            place = place_of(name, marker, table.device_type)
+            device = self._devices.setdefault(place, _Device())
             site = device.sites.get(name)  # what torch's own kernel does can only be read while ours is not there
             own = stock_action(name, table.device_type) if site is None else site.own
             emulated = table.emulate and (name in ALSO_EMULATED or name.partition(".")[0] in EMULATED)
@@ -208,23 +312,34 @@ class Registry:
                 continue
             if action == "gather" and table.device_type != "cpu":
                 continue  # other devices add up in fp32 themselves
-            site = site or self._register(device, name, table.device_type, own)
+            site = site or self._register(device, name, marker, own, place)
             if site is not None:
                 act = (
-                    make_product(site.site.overload, table.device_type, action)
+                    make_product(site.site.overload, table.device_type, action, parsed_key(place))
                     if emulated
                     else make_act(site.site, action)
                 )
                 site.acts = (*site.acts, (marker, act))
-        if table.device_type == "cpu" and table.wide_backward and not device.with_backward:
-            self._register_backward(device)
-            device.with_backward = True
+        if table.widens and self._backward is None:
+            self._backward = _Device()
+            self._register_backward(self._backward)
+
+    def _let_others_pass(self, place: str) -> None:
+        """Makes operations without a kernel at a marker's key go on to the next key, as at every key of autocast.
+
+        This stays when the last engine closes, because a session may be closed inside of its own region, where the key
+        is still on.
+        """
+        if place not in self._passing and not has_fallback(parsed_key(place)):
+            library = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
+            library.fallback(torch.library.fallthrough_kernel, place)  # type: ignore[no-untyped-call]
+            self._passing[place] = library
 
     def _register_backward(self, device: _Device) -> None:
         stock = torch.library.get_kernel(FLASH_ATTENTION_CPU_BACKWARD, "CPU")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            kernel = wide_attention(stock, self._wide_backward)
+            kernel = uncompiled(wide_attention(stock, self._wide_backward))
             device.library.impl(FLASH_ATTENTION_CPU_BACKWARD, kernel, "CPU", with_keyset=True)  # type: ignore[no-untyped-call]
 
     def _wide_backward(self) -> WideBackward:
@@ -235,17 +350,21 @@ class Registry:
         on = torch.is_autocast_enabled
         return next((slot.table.wide_backward for marker, slot in self._slots.items() if on(marker)), ())
 
-    def _register(self, device: _Device, name: str, device_type: str, own: Action | None) -> _Site | None:
+    def _register(self, device: _Device, name: str, marker: str, own: Action | None, place: str) -> _Site | None:
         overload = find_overload(name)
         if overload is None:
             return None
-        key = f"Autocast{device_type.upper()}"
-        taken = has_kernel_for(f"aten::{name}", key)
-        stock = torch.library.get_kernel(overload, key) if taken else None
-        site = _Site(OpSite(overload, device_type), stock, own)
+        slot = self._slots[marker]
+        device_type = slot.table.device_type
+        alone = slot if place == autocast_key(marker) else None
+        if alone is not None:
+            self._let_others_pass(place)
+        taken = alone is None and has_kernel_for(f"aten::{name}", place)
+        stock = torch.library.get_kernel(overload, place) if taken else None
+        site = _Site(OpSite(overload, device_type, parsed_key(place)), stock, own, alone)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch says once per process that a kernel is overridden
-            device.library.impl(name, site.kernel(), key, with_keyset=True)  # type: ignore[no-untyped-call]
+            device.library.impl(name, site.kernel(), place, with_keyset=True)  # type: ignore[no-untyped-call]
         device.sites[name] = site
         return site
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import autocast as TorchAutocast  # also where torch.autocast is a drop-in
 
-from halfstep.cast.opregistry import REGISTRY, Table
+from halfstep.cast.opregistry import REGISTRY, Table, reach
 from halfstep.errors import SessionError
 from halfstep.machine import WideBackward
 from halfstep.plan.optable import Action
@@ -95,6 +95,7 @@ class OpEngine:
             with TorchAutocast(self.device_type, dtype=self.low, enabled=False):
                 yield
             return
+        reach(marker)
         with TorchAutocast(marker), TorchAutocast(self.device_type, dtype=self.low):
             others = REGISTRY.others(marker)
             if not others:
@@ -110,10 +111,15 @@ class OpEngine:
     def backward(self) -> AbstractContextManager[None]:
         """Returns a context manager for a backward pass, in which checkpoints compute parts of the forward again.
 
-        It turns on the table. Autocast for the device is not switched on: checkpoints restore it as it was in the
-        forward, and gradients need no casts.
+        It turns on the table, whose kernels are met only if one of them has run under such a checkpoint: else every
+        operation of the backward pass that has a kernel would pass through it. Autocast for the device is not switched
+        on: checkpoints restore it as it was in the forward, and gradients need no casts.
         """
-        return self._kept(_turn_on)
+        return self._kept(self._turn_on_backward)
+
+    def _turn_on_backward(self, token: Token) -> None:
+        _turn_on(token)
+        reach(self._marker, REGISTRY.repeats(self._marker))
 
     @contextmanager
     def _kept(self, switch: Callable[[Token], None]) -> Iterator[None]:
@@ -154,6 +160,7 @@ class OpEngine:
             torch.set_autocast_dtype(self.device_type, self.low)
         torch.set_autocast_enabled(self.device_type, enabled)
         if enabled:
+            reach(token[2])
             _turn_on(token)
 
     def leave(self, token: Token) -> None:
@@ -163,6 +170,7 @@ class OpEngine:
         another format.
         """
         was_on, dtype, marker, marker_was_on, others, nesting = token
+        reach(marker)  # for the rest of a region around a backward pass
         torch.set_autocast_enabled(self.device_type, was_on)
         torch.set_autocast_dtype(self.device_type, dtype)
         torch.set_autocast_enabled(marker, marker_was_on)

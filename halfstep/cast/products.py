@@ -71,8 +71,8 @@ _POWERS = (2, 3)  # of fp16: the CPU's own kernel gives the same bits in ten tim
 class ProductSite(OpSite):
     """An op made of products; what `OpSite` runs on low tensors, it computes in fp32 and rounds once."""
 
-    def __init__(self, overload: OpOverload, device_type: str) -> None:
-        super().__init__(overload, device_type)
+    def __init__(self, overload: OpOverload, device_type: str, place: Any = None) -> None:
+        super().__init__(overload, device_type, place)
         self.in_one = self.name in _LAYERS
         self._by = _WAYS.get(self.name, _rounded_once)
 
@@ -85,9 +85,11 @@ class ProductSite(OpSite):
             with _one_level_of_functorch():
                 return self._by(self, low, args, kwargs)
         set_key_excluded(self.key, True)
+        set_key_excluded(self.place, True)
         try:
             return self._by(self, low, args, kwargs)
         finally:
+            set_key_excluded(self.place, False)
             set_key_excluded(self.key, False)
 
     def called(self, low: torch.dtype, *args: Any, **kwargs: Any) -> Any:
@@ -117,9 +119,9 @@ def _one_level_of_functorch() -> Iterator[None]:
         _LEVELS.inside = False
 
 
-def make_product(overload: OpOverload, device_type: str, action: Action) -> Act:
-    """Returns the function that runs a call of a product as `action` says, and emulates it."""
-    site = ProductSite(overload, device_type)
+def make_product(overload: OpOverload, device_type: str, action: Action, place: Any = None) -> Act:
+    """Returns the function that runs a call of a product as `action` says, and emulates it; `place` as in `OpSite`."""
+    site = ProductSite(overload, device_type, place)
     act = make_act(site, action) if action != "pass" else lambda _, args, kwargs: site.excluded(args, kwargs)
 
     def once(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -139,7 +141,7 @@ def _rounded_once(site: ProductSite, low: torch.dtype, args: Sequence[Any], kwar
 
 def _in_parts(site: ProductSite, low: torch.dtype, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Runs a composite op as the ops that it consists of, with the kernels of their own rows."""
-    with forced_keys(keys_included_here(), keys_excluded_here().remove(site.key)):
+    with forced_keys(keys_included_here(), keys_excluded_here().remove(site.key).remove(site.place)):
         out: Tensor = call_by_key(site.overload)(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
     return out.to(low)
 
@@ -152,7 +154,7 @@ def _linear(site: ProductSite, low: torch.dtype, args: Sequence[Any], kwargs: Ma
 
 
 def _sum_of_products(site: ProductSite, low: torch.dtype, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    addmm = ProductSite(aten.addmm.default, site.device_type)
+    addmm = ProductSite(aten.addmm.default, site.device_type, site.place)
     return SUMS_OF_PRODUCTS[site.overload](partial(addmm.called, low), *args, **kwargs)
 
 

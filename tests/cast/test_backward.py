@@ -137,6 +137,14 @@ def test_two_sessions_and_after_the_last_one_the_kernel_is_gone():
     assert all(map(torch.equal, plain, backward(qkv, grad)))
 
 
+def test_a_session_that_emulates_registers_no_kernel_for_it():
+    model = nn.Linear(4, 4)
+    before = torch._C._dispatch_dump(NAME)
+    session = halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "O1", low="bf16", emulate=True)
+    assert torch._C._dispatch_dump(NAME) == before
+    session.close()
+
+
 class Small(nn.Module):
     def __init__(self):
         super().__init__()

@@ -4,11 +4,13 @@ import math
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from halfstep.cast.opkernels import OpSite
 from halfstep.cast.opregistry import MARKERS, REGISTRY
@@ -44,6 +46,73 @@ def test_an_index_may_be_none_as_in_a_slice():
     assert x.tolist() == [[1, 0, 1]] * 2
     assert out.tolist() == [[1, 1, 1]] * 2
     assert out.dtype is torch.float32
+
+
+@pytest.mark.parametrize("reentrant", [True, False, None])
+def test_a_backward_pass_meets_the_kernels_only_if_a_checkpoint_may_repeat_them(reentrant):
+    """Neither an evaluation nor a hook on gradients counts; a function without modules does."""
+    x, weight, seen, entered = torch.rand(2, 4, requires_grad=True), torch.rand(4), [], []
+
+    def function(x):
+        out = (F.linear(x, x) + weight[:2]).softmax(-1)  # whose addition sums a gradient
+        seen.append(out.dtype)
+        return out * out  # saved, so that it is computed again up to here
+
+    def look(frame, event, argument):
+        if event == "call" and "cast/op" in frame.f_code.co_filename.replace("\\", "/"):
+            entered.append(frame.f_code.co_name)
+
+    with opened("O1") as engine:
+        with engine.region(), torch.no_grad():
+            function(x)
+        seen.clear()
+        with engine.region():
+            out = function(x) if reentrant is None else checkpoint(function, x, use_reentrant=reentrant)
+            loss = out.float().square().sum()
+        with engine.backward():
+            sys.setprofile(look)
+            try:
+                loss.backward()
+            finally:
+                sys.setprofile(None)
+    assert set(seen) == {FP32}
+    assert len(seen) == (1 if reentrant is None else 2)
+    assert ("kernel" in entered) is (reentrant is not None)
+
+
+def test_code_beside_an_open_engine_meets_no_kernel_of_ours():
+    """Also in a thread that has used the table, and under a plain autocast."""
+    x, w = torch.rand(2, 4, dtype=BF16), torch.ones(4)
+    calls = {
+        "softmax": lambda: x.softmax(-1),
+        "sum": x.sum,
+        "norm": lambda: F.layer_norm(x, (4,), w, w),
+        "cat": lambda: torch.cat([x, w[None]]),
+        "embedding": lambda: F.embedding(torch.tensor([1]), x),
+        "pow": lambda: x.pow(2),
+        "linear": lambda: F.linear(x, x),
+    }
+    entered = []
+
+    def look(frame, event, argument):
+        if event == "call":
+            entered.append(frame.f_code.co_filename)
+
+    with torch.autocast("cpu", BF16):
+        plain = {name: call() for name, call in calls.items()}
+    for table in ("O1", "O2"):
+        with opened(table) as engine:
+            with engine.region():
+                x.softmax(-1)
+            for inside in (nullcontext(), torch.autocast("cpu", BF16)):
+                with inside:
+                    sys.setprofile(look)
+                    try:
+                        found = {name: call() for name, call in calls.items()}
+                    finally:
+                        sys.setprofile(None)
+            assert {name: out.dtype for name, out in found.items()} == {n: out.dtype for n, out in plain.items()}
+    assert not [name for name in entered if "cast/op" in name.replace("\\", "/")]
 
 
 def test_a_region_casts_by_the_table_and_ends():
