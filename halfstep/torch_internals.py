@@ -225,6 +225,15 @@ def uncompiled(function: Function) -> Function:
     return function
 
 
+def compiled_inside(function: Function) -> Function:
+    """Makes torch.compile trace a function only as a part of what calls it; where that breaks, the function runs as is.
+
+    What the function calls is compiled all the same.
+    """
+    _set_strategy(function.__code__, _FRAME_STRATEGY(_FRAME_ACTION.SKIP, _FRAME_ACTION.DEFAULT))
+    return function
+
+
 def marked_constant(function: Function) -> Function:
     """Makes torch.compile call a function when it traces, and use the result as a constant.
 

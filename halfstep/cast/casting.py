@@ -28,7 +28,7 @@ from halfstep.plan.compatibility import enterable
 from halfstep.plan.optable import effective
 from halfstep.plan.plan import Plan
 from halfstep.plan.resolve import ModuleFormats
-from halfstep.torch_internals import in_backward, is_out_of_memory
+from halfstep.torch_internals import compiled_inside, in_backward, is_out_of_memory
 
 Mode = AbstractContextManager[Any]
 
@@ -333,7 +333,7 @@ def _called_first(device_type: str, cast: CastOut | None, again: CastOut | None)
         chosen = again if repeated else cast
         return out if chosen is None else chosen(out, args, kwargs)
 
-    return cast_out
+    return compiled_inside(cast_out)
 
 
 def _cast_out(formats: ModuleFormats, look: Callable[[Tensor], Tensor] | None) -> CastOut | None:
@@ -342,4 +342,4 @@ def _cast_out(formats: ModuleFormats, look: Callable[[Tensor], Tensor] | None) -
     cast = outputs_to(formats.output)
     if look is None or formats.output is not FP32:
         return cast
-    return lambda out, args, kwargs: cast(map_tensors(look, out), args, kwargs)
+    return compiled_inside(lambda out, args, kwargs: cast(map_tensors(look, out), args, kwargs))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from halfstep.cast.repeated import Calls
 from halfstep.pages import MISMATCH, more
-from halfstep.torch_internals import in_backward
+from halfstep.torch_internals import compiled_inside, in_backward
 
 Values = Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
 SWITCHED_OFF = (
@@ -196,6 +196,7 @@ def _run_part(gate: Gate, go_on: Callable[[Any], Any], given: Any, called_with: 
     return out if gate.cast_out is None else gate.cast_out(out, *called_with)
 
 
+@compiled_inside
 def run_traced(gate: Gate, forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
     """Runs a forward under the plan with the gate's casts, in a form that torch.compile can trace.
 

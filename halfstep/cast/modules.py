@@ -18,7 +18,7 @@ from halfstep.cast.owners import is_marked
 from halfstep.cast.tree import CASTABLE, cast_floats, first_float_dtype
 from halfstep.errors import SessionError, StateError
 from halfstep.formats import Format
-from halfstep.torch_internals import buffers_of, metadata_of, parameters_of
+from halfstep.torch_internals import buffers_of, compiled_inside, metadata_of, parameters_of
 
 Undo = Callable[[], None]
 _ASSIGN = "assign_to_params_buffers"  # torch's mark of `load_state_dict(assign=True)` in the metadata of a state
@@ -32,7 +32,7 @@ def inputs_to(dtype: torch.dtype) -> Values:
     def cast(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return cast_floats(args, dtype), cast_floats(kwargs, dtype) if kwargs else kwargs
 
-    return cast
+    return compiled_inside(cast)
 
 
 def outputs_to(output: Format | Literal["input"]) -> CastOut:
@@ -42,13 +42,13 @@ def outputs_to(output: Format | Literal["input"]) -> CastOut:
     """
     if isinstance(output, Format):
         dtype = output.dtype
-        return lambda out, args, kwargs: cast_floats(out, dtype)
+        return compiled_inside(lambda out, args, kwargs: cast_floats(out, dtype))
 
     def as_input(out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         found = first_float_dtype(args, kwargs)
         return out if found is None else cast_floats(out, found)
 
-    return as_input
+    return compiled_inside(as_input)
 
 
 class Values32(Protocol):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.stack import cast_at_boundary
+from halfstep.torch_internals import compiled_inside
 
 CASTABLE = (torch.float32, torch.float16, torch.bfloat16)
 _LEAVES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type, nn.Module)
@@ -36,6 +37,7 @@ def map_tensors(fn: Change, obj: Any) -> Any:
     return obj if new is None else new
 
 
+@compiled_inside
 def cast_floats(obj: Any, dtype: torch.dtype) -> Any:
     """Returns `obj` with its fp32, fp16 and bf16 tensors cast to `dtype`; float64, complex, integer and bool stay.
 
