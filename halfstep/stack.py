@@ -7,6 +7,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from halfstep.torch_internals import compiled_inside
+
 Result = TypeVar("Result")
 
 
@@ -19,6 +21,7 @@ def begin_pass(run: Callable[[], Result]) -> Result:
     return run()
 
 
+@compiled_inside
 def cast_at_boundary(value: Any, dtype: torch.dtype) -> Any:
     """Returns `value`, a tensor or a batch with a `to` method, cast to `dtype` at the entry or exit of a module."""
     return value.to(dtype)

@@ -49,6 +49,15 @@ def main(monkeypatch):
     return run
 
 
+def test_the_cost_of_an_open_session_is_measured_beside_processes_without_one(tmp_path):
+    path = tmp_path / "found.json"
+    done = run(FOLDER / "open_session.py", "--only", "softmax", "--rounds", 1, "--json", path)
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(path.read_text())["rows"]
+    assert row["name"] == "softmax"
+    assert row["time_x_alone"].keys() == {"O1", "O2"}
+
+
 def test_the_host_cost_has_a_row_for_each_network_and_level_in_processes_of_their_own(tmp_path):
     path = tmp_path / "found.json"
     done = run(

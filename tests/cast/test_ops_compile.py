@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import halfstep
 from halfstep.cast.opregistry import MARKERS, REGISTRY, Table
 from tests.cast.engines import make_engine, opened
 
@@ -235,3 +237,44 @@ def test_a_process_takes_no_graph_of_another_table_from_the_cache_on_disk(tmp_pa
 def test_markers_are_of_devices_that_this_process_has_no_tensors_of():
     assert not {"cpu", "cuda"} & set(MARKERS)
     assert not REGISTRY._slots
+
+
+class Interrupted(nn.Module):
+    """Breaks its graph between two layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.norm = nn.Linear(8, 8), nn.Linear(8, 8), nn.LayerNorm(8)
+
+    def forward(self, x):
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        return self.second(self.norm(x))
+
+
+def graphs_of(model, region):
+    """Returns how many graphs torch.compile makes of a model that is called in `region()`, in two training steps."""
+    torch._dynamo.reset()
+    made = []
+
+    def backend(graph, inputs):
+        made.append(graph)
+        return graph
+
+    compiled = torch.compile(model, backend=backend)
+    for _ in range(2):
+        with region():
+            out = compiled(torch.rand(2, 8))
+        out.float().sum().backward()
+    return len(made)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # which dynamo reads where a graph breaks
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("make", [Interrupted, lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))])
+def test_a_compiled_model_has_as_many_graphs_as_under_torch_amp(make, level):
+    model = make()
+    expected = graphs_of(model, lambda: torch.autocast("cpu", BF16))
+    session = halfstep.initialize(model, torch.optim.SGD(model.parameters()), level, low="bf16", emulate=False)
+    assert graphs_of(model, nullcontext) == expected
+    session.close()
