@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
+from itertools import product
 from typing import Any
 
 from torch import Tensor, nn
@@ -32,7 +33,7 @@ try:
     from lightning.fabric import Fabric
     from lightning.fabric.plugins import Precision as FabricPrecision
     from lightning.pytorch import LightningModule, Trainer
-    from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+    from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
     from lightning.pytorch.plugins.precision import Precision
     from lightning.pytorch.trainer.states import TrainerFn
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -43,6 +44,7 @@ except ImportError as error:
 
 # Where Lightning's averaging callbacks read and write weights, but for AveragedModel's reads, which see fp32 values.
 EXCHANGING = ("on_train_epoch_start", "on_train_end", "on_validation_epoch_start", "on_validation_epoch_end")
+PRUNING = ("apply_pruning", "apply_lottery_ticket_hypothesis", "make_pruning_permanent")
 # By name, as Trainer and Fabric have one class of each. Fabric shards a model after it has asked the plugin.
 _BOTH = ("SingleDeviceStrategy", "DDPStrategy")
 STRATEGIES = {"Trainer": (*_BOTH, "ModelParallelStrategy"), "Fabric": _BOTH}
@@ -71,7 +73,7 @@ class Halfstep(Precision):
         self._loop: type[FabricPrecision] = Precision  # whose base of a plugin, that of a Trainer or of Fabric
         self._norms: dict[int, Tensor | None] = {}  # of gradients that were clipped for a step to come, by optimizer
         self._skipped: Tensor | float = 0.0  # how many steps of the session
-        self._averages = ExitStack()  # what callbacks that average were given
+        self._lent = ExitStack()  # what callbacks that average or prune were given
         self._last: dict[str, Any] = {}  # the state of the last session, for a checkpoint that is saved after it
 
     def __repr__(self) -> str:
@@ -103,8 +105,8 @@ class Halfstep(Precision):
             self._open([module], optimizers if fitting else None, partial(self._log, module))
         elif fitting:  # opened before the model was wrapped
             self._session.add_optimizers(optimizers)
-        self._averages.close()
-        self._averages = _average_in_full(trainer, self.session)
+        self._lent.close()
+        self._lent = _lend_to_callbacks(trainer, self.session)
         return model, optimizers, lr_schedulers
 
     def setup(self, fabric: Fabric, model: nn.Module | Sequence[nn.Module], *optimizers: Optimizer) -> Any:
@@ -233,7 +235,7 @@ class Halfstep(Precision):
 
     def close(self) -> None:
         """Closes the session; the model is then an ordinary fp32 model."""
-        self._averages.close()
+        self._lent.close()
         if self._session is not None:
             self._last = self.state_dict()  # not that of an evaluation
             self._session.close()
@@ -274,17 +276,20 @@ def _check_low(trainer: Trainer, module: nn.Module, *, trains_them: bool) -> Non
         )
 
 
-def _average_in_full(trainer: Trainer, session: Session) -> ExitStack:
-    """Makes callbacks that average weights read and write fp32 weights; closing the returned stack undoes this."""
+def _lend_to_callbacks(trainer: Trainer, session: Session) -> ExitStack:
+    """Makes callbacks that average or prune weights meet fp32 weights; closing the returned stack undoes this."""
     undo = ExitStack()
-    averaging = _averaging_of(trainer) if session.plan.param == "low" else []
+    if session.plan.param != "low":
+        return undo
+    averaging = _averaging_of(trainer)
     if averaging and session.plan.master == "none":
         raise SetupError(
             f"{type(averaging[0]).__name__} averages weights, but {session.plan.name} stores weights only in "
             f"{session.plan.low}, which would round the averages; use Halfstep('O2')"
         )
-    for callback in averaging:
-        for name in EXCHANGING:
+    pruning = [each for each in trainer.callbacks if isinstance(each, ModelPruning)]
+    for callbacks, names in ((averaging, EXCHANGING), (pruning, PRUNING)):
+        for callback, name in product(callbacks, names):
             setattr(callback, name, session.full_weights()(getattr(callback, name)))
             undo.callback(delattr, callback, name)
     return undo

@@ -319,3 +319,26 @@ def test_a_strategy_of_one_replica_trains(kind):
             run(row[None])
         assert int(numbers(optimizer.skipped)) == 1
         assert numbers(model.trainable_variables[0]).ravel().tolist() == [-5 * LR] * 3
+
+
+@everywhere("stateless")
+@pytest.mark.parametrize("loop", ["apply", "unscale", "stateless"])
+def test_what_overwrites_a_variable_is_neither_unscaled_nor_part_of_the_norm(loop):
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0), 4.0)
+    amax, weight = keras.Variable([1.0, 2.0]), keras.Variable([1.0])
+    amax.overwrite_with_gradient = True
+    optimizer.build([amax, weight])
+    grads = [keras.ops.array([3.0, 6.0]), keras.ops.array([8.0])]
+    if loop == "stateless":
+        values, state = optimizer.stateless_apply(
+            [v.value for v in optimizer.variables], grads, [amax.value, weight.value]
+        )
+        for variable, value in zip([amax, weight, *optimizer.variables], [*values, *state], strict=True):
+            variable.assign(value)
+    elif loop == "apply":
+        optimizer.apply(grads, [amax, weight])
+    else:
+        optimizer.apply_unscaled(optimizer.unscale(grads), [amax, weight])
+    assert numbers(amax).tolist() == [3.0, 6.0]
+    assert numbers(weight).tolist() == [-1.0]
+    assert numbers(optimizer.grad_norm) == 2.0

@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import (  # noqa: E402
     EMAWeightAveraging,
     LearningRateMonitor,
     ModelCheckpoint,
+    ModelPruning,
     StochasticWeightAveraging,
 )
 from lightning.pytorch.loggers import Logger  # noqa: E402
@@ -625,3 +626,17 @@ def test_fabric_sets_up_several_models_and_extends_the_plan_by_its_autocast():
     with fabric.autocast():
         assert (torch.ones(2, 4) @ models[0].weight).dtype is torch.bfloat16
     plugin.close()
+
+
+@pytest.mark.parametrize(("level", "low"), [("O1", "bf16"), ("O2", "bf16"), ("O2", "fp16"), ("O3", "bf16")])
+@pytest.mark.parametrize("ticket", [True, False])
+def test_pruned_weights_are_zero_in_the_end(level, low, ticket):
+    module = Module(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4)))
+    prune = ModelPruning(
+        "l1_unstructured", [(module.net[1], "weight")], amount=0.5, use_lottery_ticket_hypothesis=ticket
+    )
+    trainer_of(level, low, max_epochs=2, callbacks=[prune], accumulate_grad_batches=1).fit(module, data("O0", 6))
+    weight = module.net[1].weight
+    assert weight.dtype is torch.float32
+    assert (weight == 0).float().mean() == 0.75
+    assert "apply_pruning" not in vars(prune)

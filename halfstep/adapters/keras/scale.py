@@ -64,14 +64,30 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self.grad_norm = self.add_variable((), "zeros", "float32", aggregation="none", name="grad_norm")
         tell_unseen_rules(var_list)
 
-    def unscale(self, grads: Sequence[Any]) -> list[Any]:
-        """Returns the gradients of a scaled loss divided by the scale; None stays None."""
+    def unscale(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> list[Any]:
+        """Returns the gradients of a scaled loss divided by the scale; None stays None.
+
+        Pass the variables if they are not all that the optimizer trains. What overwrites a variable of a float8 layer
+        (`overwrite_with_gradient`) is no gradient, and stays as it is.
+        """
         self._check_built()
         self._seen.found = ops.logical_or(self._found(grads), getattr(self._seen, "found", False))
-        return self._divided(grads)
+        return self._divided(grads, trainable_variables)
 
-    def _divided(self, grads: Sequence[Any]) -> list[Any]:
-        return [g if g is None else ops.divide(g, self.dynamic_scale) for g in grads]
+    def _divided(self, grads: Sequence[Any], variables: Sequence[Any] | None) -> list[Any]:
+        scale, own = self.dynamic_scale, self._overwrites(grads, variables)
+        return [g if g is None or new else ops.divide(g, scale) for g, new in zip(grads, own, strict=True)]
+
+    def _norm(self, true: Sequence[Any], variables: Sequence[Any] | None) -> Any:
+        overwrites = self._overwrites(true, variables)
+        return _norm([g for g, new in zip(true, overwrites, strict=True) if not new])
+
+    def _overwrites(self, grads: Sequence[Any], variables: Sequence[Any] | None) -> list[bool]:
+        """Returns for each gradient whether it is the new value of its variable, as of the scales of float8 layers."""
+        variables = list(variables or self._trainable_variables)
+        if len(variables) != len(grads):  # of some variables, which the caller did not pass
+            return [False] * len(grads)
+        return [bool(self._overwrite_variable_with_gradient(variable)) for variable in variables]
 
     def _found(self, grads: Sequence[Any]) -> Any:
         return ops.logical_not(self.check_finite(grads))
@@ -79,7 +95,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         """Applies the gradients of a scaled loss, or skips the step if one is not finite; adapts the scale."""
         self._build_for(trainable_variables)
-        self._apply(self._found(grads), self._divided(grads), trainable_variables)
+        self._apply(self._found(grads), self._divided(grads, trainable_variables), trainable_variables)
 
     def apply_unscaled(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         """Applies gradients that `unscale` returned, or skips the step if there was an overflow; adapts the scale.
@@ -101,15 +117,16 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     def _apply(self, found: Any, true: Sequence[Any], variables: Sequence[Any] | None) -> None:
         vars(self._seen).clear()
-        apply_where_finite(self, found, true, _norm(true), list(variables or self._trainable_variables))
+        norm = self._norm(true, variables)
+        apply_where_finite(self, found, true, norm, list(variables or self._trainable_variables))
 
     def stateless_apply(
         self, optimizer_variables: Sequence[Any], grads: Sequence[Any], trainable_variables: Sequence[Any]
     ) -> tuple[list[Any], list[Any]]:
         """Returns the weights and the optimizer's variables after a step on the gradients of a scaled loss."""
         with self._holding(optimizer_variables) as scope:
-            found, true = self._found(grads), self._divided(grads)
-            self.adapt(found, _norm(true))
+            found, true = self._found(grads), self._divided(grads, None)  # the variables passed are values
+            self.adapt(found, self._norm(true, None))
             own = [scope.get_current_value(v) for v in self._variables]
         inner = list(optimizer_variables[len(own) :])
         weights, inner = ops.cond(
