@@ -174,6 +174,9 @@ is_zero_tensor: Callable[[Tensor], bool] = _method("torch.Tensor._is_zerotensor"
 storage_identity: Callable[[Any], int] = _attribute("torch.UntypedStorage._cdata")
 is_functorch_wrapped: Callable[[Tensor], bool] = _name("torch._C._functorch.is_functorch_wrapped_tensor")
 in_functorch: Callable[[], Any] = _name("torch._C._functorch.peek_interpreter_stack")  # None outside of transforms
+outside_of_transforms: Callable[[], AbstractContextManager[Any]] = _name(
+    "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack"
+)
 functorch_unwrapped: Callable[[Tensor], Tensor] = _name("torch._C._functorch.get_unwrapped")
 unflatten: Callable[[Tensor, Sequence[Tensor]], Sequence[Tensor]] = _name("torch._C._nn.unflatten_dense_tensors")
 
@@ -643,6 +646,14 @@ def in_backward() -> bool:
     Hot paths do not call it, but compare `backward_task()` with `NO_BACKWARD` themselves.
     """
     return backward_task() != NO_BACKWARD
+
+
+def in_checkpoint() -> bool:
+    """Tells whether an activation checkpoint of torch's is on the call stack."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename != CHECKPOINT_FILE:
+        frame = frame.f_back
+    return frame is not None
 
 
 _allocations: Any = _name("torch.autograd.profiler_legacy.profile")  # in order, and without a word on the terminal

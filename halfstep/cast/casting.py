@@ -45,6 +45,7 @@ class Casting:
         self._over: list[Callable[[Mode], Mode]] = []
         self._outermost: list[Gate] = []
         self._begin: Callable[[], None] | None = None
+        self._lent: Callable[[], Mode] = nullcontext
         self._as_written = 0  # how many contexts that ask for it are open
 
     def _made(self, emulate: bool) -> tuple[OpEngine | None, Mode | None]:
@@ -110,6 +111,7 @@ class Casting:
         full: Callable[[nn.Parameter], Tensor],
         before: Callable[[], None],
         look: Callable[[Tensor], Tensor] | None,
+        lent: Callable[[], Mode] = nullcontext,
     ) -> Undo:
         """Puts a gate around the forward of each module; returns a function that removes the gates.
 
@@ -119,11 +121,17 @@ class Casting:
 
         `before` is called before each training forward of the model or of a module that user code calls directly.
         `full` returns the fp32 value of a stored parameter. `look` is called with each output tensor that a gate casts
-        to fp32, before the cast, and returns the tensor to cast.
+        to fp32, before the cast, and returns the tensor to cast. In the context `lent()` parameters are stored in fp32;
+        methods that save a model run in it.
         """
+        self._lent = lent
         self._install = partial(self._put_gates, list(modules), full, before, look)
         self._installed.callback(self._install())
-        return self._installed.close
+        return self._uninstall
+
+    def _uninstall(self) -> None:
+        self._installed.close()
+        self._install = lambda: lambda: None  # which keeps no module
 
     def _put_gates(
         self,
@@ -191,6 +199,7 @@ class Casting:
             cast_in=None if formats.input is None else inputs_to(formats.input.dtype),
             cast_out=_cast_out(formats, look),
             full=full,
+            lent=self._lent,
         )
 
     def emulating(self) -> Mode:

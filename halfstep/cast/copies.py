@@ -26,7 +26,7 @@ OURS = frozenset({GATE, STAND_IN})
 
 
 class CheckpointHook:
-    """A hook on saving or loading a module's state dict; deep copies of the module share it, pickles drop it."""
+    """A hook on saving or loading a module's state dict; in copies and pickles of the module it does nothing."""
 
     def __init__(self, run: Callable[..., None]) -> None:
         self.run = run
@@ -36,11 +36,15 @@ class CheckpointHook:
         self.run(*args)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CheckpointHook:
-        return self
+        return CheckpointHook(_nothing)  # which does not keep the session alive
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles a function that does nothing in place of the hook, so that the pickle loads without halfstep."""
         return getattr, (nullcontext(), "__exit__")
+
+
+def _nothing(*_: Any) -> None:
+    """Does nothing."""
 
 
 class StandIn:
@@ -57,15 +61,10 @@ class StandIn:
 
 
 def deep_copy_of(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """Deep-copies a module, with fp32 parameters in the copy.
+    """Deep-copies a module; parameters that are stored low copy themselves as fp32 (`MasterStore`).
 
     A copy may hold an average of the weights, which would lose every small update if it were stored low.
     """
-    gate: Gate | None = self.__dict__.get(GATE)
-    for parameter in self.parameters() if gate is not None else ():
-        if gate is not None and id(parameter) not in memo:  # a module around this one has copied its own
-            full = gate.full(parameter).detach().clone()
-            memo[id(parameter)] = nn.Parameter(full, parameter.requires_grad)
     own = _own(type(self), "__deepcopy__", deep_copy_of)
     if own is not None:
         copied: nn.Module = own(self, memo)
@@ -73,6 +72,7 @@ def deep_copy_of(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
     twin = self.__class__.__new__(self.__class__)
     memo[id(self)] = twin
     twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+    gate: Gate | None = self.__dict__.get(GATE)
     if gate is not None:
         gate.copies.add(twin)
     return twin
@@ -130,13 +130,14 @@ def plain_copies(models: Iterable[nn.Module], *, shared: Iterable[Tensor] = ()) 
 def reduction_of(self: nn.Module, protocol: Any) -> Any:
     """Pickles the module as an ordinary fp32 module of the user's class, which loads without halfstep.
 
-    Parameters that are stored low are replaced by fp32 copies. Other parameters and all buffers are not copied, so that
-    an optimizer in the same pickle still refers to the same tensors as the model.
+    Parameters and buffers are not copied, so that an optimizer in the same pickle still refers to the same tensors as
+    the model. Those that are stored low pickle themselves as fp32 (`MasterStore`). But a process that is being spawned
+    gets the memory of tensors, whatever their own methods are, so for it they are replaced by fp32 copies.
     """
     gate: Gate | None = self.__dict__.get(GATE)
-    as_stored = (p for p in self.parameters() if gate is None or gate.full(p).dtype is p.dtype)
-    (twin,) = plain_copies([self], shared=[*as_stored, *self.buffers()])
     process = get_spawning_popen()
+    shared = [p for p in self.parameters() if process is None or gate is None or gate.full(p).dtype is p.dtype]
+    (twin,) = plain_copies([self], shared=[*shared, *self.buffers()])
     if process is not None:  # which shares the memory of the copies by its descriptor, so that they must outlive this
         weakref.finalize(process, list, [twin]).atexit = False
     reduced: Any = twin.__reduce_ex__(protocol)

@@ -49,6 +49,8 @@ from halfstep.errors import SessionError
 from halfstep.pages import MISMATCH, more
 from halfstep.torch_internals import AVERAGING, class_index_above, is_sharding, makes_weights, parameters_of
 
+SAVING = ("save", "export", "push_to_hub", "to_onnx")
+"""How the names of methods begin that save the model; called outside of its forward, they find fp32 weights."""
 AGAIN = "_halfstep_again"  # makes a class of ours over another one
 OUTSIDE = (
     "a parameter that the session stores in low precision was combined with another format outside of the model's "
@@ -95,8 +97,21 @@ def _explaining(methods: dict[str, FunctionType], inside: Inside) -> dict[str, F
     """Returns wrappers of the methods, by name, that add advice to torch's errors about mixed formats.
 
     Advice is added if a method is called outside the model's forward: autocast is off there, so no inputs are cast.
+    Methods that save the model run with fp32 weights instead: they note the format of what they save, as
+    `save_pretrained` does in its config.
     """
     is_on = torch.is_autocast_enabled
+
+    def saving(method: FunctionType) -> FunctionType:
+        @functools.wraps(method)
+        def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            gate = self.__dict__.get(GATE)
+            if gate is None or is_on(inside.marker) or torch.compiler.is_compiling():
+                return method(self, *args, **kwargs)
+            with gate.lent():
+                return method(self, *args, **kwargs)
+
+        return call  # type: ignore[return-value]
 
     def explaining(method: FunctionType) -> FunctionType:
         @functools.wraps(method)
@@ -111,7 +126,7 @@ def _explaining(methods: dict[str, FunctionType], inside: Inside) -> dict[str, F
 
         return call  # type: ignore[return-value]
 
-    return {name: explaining(method) for name, method in methods.items()}
+    return {name: (saving if name.startswith(SAVING) else explaining)(method) for name, method in methods.items()}
 
 
 def _methods(base: type[nn.Module]) -> dict[str, FunctionType]:
@@ -358,10 +373,13 @@ class Entrances:
 
         def undo() -> None:
             gate.active = False
-            for each in (module, *gate.copies):
-                cls = type(each)
-                if cls is swapped or (each.__dict__.get(GATE) is gate and BASE in vars(cls)):
-                    give_class(each, plain_class(cls))  # else somebody (FSDP2) put one on top: ours passes calls on
-                    each.__dict__.pop(GATE, None)
+            for each in (gate, gate.first):
+                if each is not None:
+                    each.before = None  # which keeps all models of the session
+            for entered in (module, *gate.copies):
+                cls = type(entered)
+                if cls is swapped or (entered.__dict__.get(GATE) is gate and BASE in vars(cls)):
+                    give_class(entered, plain_class(cls))  # else somebody (FSDP2) put one on top: ours passes calls on
+                    entered.__dict__.pop(GATE, None)
 
         return undo

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from halfstep.cast.repeated import Calls
 from halfstep.pages import MISMATCH, more
-from halfstep.torch_internals import compiled_inside, in_backward
+from halfstep.torch_internals import compiled_inside, in_backward, in_checkpoint
 
 Values = Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
 SWITCHED_OFF = (
@@ -44,7 +44,8 @@ class Gate:
     `leave(token)`, with the token that `read()` returned, do the same faster in eager code. `cast_in(args, kwargs)`
     returns the arguments cast. `cast_out(output, args, kwargs)` returns the output cast; it gets the arguments from
     before `cast_in`.
-    `full(parameter)` returns the fp32 value of a parameter that is stored low.
+    `full(parameter)` returns the fp32 value of a parameter that is stored low. In the context `lent()` all parameters
+    of the session are stored in fp32.
 
     In eager code, `begin()` is called before every forward, then `before()` before every training forward, and the
     context `around()` is open during the forward, where somebody looks at its operations.
@@ -64,6 +65,7 @@ class Gate:
     cast_in: Values | None
     cast_out: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] | None
     full: Callable[[nn.Parameter], Tensor]
+    lent: Callable[[], AbstractContextManager[Any]] = nullcontext
     around: Callable[[], AbstractContextManager[Any]] | None = None
     before: Callable[[], None] | None = None
     begin: Callable[[], None] | None = None
@@ -219,15 +221,18 @@ def stays_as_written(module: nn.Module, args: Any, kwargs: Any, *, inside: bool)
 
     In a backward pass, the marker does not tell where a call comes from: it may be on outside of every forward, and off
     while an activation checkpoint repeats a call from inside the plan. There, the gate's record of calls tells how the
-    call ran in the forward, and the repeated call runs in the same way. The marker decides only for a call that is not
-    on record.
+    call ran in the forward, and the repeated call runs in the same way. The marker decides only for a repeated call
+    that is not on record. A call that no checkpoint repeats, such as one in the backward of a user's own function,
+    enters the plan.
     """
     gate: Any = module._halfstep_gate
     if gate is None or torch.compiler.is_compiling():
         return inside
-    entered: bool | None = gate.calls.repeated(args, kwargs) if in_backward() else None
-    if entered is not None:
-        return not entered
+    if in_backward():
+        entered: bool | None = gate.calls.repeated(args, kwargs)
+        if entered is not None:
+            return not entered
+        inside = inside and in_checkpoint()
     gate.calls.note(args, kwargs, entered=not inside)
     return inside
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from halfstep.optim.gradients import unscaled
 from halfstep.optim.guard import original_step
 from halfstep.optim.hooks import run_own_step
-from halfstep.optim.masters import MasterStore
+from halfstep.optim.masters import COPIED, PICKLED, MasterStore
 from halfstep.optim.one_pass import check_gradients, named
 from halfstep.processes.shards import like, part_of
 from halfstep.torch_internals import mark_stepped
@@ -95,7 +95,8 @@ class ForeignStepper:
         stand_in = self._stand_ins.get(p)
         if stand_in is None:
             stand_in = self._stand_ins[p] = Parameter(torch.empty(0, dtype=torch.float32, device=p.device))
-            vars(stand_in).update(vars(p))  # marks that users put on parameters for their optimizers
+            marks = {name: value for name, value in vars(p).items() if name not in (COPIED, PICKLED)}
+            vars(stand_in).update(marks)  # that users put on parameters for their optimizers
         stand_in.data = self._store.updatable(p)
         return stand_in
 

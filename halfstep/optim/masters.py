@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,6 +57,10 @@ class _Entry:
     rounded: Tensor | None = None  # without a master: the counts of the fp32 value that was rounded
 
 
+COPIED, PICKLED = "__deepcopy__", "__reduce_ex__"
+"""The names in a tracked parameter's `__dict__` by which its copies and pickles have its fp32 value."""
+
+
 class MasterStore:
     """Keeps the masters of one session's parameters.
 
@@ -63,6 +69,9 @@ class MasterStore:
     kind, so that `copy` and `split` train bit-identically. A parameter that is not tracked is its own master. Weights
     that no optimizer updates may be tracked without a master. `joins` is called with an untracked fp32 parameter that
     will be updated, and tells whether to track it from then on.
+
+    Whoever deep-copies or pickles a tracked parameter, alone or inside a module, an optimizer or any other object, gets
+    an ordinary fp32 Parameter: one for all references to it in the copied or pickled object.
     """
 
     def __init__(self, kind: Master, low: torch.dtype, joins: Callable[[Parameter], bool] | None = None) -> None:
@@ -95,6 +104,8 @@ class MasterStore:
         weight, extra = self._stored(full, kind)
         _set_data(p, weight)
         self._entries[id(p)] = _Entry(p, extra, version_of(p), kind, _rounded(full, weight, kind))
+        mine = weakref.ref(self), weakref.ref(p)
+        vars(p).update({COPIED: partial(_copied, *mine), PICKLED: partial(_pickled, *mine)})
 
     def keeps(self, p: Parameter) -> bool:
         """Returns whether there is a master or a remainder of `p`."""
@@ -267,6 +278,8 @@ class MasterStore:
         Works whatever dtype the model was cast to meanwhile.
         """
         if p in self:
+            for name in (COPIED, PICKLED):
+                vars(p).pop(name, None)
             _set_data(p, self.full(p))
             del self._entries[id(p)]
 
@@ -349,6 +362,26 @@ class MasterStore:
 
 def _rounded(full: Tensor, weight: Tensor, kind: Master) -> Tensor | None:
     return _counts(full, weight) if kind == "none" else None
+
+
+def _copied(store: weakref.ref[MasterStore], of: weakref.ref[Parameter], memo: dict[int, Any]) -> Parameter:
+    """Returns a deep copy of a parameter, with its fp32 value."""
+    p, values = _both(store, of)
+    memo[id(p)] = twin = Parameter(values.full(p).detach().clone(), p.requires_grad)
+    return twin
+
+
+def _pickled(store: weakref.ref[MasterStore], of: weakref.ref[Parameter], protocol: Any) -> Any:
+    """Pickles a parameter with its fp32 value."""
+    p, values = _both(store, of)
+    twin = Parameter(values.full(p).detach(), p.requires_grad)
+    return twin.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+def _both(store: weakref.ref[MasterStore], of: weakref.ref[Parameter]) -> tuple[Parameter, MasterStore]:
+    p, values = of(), store()
+    assert p is not None  # it is being copied
+    return p, values or MasterStore("none", p.dtype)  # of a session that is gone
 
 
 def _without_remainder(weight: Tensor) -> Tensor:

@@ -36,6 +36,11 @@ class Runtime:
     fit: Callable[[nn.Parameter], Fit]
     summing: Callable[[], bool]
 
+    def is_entered(self) -> bool:
+        """Returns whether this thread runs code under the plan: a forward, or a backward pass of the session."""
+        switch = self.casting.switch
+        return switch is not None and torch.is_autocast_enabled(switch.marker)
+
     def backward(self, loss: Tensor, scale: float | None) -> None:
         """Runs the backward pass of a loss times `scale` (None: unscaled), as training would, and keeps the graph."""
         if scale is None:

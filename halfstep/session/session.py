@@ -142,6 +142,7 @@ class Session:
         self._overflows: Sequence[Flags] = ()  # of the last step: which gradients overflowed
         self._skips = torch.zeros((), dtype=torch.int64, device=device)
         self._rehearsing = False
+        self._lending = False
         self._trial: Session | None = None
         self._last: dict[int, LastStep] = {}  # by loss id
         self._first_losses: dict[int, Tensor] = {}  # likewise
@@ -187,6 +188,7 @@ class Session:
             full=self._store.full,
             before=self._buffers.refresh,
             look=self._look_for_fp16_losses if caps else None,
+            lent=self.full_weights,
         )
         self._undo.callback(gates)
         if self.plan.param == "low":
@@ -333,7 +335,10 @@ class Session:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._step([part], None)
+        if self.closed:  # within the closure: who owns the optimizer now makes the step
+            part.optimizer.step()
+        else:
+            self._step([part], None)
         return loss
 
     def _replaced(self) -> None:
@@ -718,7 +723,7 @@ class Session:
         `model.load_state_dict`, after optimizer steps, or after in-place operations on the parameters themselves.
         """
         self._check_open()
-        for parameter in self._store:
+        for parameter in [] if self._lending else self._store:  # lent weights are kept as they are at the end
             self._store.adopt(parameter)
         self._casting.weights_changed()
 
@@ -730,8 +735,26 @@ class Session:
         rounded. Inside the context `p.grad` is None; the gradients come back at its end.
         """
         self._check_open()
-        with _full(self._store, self._casting):
+        if self._lending:
             yield
+            return
+        self._lending = True
+        try:
+            with _full(self._store, self._casting):
+                yield
+        finally:
+            self._lending = False
+
+    def full_value(self, t: Tensor) -> Tensor | None:
+        """Returns the fp32 values of a tensor that shares the memory of a low parameter, None if it shares none's."""
+        start = t.untyped_storage().data_ptr()
+        mine = (p for p in self._store if p.untyped_storage().data_ptr() == start)
+        p = next(mine, None)
+        if p is None or t.dtype is not p.dtype:
+            return None
+        full = self._store.full(p)
+        offset = full.storage_offset() + t.storage_offset() - p.storage_offset()
+        return full.as_strided(t.shape, t.stride(), offset) if full.stride() == p.stride() else None
 
     def state_dict(self) -> dict[str, Any]:
         """Returns scales, counters and plan as plain Python values; weights are in `model.state_dict()`, in fp32."""
@@ -773,6 +796,16 @@ class Session:
         self.closed = True
         with ordinary_tensors():
             self._undo.close()
+
+    def forget(self) -> None:
+        """Closes the session and drops all that it refers to, so that models and optimizers are freed at once.
+
+        Only the session's owner calls this: nothing can be asked of the session afterwards.
+        """
+        self.close()
+        kept = {"plan": self.plan, "closed": True, "_steps": self._steps, "_undo": self._undo}
+        vars(self).clear()
+        vars(self).update(kept)
 
     def _check_open(self) -> None:
         if self.closed:

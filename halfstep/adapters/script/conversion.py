@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import threading
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from halfstep.adapters.script.directions import paired, times
-from halfstep.adapters.script.found import ByHand, Strays, newest, roots_of, trained_by, unowned
+from halfstep.adapters.script.found import ByHand, Strays, alias_of, newest, roots_of, trained_by, unowned
 from halfstep.adapters.script.patches import CallWatch
 from halfstep.cast.copies import CheckpointHook
 from halfstep.cast.owners import owners
@@ -35,6 +38,7 @@ from halfstep.records import Status, StepRecord
 from halfstep.scale.leaves import unscaled_leaves
 from halfstep.session.session import Session, Sink
 from halfstep.stack import begin_pass
+from halfstep.torch_internals import in_backward, in_functorch, outside_of_transforms
 
 BY_HAND = (
     "the script trains {model} without an optimizer; at {level} weights are stored in {low}, and updates by hand "
@@ -55,14 +59,28 @@ DEFAULT = "O1"
 _LOG = logging.getLogger("halfstep")
 
 
+@dataclass(eq=False)
+class _Made:
+    """An optimizer of the script, held weakly.
+
+    `release` undoes what was put on it until a session steps it. `waits` is True for a copy, until a module that it
+    trains is called: a script may keep copies that it never trains with.
+    """
+
+    own: weakref.ref[Optimizer]
+    release: Callable[[], None]
+    waits: bool
+
+
 class Conversion:
     """Finds what a script trains, and trains it in one session; `patches.install` makes torch call its methods.
 
     The session opens when the script first calls a model that an optimizer trains: by then the model is on its device
-    and wrapped. If the script creates another optimizer later, the next call of a trained model reopens the session for
-    all models and optimizers, with the same scales and counts. So no loss is ever scaled by two sessions. A script that
-    uses mixed precision itself gets no session. Whenever the session opens, `sinks` is called with the rank of this
-    process, and returns the sinks of the session.
+    and wrapped. If the script makes another optimizer later, or copies one, the next call of a model that it trains
+    reopens the session for all models and optimizers that are still there, with the same scales and counts. So no loss
+    is ever scaled by two sessions. The session holds aliases of the optimizers: it closes when the script has dropped
+    them all, and reopens without those that are gone. A script that uses mixed precision itself gets no session.
+    Whenever the session opens, `sinks` is called with the rank of this process, and returns the sinks of the session.
 
     Raises:
         PlanError: `plan` or `low` is unknown.
@@ -80,29 +98,63 @@ class Conversion:
         self._asked = plan or DEFAULT, low
         self._plan, _ = choose_plan(*self._asked, read_facts(torch.device("cpu")))
         self._make_sinks, self._observe = sinks, observe
-        self._optimizers: list[weakref.ref[Optimizer]] = []
+        self._made: dict[int, _Made] = {}  # by id, in the order in which the script made them
+        self._opened: list[int] = []  # the keys of those in the session
+        self._stale = False  # whether one of them is gone
         self._session: Session | None = None
         self._own: weakref.ref[Session] | None = None  # of the script's
         self._undo = ExitStack()  # of what goes with the session
-        self._unopened = ExitStack()  # of what goes when one is opened
         self._state: dict[str, Any] | None = None
+        self._optimizes = False  # whether the script has made an optimizer
         self._by_hand: ByHand | None = None
         self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # what a session without an optimizer has
         self._refused: str | None = None  # a model that is trained by hand where it cannot be
         self._inside = False
+        self._thread = threading.get_ident()
         self._skipped: Tensor | None = None  # of the last step
         self.trained: Status | None = None
         self.brings: str | None = None
         """The mixed precision that the script itself uses, such as "apex.amp"; None if it uses none."""
         self.rank = 0
+        self.programs: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        """What was traced from models: it runs as written, also where it shares their weights."""
         self.watch = CallWatch(self._called)
 
-    def built(self, optimizer: Optimizer) -> None:
-        """Records an optimizer that the script makes; the optimizer's `__init__` may still be running."""
-        if self.brings is None and not isinstance(optimizer, ByHand):
-            self._optimizers.append(weakref.ref(optimizer))
-            self._unopened.callback(send_step(optimizer, partial(self._step_unopened, weakref.ref(optimizer))))
-            self.watch.start()
+    def built(self, optimizer: Optimizer, *, copied: bool = False) -> None:
+        """Records an optimizer that the script makes or copies; the optimizer's `__init__` may still be running."""
+        if self.brings is not None or isinstance(optimizer, ByHand) or self._knows(optimizer):
+            return
+        key = id(optimizer)
+        own = weakref.ref(optimizer, partial(self._gone, key))
+        self._optimizes = True
+        release = send_step(alias_of(optimizer), partial(self._step_unopened, weakref.ref(optimizer)))
+        self._made[key] = _Made(own, release, copied)
+        self.watch.start()
+
+    def _knows(self, optimizer: Optimizer) -> bool:
+        """Returns whether an optimizer, or an alias of it, was recorded."""
+        known = (made.own() for made in self._made.values())
+        return any(own is not None and vars(own) is vars(optimizer) for own in known)
+
+    def _gone(self, key: int, _: weakref.ref[Optimizer]) -> None:
+        """Lets go of an optimizer that the script has dropped, and closes the session if it was the last one in it."""
+        self._made.pop(key).release()
+        if key not in self._opened:
+            return
+        self._opened.remove(key)
+        if self._opened or not self._may_change():
+            self._stale = True
+            self.watch.start()  # the next call of a trained module opens the session anew
+        else:
+            self.close()
+
+    def _may_change(self) -> bool:
+        """Returns whether the session can be opened or closed now: no code runs under it."""
+        if threading.get_ident() != self._thread or in_backward() or torch.compiler.is_compiling():
+            return False
+        if in_functorch() is not None:  # whose tensors would get into what is opened
+            return False
+        return self._session is None or not self._session.runtime.is_entered()
 
     def _step_unopened(self, optimizer: weakref.ref[Optimizer], *args: Any, **kwargs: Any) -> Any:
         """Steps an optimizer that no session steps yet; `args` and `kwargs` are the arguments of its `step`.
@@ -117,7 +169,7 @@ class Conversion:
             return original_step(own)(*args, **kwargs)
         with torch.enable_grad():
             loss = closure()
-        if self._session is not None and own in self._session.optimizers:
+        if id(own) in self._opened:
             own.step()
             return loss
         return original_step(own)(lambda: loss)
@@ -128,7 +180,14 @@ class Conversion:
             self.brings, self.rank = what, own_number() or 0
             self._tell_what_is_not_used(what)
         self.watch.stop()
-        self.close()
+        if not in_backward():  # else the pass goes on in the session to its end
+            self.close()
+            self._forget()
+
+    def _forget(self) -> None:
+        """Leaves the script's optimizers as they were."""
+        while self._made:
+            self._made.popitem()[1].release()
 
     def opened(self, session: Session, what: str) -> None:
         """Records a session that the script itself opened; `what` names the API that it used."""
@@ -145,57 +204,78 @@ class Conversion:
 
     def _called(self, module: nn.Module) -> None:
         """Opens the session if the script trains `module`, which is about to be called, and no session has it yet."""
-        if module in self._known:
+        if not self._may_change() or module in self.programs:
             return
         own = list(module.parameters())
         if any(isinstance(p, nn.parameter.UninitializedParameter) for p in own):
             return  # its first batch gives it a shape
-        optimizers = self._alive()
-        if optimizers:
-            trained = {id(p) for p in trained_by(optimizers)}
-            if any(id(p) in trained for p in own):
-                self._open(optimizers, module)
-        elif torch.is_grad_enabled() and any(p.requires_grad for p in own):
+        trained = {id(p): made for made in self._made.values() for p in trained_by(_there([made]))}
+        found = [trained[id(p)] for p in own if id(p) in trained]
+        if found:
+            for made in found:
+                made.waits = False
+            self._open(module)
+        elif not self._optimizes and torch.is_grad_enabled() and module not in self._known:
             self._open_by_hand(module)
 
     def _alive(self) -> list[Optimizer]:
-        found = [optimizer for each in self._optimizers if (optimizer := each()) is not None]
-        return [optimizer for optimizer in found if hasattr(optimizer, "param_groups")]
+        """Returns the script's optimizers, without copies that it does not train with."""
+        return _there([made for made in self._made.values() if not made.waits])
 
-    def _open(self, optimizers: Sequence[Optimizer], called: nn.Module) -> None:
-        """Closes the open session, and opens one for these optimizers and the models that they train.
+    def _open(self, called: nn.Module) -> None:
+        """Closes the open session, and opens one for the script's optimizers and the models that they train.
 
         If the optimizers in use are still those of the open session, it stays open instead. `called` is the module that
         is about to be called.
         """
-        self.watch.stop()
-        self._unopened.close()
-        kept, replaced = newest(optimizers)
-        if self._session is not None and tuple(kept) == self._session.optimizers:
+        kept, replaced = newest(self._alive())
+        if self._session is not None and not self._stale and [id(optimizer) for optimizer in kept] == self._opened:
+            self._watch()
             return  # what was built was one of halfstep's own, to try a state on, or is gone
+        if self._session is not None:
+            del kept, replaced
+            self.close()
+            gc.collect()  # models that hold their optimizer themselves were held by the session
+            kept, replaced = newest(self._alive())
         trained = trained_by(kept)
         roots = roots_of(trained, called)
-        self._by_hand, self._known = None, weakref.WeakSet()
         self._initialize(roots, kept, strays=unowned(trained, roots))
         plan = self._plan
         if self._session is not None and (plan.param == "low" or plan.scale.active):
             for optimizer in replaced:
-                self._undo.callback(forbid_step(optimizer, REPLACED.format(level=plan.name)))
+                self._undo.callback(forbid_step(alias_of(optimizer), REPLACED.format(level=plan.name)))
+        self._watch()
+
+    def _watch(self) -> None:
+        """Watches the calls of modules as long as there are optimizers that wait for one."""
+        if any(made.waits for made in self._made.values()):
+            self.watch.start()
+        else:
+            self.watch.stop()
 
     def _open_by_hand(self, module: nn.Module) -> None:
         """Opens the session for `module`, which the script trains without an optimizer.
 
-        The session includes all modules trained without an optimizer that were found before. If the plan stores weights
-        in low precision, no session is opened, and the next backward pass raises an error that names the module's type.
+        The session includes all modules trained without an optimizer that were found before and are still there. If the
+        plan stores weights in low precision, no session is opened, and the next backward pass raises an error that
+        names the module's type.
         """
+        if not any(p.requires_grad for p in module.parameters()):
+            return
         if self._plan.param == "low":
             self._refused = self._refused or type(module).__name__
             return
-        before = trained_by([] if self._by_hand is None else [self._by_hand])
+        known = [weakref.ref(p) for p in trained_by([] if self._by_hand is None else [self._by_hand])]
+        if self._session is not None:
+            self.close()
+            gc.collect()
+        before = [p for each in known if (p := each()) is not None]
         roots = roots_of([*before, *(p for p in module.parameters() if p.requires_grad)], module)
-        self._by_hand = ByHand(p for root in roots for p in root.parameters() if p.requires_grad)
-        self._known = weakref.WeakSet(inner for root in roots for inner in root.modules())
-        self._initialize(roots, [self._by_hand])
+        by_hand = ByHand(p for root in roots for p in root.parameters() if p.requires_grad)
+        self._initialize(roots, [by_hand])
+        if self._session is not None:
+            self._by_hand = by_hand
+            self._known = weakref.WeakSet(inner for root in roots for inner in root.modules())
 
     def _initialize(
         self, roots: Sequence[nn.Module], optimizers: Sequence[Optimizer], strays: Sequence[Tensor] = ()
@@ -213,9 +293,10 @@ class Conversion:
             self.rank = own_number() or 0
             sinks = [self._note, *self._make_sinks(self.rank)]
             plan, low = self._asked if self._state is None else (self._plan, None)  # one notice
-            session = initialize(models, optimizers, plan, low=low, rules=rules, sinks=sinks, stepping="optimizer")
-            self._undo.callback(session.close)
-        self._session = session
+            aliases = [self._released(optimizer) for optimizer in optimizers]
+            session = initialize(models, aliases, plan, low=low, rules=rules, sinks=sinks, stepping="optimizer")
+            self._undo.callback(session.forget)
+        self._session, self._opened = session, [id(optimizer) for optimizer in optimizers]
         if session.plan.param == "low":
             for root in roots if session.plan.master != "copy" else ():  # a copy stays until a step needs it
                 handle = root.register_state_dict_pre_hook(CheckpointHook(lambda *_: self._adopt()))  # type: ignore[no-untyped-call]
@@ -226,6 +307,12 @@ class Conversion:
             session.load_state_dict(self._state)
         if self._observe and not all(map(needs_closure, optimizers)):
             session.observe()
+
+    def _released(self, optimizer: Optimizer) -> Optimizer:
+        """Returns an alias for the session, and undoes what was put on the optimizer until a session steps it."""
+        if id(optimizer) in self._made:
+            self._made[id(optimizer)].release()
+        return alias_of(optimizer)
 
     def _check(self, roots: Sequence[nn.Module]) -> None:
         """Refuses models inside DistributedDataParallel if the plan stores weights in low precision."""
@@ -256,6 +343,9 @@ class Conversion:
                 begin_pass(partial(original, outputs, times(directions, outputs, scale), **kwargs))
         if self._by_hand is not None and session.plan.ops != "none":
             self._skip_by_hand(self._by_hand)
+        if self.brings is not None:
+            self.close()
+            self._forget()
 
     def _skip_by_hand(self, by_hand: ByHand) -> None:
         """Lets the session check the gradients, and zeroes them if the session skips the step.
@@ -293,11 +383,19 @@ class Conversion:
             return None
         if self._session is not None and self._session.closed:
             self.uses("a halfstep session")  # which has taken the model over
-        if self._session is None and self._refused is not None and not self._alive():
+        if self._session is None and self._refused is not None and not self._optimizes:
             level, low = self._plan.name, self._plan.low
             raise SetupError(BY_HAND.format(model=self._refused, level=level, low=low))
+        if self._by_hand is not None and self._made and self._may_change():
+            self._meet(self._by_hand)
         self._adopt()
         return self._session
+
+    def _meet(self, by_hand: ByHand) -> None:
+        """Opens the session for the optimizers that the script has made for weights that seemed trained by hand."""
+        mine = {id(p) for p in trained_by([by_hand])}
+        if any(id(p) in mine for p in trained_by(self._alive())):
+            self._open(next(iter(self._known)))
 
     def _adopt(self) -> None:
         """Copies to the masters what the script has written to the weights since the last step.
@@ -312,21 +410,53 @@ class Conversion:
         self._adopt()
         return step(*args, **kwargs)
 
+    def full_value(self, t: Tensor) -> Tensor | None:
+        """Returns the fp32 values of a tensor that shares the memory of a low weight, None if it shares none's."""
+        self._adopt()
+        return None if self._session is None or self._session.plan.param == "full" else self._session.full_value(t)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Makes the models ordinary ones inside the context, and until the next call of one that the script trains."""
+        was_on = self.watch.on
+        if self._session is not None and self._may_change():
+            self.close()
+            was_on = True
+        self.watch.stop()
+        try:
+            yield
+        finally:
+            if was_on and self.brings is None:
+                self.watch.start()
+
     def end(self) -> None:
         """Closes the session; if the script opened a session itself, sets `trained` to the status of that session."""
         self.close()
+        self._forget()
         own = None if self._own is None else self._own()
         if own is not None and own.optimizers:
             self.trained = own.status()
 
     def close(self) -> None:
         """Closes the session, and keeps its state for the next session."""
-        self._adopt()
-        session, self._session = self._session, None
-        try:
-            if session is not None:
-                self._state = session.state_dict()
-                self.trained = session.status()
-        finally:
-            self._unopened.close()
+        if self._session is None:
             self._undo.close()
+            return
+        with outside_of_transforms():
+            self._close(self._session)
+
+    def _close(self, session: Session) -> None:
+        self._adopt()
+        self._session, self._opened, self._stale = None, [], False
+        self._by_hand, self._known = None, weakref.WeakSet()
+        try:
+            self._state = session.state_dict()
+            self.trained = session.status()
+        finally:
+            self._undo.close()
+
+
+def _there(made: Sequence[_Made]) -> list[Optimizer]:
+    """Returns the optimizers that are still there, without those whose `__init__` has not come far."""
+    found = [optimizer for each in made if (optimizer := each.own()) is not None]
+    return [optimizer for optimizer in found if hasattr(optimizer, "param_groups")]

@@ -6,6 +6,7 @@ import gc
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -29,6 +30,17 @@ class ByHand(Optimizer):
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Does nothing: the script itself makes the update."""
+
+
+def alias_of(optimizer: Optimizer) -> Optimizer:
+    """Returns another object with the very attributes of an optimizer, for a session to hold in its place.
+
+    Whatever is read from or written to one of the two, the other has it. Only what the script itself holds keeps its
+    optimizer alive, so that the optimizer is freed when it is in plain Python.
+    """
+    alias: Optimizer = object.__new__(type(optimizer))
+    alias.__dict__ = optimizer.__dict__
+    return alias
 
 
 def trained_by(optimizers: Iterable[Optimizer]) -> list[Tensor]:
@@ -76,6 +88,9 @@ def roots_of(parameters: Sequence[Tensor], called: nn.Module) -> list[nn.Module]
         if owned is not None:
             first[id(module)] = owned
     roots = [module for module in modules if id(module) in first and id(module) not in inner]
+    written = [root for root in roots if not isinstance(root, torch.jit.ScriptModule)]
+    if {id(p) for root in roots for p in root.parameters()} == {id(p) for root in written for p in root.parameters()}:
+        roots = written  # the others are programs that were traced from these
     return sorted(roots, key=lambda module: first[id(module)])
 
 

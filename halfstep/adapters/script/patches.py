@@ -25,7 +25,7 @@ from halfstep.cast.autocast import autocast
 from halfstep.formats import Format
 from halfstep.initialize import initialize
 from halfstep.session.session import Session
-from halfstep.torch_internals import FOLDER, in_backward, is_compiling_here, is_tracing
+from halfstep.torch_internals import FOLDER, in_backward, in_functorch, is_compiling_here, is_tracing
 
 if TYPE_CHECKING:
     from halfstep.adapters.script.conversion import Conversion
@@ -34,6 +34,15 @@ HALFSTEP = str(Path(torch_amp.__file__).parents[1]) + os.sep
 ADAPTERS = Path(torch_amp.__file__).parent  # those of trainers open sessions that scripts ask for
 APEX = {inspect.getfile(amp): "apex.amp", inspect.getfile(fp16_optimizer): "apex's FP16_Optimizer"}
 MAKERS = (torch_amp.__file__, inspect.getfile(autocast))  # through which a script makes a drop-in autocast
+
+
+LOW = (torch.bfloat16, torch.float16)
+DENSE = (torch.Tensor, nn.Parameter)  # and what is not is not stored low by halfstep
+EXPORTS = (  # what writes a model as a program, with the formats that it finds
+    (torch.onnx, "export"),
+    (torch.export, "export"),
+    (torch.jit, "trace"),
+)
 
 
 class CallWatch:
@@ -83,17 +92,22 @@ def install(listener: Conversion, apex_low: Format | str) -> Callable[[], None]:
             (AnyGradScaler, "__init__", lambda made: _scaler_made(made, listener)),
             (Session, "__init__", lambda made: _session_made(made, listener)),
             (Optimizer, "__init__", lambda made: _building(made, listener)),
+            (Optimizer, "__setstate__", lambda made: _rebuilding(made, listener)),
             (torch.autograd, "backward", lambda run: _backward(run, listener)),
             (torch.autograd, "grad", lambda run: _grad(run, listener)),
+            (torch.Tensor, "numpy", lambda read: _as_full(read, listener)),
+            (torch.Tensor, "__reduce_ex__", lambda read: _as_full(read, listener)),
+            *((owner, name, lambda run: _on_plain_models(run, listener)) for owner, name in EXPORTS),
         ):
             stack.callback(_put(owner, name, make))
         return stack.pop_all().close
 
 
 def _put(owner: Any, name: str, make: Callable[[Any], Any]) -> Callable[[], None]:
-    before = vars(owner)[name]
+    before = getattr(owner, name)
+    own = name in vars(owner)
     setattr(owner, name, make(before))
-    return functools.partial(setattr, owner, name, before)
+    return functools.partial(setattr, owner, name, before) if own else functools.partial(delattr, owner, name)
 
 
 def _autocast_made(listener: Conversion) -> Any:
@@ -161,10 +175,45 @@ def _building(made: Any, listener: Conversion) -> Any:
     return __init__
 
 
+def _rebuilding(made: Any, listener: Conversion) -> Any:
+    @functools.wraps(made)
+    def __setstate__(self: Optimizer, *args: Any, **kwargs: Any) -> None:
+        made(self, *args, **kwargs)
+        listener.built(self, copied=True)  # or loaded a state, when it is known already
+
+    return __setstate__
+
+
+def _is_nested() -> bool:
+    """Returns whether torch itself runs a pass: inside another one, in a transform of torch.func, to trace it."""
+    return in_backward() or in_functorch() is not None or is_compiling_here()
+
+
+def _as_full(read: Any, listener: Conversion) -> Any:
+    @functools.wraps(read)
+    def method(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        full = listener.full_value(self) if self.dtype in LOW and type(self) in DENSE else None
+        return read(self if full is None else full, *args, **kwargs)
+
+    return method
+
+
+def _on_plain_models(run: Any, listener: Conversion) -> Any:
+    @functools.wraps(run)
+    def export(*args: Any, **kwargs: Any) -> Any:
+        with listener.paused():
+            program = run(*args, **kwargs)
+        if isinstance(program, nn.Module):
+            listener.programs.add(program)
+        return program
+
+    return export
+
+
 def _backward(run: Any, listener: Conversion) -> Any:
     @functools.wraps(run)
     def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
-        if in_backward() or is_compiling_here():  # of a reentrant checkpoint: what comes in is scaled already
+        if _is_nested():  # of a reentrant checkpoint: what comes in is scaled already
             run(tensors, grad_tensors, *args, **kwargs)
         else:
             named = dict(zip(("retain_graph", "create_graph", "grad_variables", "inputs"), args, strict=False))
@@ -177,7 +226,7 @@ def _grad(run: Any, listener: Conversion) -> Any:
     @functools.wraps(run)
     def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         names = ("grad_outputs", "retain_graph", "create_graph", "only_inputs", "allow_unused", "is_grads_batched")
-        if in_backward() or is_compiling_here():
+        if _is_nested():
             return run(outputs, inputs, *args, **kwargs)
         return listener.grad(run, outputs, inputs, {**dict(zip(names, args, strict=False)), **kwargs})
 
