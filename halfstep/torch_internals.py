@@ -282,6 +282,14 @@ GLOBAL_STEP_PRE_HOOKS: MutableMapping[int, Any] = _name("torch.optim.optimizer._
 GLOBAL_STEP_POST_HOOKS: MutableMapping[int, Any] = _name("torch.optim.optimizer._global_optimizer_post_hooks")  # tried
 
 
+_LOAD_HOOKS = "_optimizer_load_state_dict_pre_hooks"
+
+
+def is_made(optimizer: Optimizer) -> bool:
+    """Tells whether `Optimizer.__init__` was called; wrappers of other optimizers do not call it."""
+    return hasattr(optimizer, _LOAD_HOOKS)
+
+
 def mark_stepped(optimizer: Optimizer, stepped: bool = True) -> None:
     """Marks an optimizer as stepped, so that LR schedulers do not warn if its `step` method was not called."""
     setattr(optimizer, _STEPPED, stepped)

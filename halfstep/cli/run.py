@@ -97,6 +97,8 @@ def summary(ran: Ran) -> str:
             f"{it.steps} steps",
             f"{it.skipped} skipped",
         ]
+    if ran.outside:
+        parts.append(f"not trained under the plan but in plain fp32: {', '.join(ran.outside)}")
     parts.append(f"{ran.seconds:.1f} s")
     if it is not None:
         parts += [f"{kind} {_mib(size)}" for kind, size in it.memory.items() if size]

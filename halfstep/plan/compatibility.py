@@ -21,7 +21,7 @@ from halfstep.kernels.batch import is_wrapped
 from halfstep.pages import TRAINERS, more
 from halfstep.plan.plan import Plan
 from halfstep.processes.shards import fsdp_modules, is_sharded
-from halfstep.torch_internals import compiled_module, offloads
+from halfstep.torch_internals import compiled_module, is_made, offloads
 
 SUPPORTED_DEVICES = ("cpu", "cuda")
 STATE_SCHEMA = 1
@@ -190,9 +190,16 @@ def check_optimizers(optimizers: Sequence[Optimizer], models: Sequence[nn.Module
     """Refuses optimizers that update parameters outside of the models.
 
     Raises:
-        SetupError: parameters of a group belong to none of the models (the message says how many, and which group), or
-            a parameter is in two optimizers.
+        SetupError: parameters of a group belong to none of the models (the message says how many, and which group), a
+            parameter is in two optimizers, or an optimizer wraps another one without being one itself.
     """
+    for optimizer in optimizers:
+        if not is_made(optimizer):
+            raise SetupError(
+                f"{type(optimizer).__name__} has not called Optimizer.__init__, as wrappers of optimizers do (Opacus's "
+                "DPOptimizer): its step cannot be taken over; pass the optimizer inside of it, or train with it "
+                "outside of halfstep"
+            )
     known = {id(p) for model in models for p in model.parameters()}
     seen: dict[int, int] = {}
     for number, optimizer in enumerate(optimizers):

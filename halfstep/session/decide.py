@@ -260,9 +260,7 @@ def _say(notice: str) -> None:
 def _say_that_it_steps_itself(name: str) -> None:
     """Warns, once per process and `name`, that halfstep has no update for such an optimizer, and what that costs."""
     _LOG.warning(
-        "halfstep has no update of its own for %s, so the optimizer's own step runs. It needs fp32 copies of the "
-        "weights that are stored low (2 bytes per parameter more than split masters take), and waits for the device at "
-        "each step. To avoid this, use torch.optim.Adam, AdamW or SGD, or halfstep's Lion, Lamb or NovoGrad",
+        "halfstep has no update of its own for %s: its own step runs, on fp32 copies of low weights, and is waited for",
         name,
     )
 

@@ -6,6 +6,8 @@ from torch import nn
 from torch.func import functional_call, grad, vmap
 
 import halfstep
+from halfstep.adapters.script.run import run as run_script
+from tests.adapters.scripts_in_process import writes
 from tests.adapters.under_run import under_run
 
 X = torch.linspace(-1, 1, 32).reshape(8, 4)
@@ -97,3 +99,45 @@ def test_an_autocast_inside_a_transform_ends_the_session_after_its_pass(level):
         assert type(model) is nn.Sequential
         assert model[0].sample.shape == (8, 4, 4)
     assert run.brings == "torch.amp's autocast"
+
+
+class Own:
+    """Updates weights as torch's optimizers do, but is none of them, as fastai's."""
+
+    def __init__(self, parameters):
+        self.parameters = list(parameters)
+
+    def step(self):
+        for p in self.parameters:
+            p.data.add_(p.grad, alpha=-0.1)
+            p.grad = None
+
+
+class Stranger(nn.Linear):
+    pass
+
+
+def test_what_is_trained_outside_of_the_session_is_named():
+    with under_run("O1", "bf16") as run:
+        model, optimizer = trained()
+        stranger, frozen = Stranger(1, 1), nn.Bilinear(1, 1, 1)
+        own = Own(stranger.parameters())
+        for _ in range(2):
+            y = stranger(model(X))
+            frozen(y, y).mean().backward()
+            optimizer.step()
+            own.step()
+    assert list(run.outsiders.names) == ["Stranger"]
+
+
+def test_a_refusal_says_what_helps_who_runs_a_script(tmp_path):
+    text = """
+import torch
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model(torch.ones(2, 4)).sum().backward()
+optimizer.param_groups[0]["params"][0].data = torch.ones(1, 4, dtype=torch.float64)
+optimizer.step()
+"""
+    with pytest.raises(halfstep.HalfstepError, match="--level O1 --low bf16"):
+        run_script(str(writes(tmp_path, text)), plan="O2", low="bf16")

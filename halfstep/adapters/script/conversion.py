@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from halfstep.adapters.script.directions import paired, times
-from halfstep.adapters.script.found import ByHand, Strays, alias_of, newest, roots_of, trained_by, unowned
+from halfstep.adapters.script.found import ByHand, Outsiders, Strays, alias_of, newest, roots_of, trained_by, unowned
 from halfstep.adapters.script.patches import CallWatch
 from halfstep.cast.copies import CheckpointHook
 from halfstep.cast.owners import owners
@@ -46,8 +46,7 @@ BY_HAND = (
 )
 WRAPPED = (
     "{model} is already wrapped in DistributedDataParallel at its first forward pass, when halfstep changes the format "
-    "of its weights at {level}: the wrapper would silently stop reducing gradients; use --level O1, or call "
-    "halfstep.initialize in the script before wrapping"
+    "of its weights at {level}: the wrapper would silently stop reducing gradients; use --level O1"
 )
 REPLACED = (
     "this optimizer shares parameters with a newer optimizer; at {level} halfstep steps only the newest optimizer of a "
@@ -115,6 +114,7 @@ class Conversion:
         self.trained: Status | None = None
         self.brings: str | None = None
         """The mixed precision that the script itself uses, such as "apex.amp"; None if it uses none."""
+        self.outsiders = Outsiders()
         self.rank = 0
         self.programs: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         """What was traced from models: it runs as written, also where it shares their weights."""
@@ -154,7 +154,7 @@ class Conversion:
             return False
         if in_functorch() is not None:  # whose tensors would get into what is opened
             return False
-        return self._session is None or not self._session.runtime.is_entered()
+        return self._session is None or self._session.closed or not self._session.runtime.is_entered()
 
     def _step_unopened(self, optimizer: weakref.ref[Optimizer], *args: Any, **kwargs: Any) -> Any:
         """Steps an optimizer that no session steps yet; `args` and `kwargs` are the arguments of its `step`.
@@ -334,11 +334,12 @@ class Conversion:
         if session is None or outputs is None:
             original(tensors, grad_tensors, **kwargs)
             return
+        own = self._opened_ids()
+        self.outsiders.look(outputs, own)
         if not session.plan.scale.active:
             with session.scaling(*outputs):
                 begin_pass(partial(original, tensors, grad_tensors, **kwargs))
         else:
-            own = {id(p) for p in trained_by(session.optimizers)}
             with session.scaling(*outputs) as scale, unscaled_leaves(outputs, scale, but=own):
                 begin_pass(partial(original, outputs, times(directions, outputs, scale), **kwargs))
         if self._by_hand is not None and session.plan.ops != "none":
@@ -410,6 +411,9 @@ class Conversion:
         self._adopt()
         return step(*args, **kwargs)
 
+    def _opened_ids(self) -> set[int]:
+        return set() if self._session is None else {id(p) for p in trained_by(self._session.optimizers)}
+
     def full_value(self, t: Tensor) -> Tensor | None:
         """Returns the fp32 values of a tensor that shares the memory of a low weight, None if it shares none's."""
         self._adopt()
@@ -431,6 +435,7 @@ class Conversion:
 
     def end(self) -> None:
         """Closes the session; if the script opened a session itself, sets `trained` to the status of that session."""
+        self.outsiders.find(self._opened_ids())
         self.close()
         self._forget()
         own = None if self._own is None else self._own()

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from halfstep.scale.leaves import leaves_of
 from halfstep.torch_internals import parameters_of
 
 
@@ -30,6 +32,47 @@ class ByHand(Optimizer):
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Does nothing: the script itself makes the update."""
+
+
+class Outsiders:
+    """Names the models whose weights get gradients and change, although the session does not train them.
+
+    It looks at few passes: the first one, and then whenever their number has doubled.
+    """
+
+    def __init__(self) -> None:
+        self._passes = 0
+        self._seen: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}  # by id, with values at the first sight
+        self.names: dict[str, None] = {}
+        """The types of the models, in the order in which they were found."""
+
+    def look(self, outputs: Sequence[Tensor], own: Collection[int]) -> None:
+        """Looks at a backward pass from `outputs`; `own` has the ids of what the session trains."""
+        self._passes += 1
+        if self._passes & (self._passes - 1):
+            return
+        self.find(own)
+        for leaf in leaves_of(outputs):
+            if isinstance(leaf, nn.Parameter) and id(leaf) not in own and id(leaf) not in self._seen:
+                self._seen[id(leaf)] = weakref.ref(leaf), _sample(leaf)
+
+    def find(self, own: Collection[int]) -> None:
+        """Names the models of which weights have changed since they were first seen."""
+        changed = []
+        for key, (there, before) in list(self._seen.items()):
+            leaf = there()
+            if leaf is None or key in own:
+                del self._seen[key]
+            elif not torch.equal(_sample(leaf), before):
+                changed.append(leaf)
+                del self._seen[key]
+        if changed:
+            roots = roots_of(changed, nn.Module())
+            self.names.update(dict.fromkeys(type(root).__name__ for root in roots))
+
+
+def _sample(t: Tensor) -> Tensor:
+    return t.detach().flatten()[:64].cpu().clone()
 
 
 def alias_of(optimizer: Optimizer) -> Optimizer:

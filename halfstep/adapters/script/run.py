@@ -20,7 +20,7 @@ import torch
 
 from halfstep.adapters.script.conversion import Conversion
 from halfstep.adapters.script.patches import HALFSTEP, install
-from halfstep.errors import ScriptError
+from halfstep.errors import HalfstepError, ScriptError
 from halfstep.formats import Format
 from halfstep.plan.plan import Plan
 from halfstep.records import Status
@@ -36,7 +36,8 @@ class Ran:
     `trained` is the status of its session, None if neither the script nor halfstep opened one. `peak` is the largest
     number of bytes that was allocated on a GPU. `brings` names the mixed precision that the script itself uses; None if
     it uses none. `seconds` is how long the whole script took. `error` is the exception (SystemExit included) that ended
-    the script; None if the script ran to its last line. `rank` is the rank of this process.
+    the script; None if the script ran to its last line. `rank` is the rank of this process. `outside` names the types
+    of the models that were trained without the session, in plain fp32, by an optimizer that is not torch's.
     """
 
     trained: Status | None
@@ -45,6 +46,13 @@ class Ran:
     seconds: float
     error: BaseException | None
     rank: int
+    outside: tuple[str, ...] = ()
+
+
+IN_A_SCRIPT = (
+    "under halfstep run the script needs no call of halfstep: --level O1 --low bf16 keeps weights in fp32 and scales "
+    "no loss, so that it takes all optimizers; --level O0 runs the script as it is"
+)
 
 
 def run(  # noqa: PLR0913  # what the command has
@@ -95,9 +103,18 @@ def run(  # noqa: PLR0913  # what the command has
         _LOG.warning("the session could not be closed: %s", failed)
     finally:
         undo()
-    ended(Ran(conversion.trained, peak, conversion.brings, seconds, error, conversion.rank))
+    outside = tuple(conversion.outsiders.names)
+    ended(Ran(conversion.trained, peak, conversion.brings, seconds, error, conversion.rank, outside))
     if error is not None:
+        if conversion.brings is None:
+            _say_for_scripts(error)
         raise own(error)
+
+
+def _say_for_scripts(error: BaseException) -> None:
+    """Adds to a refusal that names a call of halfstep what helps who runs a script, which has no such call."""
+    if isinstance(error, HalfstepError) and any(call in str(error) for call in ("initialize", "session.")):
+        error.args = (f"{error.args[0]} ({IN_A_SCRIPT})", *error.args[1:])
 
 
 def _run_file(path: Path) -> None:
