@@ -29,6 +29,7 @@ _LSTM = aten.mkldnn_rnn_layer.default
 _LSTM_BACKWARD = aten.mkldnn_rnn_layer_backward.default
 _MIXING = (FLASH_ATTENTION_CPU, FLASH_ATTENTION_CPU_BACKWARD, _LSTM_BACKWARD)
 
+_OF_NESTED = (aten.linear.default, aten.matmul.default)  # which a nested tensor cannot take apart
 _POWER = aten.pow.Tensor_Scalar
 _POWERS = (2, 3)  # of fp16: the CPU's own kernel gives the same bits in five times the time
 
@@ -157,6 +158,9 @@ class Emulation(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
             return self._write(func, args, named)
         if func is _POWER and args[1] in _POWERS and args[0].dtype is self._dtype is torch.float16:
             return self._product(func, args, named)
+        if is_composite(func) and any(isinstance(a, Tensor) and a.is_nested for a in args):
+            low = func in _OF_NESTED and self._is_low(func, args, named)
+            return self._product(func, args, named) if low else as_called(func, args, named)
         if is_composite(func):
             with self:
                 return in_parts(func, args, named)

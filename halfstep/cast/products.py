@@ -166,7 +166,7 @@ def _attention(site: ProductSite, low: torch.dtype, args: Sequence[Any], kwargs:
         return _rounded_once(site, low, args, kwargs)
     mask = given.get("attn_mask")
     if mask is not None and mask.dtype is torch.bool:
-        mask = torch.zeros(mask.shape).masked_fill_(~mask, float("-inf"))
+        mask = torch.zeros_like(mask, dtype=torch.float32).masked_fill_(~mask, float("-inf"))
     elif mask is not None:
         mask = mask.float()
     causal = given.get("is_causal", False)
@@ -311,7 +311,7 @@ def _is_eager_training(*operands: Tensor) -> bool:
     return (
         torch.is_grad_enabled()
         and any(t.requires_grad for t in operands)
-        and all(type(t) in (Tensor, Parameter) for t in operands)
+        and all(type(t) in (Tensor, Parameter) and not t.is_nested for t in operands)
         and not mode_stack()
         and in_functorch() is None
     )

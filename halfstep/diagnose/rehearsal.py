@@ -84,7 +84,11 @@ class Rehearsal:
             HalfstepError: the plan does not fit the models.
             Exception: an error of copying a model.
         """
-        with self._session.trial(plan) as trial, _standing_in(self.roots, trial.runtime.roots):
+        with (
+            self._session.trial(plan) as trial,
+            trial.runtime.whole_products(),
+            _standing_in(self.roots, trial.runtime.roots),
+        ):
             yield Rehearsal(trial, self._closure, self._rewind, self.inputs, originals=self.params)
 
 
@@ -119,6 +123,7 @@ def rehearsing(session: Session, closure: Callable[[], Any]) -> Iterator[Rehears
     roots = session.runtime.roots
     with (
         session.rehearsing(),
+        session.runtime.whole_products(),
         untouched(roots, trainable(roots)) as rewind,
         noting_inputs(roots) as inputs,
         uncompiled(),

@@ -158,7 +158,7 @@ class RoundedBackward(TorchDispatchMode):  # type: ignore[no-untyped-call]  # to
         return tree_map_only(Tensor, lambda t: self._round(func, t), result)
 
     def _rounds(self, func: Any, number: int) -> bool:
-        if _is_in(number, self._nodes.full):
+        if _is_in(number, self._nodes.full) or _is_in(number, self._nodes.recurrent):
             return False
         return _is_in(number, self._nodes.model if _is_product(func) else self._nodes.recurrent)
 

@@ -59,6 +59,13 @@ class Runtime:
         with self.under(recorder), recorder:
             yield
 
+    def whole_products(self) -> AbstractContextManager[None]:
+        """Returns a context in which each emulated product is one operation, forward and backward.
+
+        A pass that checkpoints repeat must begin and end inside.
+        """
+        return self.casting.over_emulation(lambda emulation: emulation)
+
     def under(self, mode: TorchDispatchMode) -> AbstractContextManager[None]:
         """Returns a context in which the dispatch mode `mode` sees operations before emulation changes them.
 
