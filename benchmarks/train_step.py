@@ -6,8 +6,8 @@
 Tokens and images are random, as speed does not depend on them: nothing here says anything about accuracy. On a GPU
 images have 224 pixels, on a CPU 32, where GPT-2 also has one sequence a step. All rows start from the same weights and
 take a turn in each round on the same batch; ratios are those of one round. O3 is the speed of light: low weights, no
-masters, low norms. torch.amp is autocast around the model, the fused optimizer and, in fp16, a GradScaler, which is
-also what the compiled row compiles: the model under autocast.
+masters, low norms. torch.amp is autocast around the model, the fused optimizer and, in fp16, a GradScaler; the compiled
+row compiles the model. Each row of torch.amp has a process of its own, in which no session is ever open.
 """
 
 from __future__ import annotations
@@ -16,17 +16,19 @@ import argparse
 import json
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from halfstep.bench.bench import bench
-from halfstep.bench.variants import PEER, AmpVariant, Entry, SessionVariant, Variant, entries
+from halfstep.bench.variants import Entry, SessionVariant, Variant, entries
+from halfstep.bench.variants import compiled as compiled_entry
+from halfstep.bench.worker import Origin
 from halfstep.formats import BF16, FP32, Format, as_format
 from halfstep.machine import DeviceFacts, read_facts
 from halfstep.measurements import BenchResult, BenchRun
@@ -39,7 +41,6 @@ from halfstep.workloads.workload import Batch, Workload, seeded
 
 CLASSES = 1000
 SHRINKABLE = ("layers", "context", "vocabulary")
-COMPILED = f"{PEER} compiled"
 
 
 class GPT2(nn.Module):
@@ -183,32 +184,6 @@ class Full(SessionVariant):
                 flag.allow_tf32 = value
 
 
-@dataclass(frozen=True)
-class CompiledEntry(Entry):
-    """torch.amp with a compiled model."""
-
-    def start(self, workload: Workload, seed: int, device: torch.device) -> Variant:
-        """Builds the model and makes it ready to train; it compiles at its first steps, which are not timed."""
-        return Compiled(workload, workload.build(seed).to(device), self.low, device)
-
-
-class Compiled(AmpVariant):
-    """torch.amp whose training forward and backward are compiled; the evaluation is not."""
-
-    def __init__(self, workload: Workload, model: nn.Module, low: Format, device: torch.device) -> None:
-        super().__init__(workload, model, low, device)
-        self._eager: Any = self.model
-        self._compiled: Any = torch.compile(self.model)
-
-    def train(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Makes one training step."""
-        self.model = self._compiled
-        try:
-            return super().train(inputs, targets)
-        finally:
-            self.model = self._eager
-
-
 def rows(lows: Sequence[Format], facts: DeviceFacts, *, compiled: Sequence[Format]) -> list[Entry]:
     """Returns what is compared: O0, with TF32 off and on where there is such a thing, and the rest in each format."""
     made: list[Entry] = []
@@ -219,7 +194,7 @@ def rows(lows: Sequence[Format], facts: DeviceFacts, *, compiled: Sequence[Forma
         else:
             made.append(entry)
         if entry.peer and entry.low in compiled:
-            made.append(CompiledEntry(COMPILED, entry.low, peer=False, refused=entry.refused))
+            made.append(compiled_entry(entry))
     return made
 
 
@@ -260,19 +235,26 @@ def _ratio(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
-def workloads(options: argparse.Namespace, device: torch.device) -> dict[str, Callable[[], Workload]]:
-    """Returns the workloads in the sizes that were asked for, else those for the device."""
+def gpt2(**sizes: str) -> Workload:
+    """Returns the GPT in these sizes."""
+    return Gpt2(**{name: int(size) for name, size in sizes.items()})
+
+
+def resnet50(**sizes: str) -> Workload:
+    """Returns the ResNet in these sizes."""
+    return ResNet50(**{name: int(size) for name, size in sizes.items()})
+
+
+def origins(options: argparse.Namespace, device: torch.device) -> dict[str, Origin]:
+    """Returns where the workloads come from, in the sizes that were asked for, else those for the device."""
     cuda = device.type == "cuda"
-
-    def gpt2() -> Workload:
-        size = Gpt2(batch=options.batch or (16 if cuda else 1))
-        return replace(size, **{key: getattr(options, key) for key in SHRINKABLE if getattr(options, key)})
-
-    def resnet50() -> Workload:
-        pixels = options.pixels or (224 if cuda else 32)
-        return ResNet50(batch=options.batch or (128 if cuda else 16), pixels=pixels)
-
-    return {"gpt2": gpt2, "resnet50": resnet50}
+    asked = {key: getattr(options, key) for key in SHRINKABLE if getattr(options, key)}
+    tokens = {"batch": options.batch or (16 if cuda else 1)} | asked
+    images = {"batch": options.batch or (128 if cuda else 16), "pixels": options.pixels or (224 if cuda else 32)}
+    return {
+        name: Origin(f"{__file__}:{name}", {key: str(size) for key, size in sizes.items()})
+        for name, sizes in {"gpt2": tokens, "resnet50": images}.items()
+    }
 
 
 def main() -> int:
@@ -297,14 +279,15 @@ def main() -> int:
     compiled = [as_format(name) for name in (options.compiled or low).split(",") if name != "none"]
     command = shlex.join(["python", "benchmarks/train_step.py", *sys.argv[1:]])
     results: list[BenchResult] = []
-    for name, make in workloads(options, device).items():
+    for name, origin in origins(options, device).items():
         if options.workload and name not in options.workload:
             continue
         result = bench(
-            make(),
+            origin.load(),
             rows(lows, read_facts(device), compiled=compiled),
             steps=options.steps or (30 if device.type == "cuda" else 8),
             device=device,
+            origin=origin,
             command=command,
         )
         results.append(result)

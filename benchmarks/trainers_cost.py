@@ -3,9 +3,10 @@
     python benchmarks/trainers_cost.py [--rounds 20] [--level O2] [--low bf16] [--set d=64] [--json FILE]
 
 Needs the extra [trainers]. The GPT of char_lm; a step is forward, loss, backward, clip, update of AdamW(fused=True).
-Every row is a process of its own, as trainers keep state of a process. A trainer asks for a batch when the step before
-is made, and waits there until it is the row's turn again: one step is from one request to the next, and every row takes
-a turn in each round, another first in each. Ratios are those of one round.
+Every row is a process of its own, as trainers keep state of a process and an open session slows torch.autocast beside
+it. A trainer asks for a batch when the step before is made, and waits there until it is the row's turn again: one step
+is from one request to the next, and every row takes a turn in each round, another first in each. Ratios are those of
+one round.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
+from halfstep.cast.opregistry import REGISTRY
 from halfstep.machine import read_machine
 from halfstep.timing import spread
 from halfstep.workloads.char_lm import CharLM
@@ -201,14 +203,18 @@ TRAINERS: dict[str, Callable[..., None]] = {
 }
 
 
-def turns(job: Job, connection: Connection) -> Batches:
-    """Yields a batch when it is the row's turn, and sends how long the step took, in seconds."""
+def turns(job: Job, connection: Connection, *, own: bool = False) -> Batches:
+    """Yields a batch when it is the row's turn, and sends how long the step took, in seconds.
+
+    In the process of a trainer's `own` bf16 no session may be open.
+    """
     connection.send(None)
     connection.recv()
     for inputs, labels in job.workload.batches(0):
         start = perf_counter()
         yield {"inputs": inputs, "labels": labels}
         connection.send(perf_counter() - start)
+        assert not (own and REGISTRY.kernels), "a session is open in the process of a peer"
         connection.recv()
 
 
@@ -217,7 +223,7 @@ def train(job: Job, trainer: str | None, own: bool, threads: int, connection: Co
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(threads)
-    batches = turns(job, connection)
+    batches = turns(job, connection, own=own)
     if trainer is None:
         by_hand(job, batches)
     else:

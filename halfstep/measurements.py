@@ -32,7 +32,8 @@ class BenchRun:
     `skipped` (the number of skipped steps) and `scale` (the final one) have one entry per seed. `losses`, in a sweep
     only, has the loss of each step, and `joules` is the energy of one step. If several processes measured the run,
     `processes` says how many of `times_ms` each of them measured. `error` says why the run did not start or what ended
-    it; the figures are then those up to that point. A figure is None if it was not measured.
+    it; the figures are then those up to that point. `slow` says how many times O0's step one of its steps takes, if it
+    was therefore timed over a few steps and not trained. A figure is None if it was not measured.
     """
 
     name: str
@@ -55,6 +56,7 @@ class BenchRun:
     losses: tuple[float, ...] = ()
     joules: float | None = None
     processes: tuple[int, ...] = ()
+    slow: float | None = None
 
     @property
     def out_of_memory(self) -> bool:
@@ -66,8 +68,9 @@ class BenchRun:
 class BenchResult:
     """One workload under several plans, side by side: its settings, the machine, and the result of each run.
 
-    `complete` is false if the benchmark was interrupted; `peak_method` says how peak memory was counted; `notes` has
-    remarks that a reader of the figures should know.
+    The first `warmup` steps of each seed are not timed. Each run made `turn` steps before the next one made them; of a
+    turn of several steps the first fifth is not timed either. `complete` is false if the benchmark was interrupted;
+    `peak_method` says how peak memory was counted; `notes` has remarks that a reader of the figures should know.
     """
 
     workload: str
@@ -83,6 +86,7 @@ class BenchResult:
     machine: Machine
     command: str
     date: str
+    turn: int = 1
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median, quantiles
-from time import perf_counter
+from time import perf_counter, process_time
 
 import torch
 
@@ -21,6 +21,14 @@ def synchronize(device: torch.device) -> None:
     """Waits until a device has finished its work; returns at once for a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def clock_of(device: torch.device) -> Callable[[], float]:
+    """Returns the clock for steps on a device, in seconds.
+
+    It is the CPU time of this process where one thread does all the work: what other programs take is no part of that.
+    """
+    return process_time if device.type == "cpu" and torch.get_num_threads() == 1 else perf_counter
 
 
 def take_turns(

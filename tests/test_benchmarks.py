@@ -17,7 +17,7 @@ import torch
 from docs.browser import find_browser
 from halfstep.bench.results import read_sweep
 from halfstep.formats import BF16, FP16
-from halfstep.machine import AVX512_BF16, DeviceFacts
+from halfstep.machine import AVX512_BF16, DeviceFacts, cpu_flags
 from halfstep.report.sweep import sweep_charts, sweep_headline, sweep_rows
 
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
@@ -136,8 +136,8 @@ def test_a_gpu_has_rows_with_and_without_tf32_and_a_compiled_peer():
     train = load("train_step")
     names = [row.name for row in train.rows([BF16, FP16], DeviceFacts("cuda", (9, 0)), compiled=[BF16])]
     assert names[:2] == ["O0", "O0 TF32"]
-    assert {"O1 bf16", "O2 fp16", "O3 bf16", "torch.amp fp16", "torch.amp compiled bf16"} <= set(names)
-    assert "torch.amp compiled fp16" not in names
+    assert {"O1 bf16", "O2 fp16", "O3 bf16", "torch.amp fp16", "torch.amp bf16 compiled"} <= set(names)
+    assert "torch.amp fp16 compiled" not in names
     assert len([row for row in train.rows([BF16], DeviceFacts("cpu"), compiled=[])]) == 5
 
 
@@ -147,8 +147,51 @@ def test_the_training_step_measures_every_level(tmp_path, main, on_processor):
     sizes = ["--workload", "gpt2", "--layers", 1, "--context", 8, "--vocabulary", 50, "--batch", 1, "--steps", 2]
     assert main("train_step", "--device", "cpu", *sizes, "--compiled", "none", "--json", path) == 0
     (result,) = json.loads(path.read_text())["results"]
-    assert [run["name"] for run in result["runs"]] == ["O0", "O1 bf16", "O2 bf16", "O3 bf16", "torch.amp bf16"]
+    names = [run["name"].removesuffix(" (emulated)") for run in result["runs"]]
+    assert names == ["O0", "O1 bf16", "O2 bf16", "O3 bf16", "torch.amp bf16"]
     assert all(run["error"] is None and run["peak_bytes"] > 0 for run in result["runs"])
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ("model name\t: AMD EPYC\nflags\t\t: fpu avx2 bmi2", "AMD EPYC: AVX2, no bf16 units; a small GPT trains"),
+        ("model name\t: Xeon\nflags\t\t: avx2 avx512f avx512_bf16 amx_bf16", "Xeon: AVX512, bf16 units (AMX); a"),
+        ("CPU part\t: 0xd40\nFeatures\t: asimd sve bf16", "SVE, bf16 units (Arm BF16); a"),
+        ("processor\t: 0", "units unknown; a"),
+    ],
+)
+def test_the_demo_says_what_processor_it_is_before_torch_is_loaded(tmp_path, rows, said):
+    (tmp_path / "cpuinfo").write_text(f"{rows}\n\n{rows}\n")
+    demo = load("demo")
+    assert said in demo.first_line(*demo.processor(tmp_path / "cpuinfo"))
+
+
+def test_the_demo_reads_the_units_that_torch_finds():
+    demo = load("demo")
+    _, flags = demo.processor()
+    if not flags:
+        pytest.skip("the system does not name the flags of its processor")
+    known = cpu_flags(torch.cpu.get_capabilities())
+    assert bool({"avx512_bf16", "amx_bf16", "bf16", "sve_bf16"} & known) == bool(demo.UNITS.keys() & flags)
+
+
+def test_the_demo_speaks_before_it_loads_anything_that_takes_long(tmp_path):
+    """A package `halfstep` that fails stands in for the one that loads torch."""
+    (tmp_path / "halfstep").mkdir()
+    (tmp_path / "halfstep" / "__init__.py").write_text("raise SystemExit(3)")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    ran = subprocess.run([sys.executable, FOLDER / "demo.py"], capture_output=True, text=True, env=environment)
+    assert ran.returncode == 3
+    assert ran.stderr.endswith("a small GPT trains at O0, O1 and O2 and under torch.amp for about a minute\n")
+
+
+def test_the_demo_is_the_benchmark_with_its_options(main, monkeypatch, capsys):
+    asked = []
+    monkeypatch.setattr("halfstep.__main__.main", lambda: asked.append(sys.argv))
+    main("demo", "--seconds", 60)
+    assert asked == [["halfstep", "bench", "char_lm", "--seconds", "60"]]
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 class TestGpuScript:

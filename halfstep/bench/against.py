@@ -14,8 +14,8 @@ from statistics import NormalDist, mean, median, stdev
 
 import msgspec
 
-from halfstep.bench.bench import settings_of
 from halfstep.bench.results import read_bench, read_sweep
+from halfstep.bench.tally import settings_of
 from halfstep.errors import WorkloadError
 from halfstep.measurements import BenchChange, BenchResult, BenchRun, Point, Sweep
 from halfstep.workloads.workload import Workload

@@ -6,13 +6,14 @@ Each batch size is tried in a process of its own.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 
 import msgspec
 
+from halfstep.bench.lane import COUNTED
 from halfstep.bench.remote import OutOfMemory, Remote
 from halfstep.bench.sweep import Asked
-from halfstep.bench.worker import COUNTED, Task
+from halfstep.bench.worker import Task
 from halfstep.errors import WorkloadError
 from halfstep.measurements import Largest
 
@@ -53,20 +54,21 @@ def _rows(asked: Asked, limit: int, progress: Callable[[str], None]) -> Iterator
             if row.refused is not None:
                 yield Largest(model, row.name, limit, error=row.refused)
             else:
-                yield _search(asked.task(model, workload, row), row.name, limit, most, progress)
+                yield _search(asked.task(model, workload, row), asked.seed, limit, most, progress)
 
 
-def _search(task: Task, name: str, limit: int, most: int, progress: Callable[[str], None]) -> Largest:
-    """Finds the largest batch, up to `most` examples, with which a task fits into `limit` bytes; `name` is its row.
+def _search(task: Task, seed: int, limit: int, most: int, progress: Callable[[str], None]) -> Largest:
+    """Finds the largest batch, up to `most` examples, with which a task fits into `limit` bytes.
 
     The result also holds which batch sizes were tried, and the error if the task failed for a reason other than memory.
     """
     tried: dict[int, bool] = {}
+    name = task.entry.name
 
     def fits(batch: int) -> bool:
-        progress(f"{task.model} {name}: batch {batch}")
-        settings = {**task.settings, "batch": str(batch)}
-        tried[batch] = _trains(msgspec.structs.replace(task, settings=settings, limit=limit))
+        progress(f"{task.origin.model} {name}: batch {batch}")
+        origin = msgspec.structs.replace(task.origin, settings={**task.origin.settings, "batch": str(batch)})
+        tried[batch] = _trains(msgspec.structs.replace(task, origin=origin, limit=limit), seed)
         return tried[batch]
 
     found, error = None, None
@@ -74,16 +76,16 @@ def _search(task: Task, name: str, limit: int, most: int, progress: Callable[[st
         found = largest(fits, most=most)
     except WorkloadError as failed:
         error = str(failed)
-    return Largest(task.model, name, limit, found, tuple(tried.items()), error)
+    return Largest(task.origin.model, name, limit, found, tuple(tried.items()), error)
 
 
-def _trains(task: Task) -> bool:
+def _trains(task: Task, seed: int) -> bool:
     """Tells whether a configuration's first steps, which reach its peak memory, fit into memory."""
     try:
-        with Remote(task) as remote:
-            remote.started()
-            for _ in range(COUNTED):
-                remote.step()
+        with closing(Remote(task)) as remote:
+            remote.begin(seed, counted=True)
+            for number in range(COUNTED):
+                remote.step(number, COUNTED)
     except OutOfMemory:
         return False
     return True

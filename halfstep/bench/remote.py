@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from halfstep.bench.lane import Begun, End, Step
 from halfstep.bench.worker import Task
 from halfstep.errors import WorkloadError
 
@@ -24,11 +25,16 @@ class OutOfMemory(WorkloadError):
 
 
 class Remote:
-    """A process that trains one configuration: `started` waits for its model, and each `step` makes one step."""
+    """A `Lane` in a process of its own, which starts at once: it trains where no session of another row is open.
+
+    Each call raises `OutOfMemory` if the process ran out of memory, and `WorkloadError` if something else failed in it
+    or it died.
+    """
 
     def __init__(self, task: Task) -> None:
         self._task = task
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # closed by `__exit__`
+        self._is_ready = False
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # closed by `close`
         self._process = subprocess.Popen(
             [sys.executable, "-m", "halfstep.bench.worker"],
             stdin=subprocess.PIPE,
@@ -40,10 +46,30 @@ class Remote:
         )
         self._send(msgspec.json.encode(task).decode())
 
-    def __enter__(self) -> Remote:
-        return self
+    def ready(self) -> None:
+        """Waits until the process has loaded its workload, so that what loading takes is nobody's step."""
+        if not self._is_ready:
+            self._answer()
+            self._is_ready = True
 
-    def __exit__(self, *error: object) -> None:
+    def begin(self, seed: int, *, counted: bool = False) -> Begun:
+        """Builds the model of a seed, in the place of an earlier one."""
+        return msgspec.convert(self._ask("begin", seed=seed, counted=counted), Begun)
+
+    def step(self, number: int, steps: int) -> Step:
+        """Makes one training step."""
+        return msgspec.convert(self._ask("step", number=number, steps=steps), Step)
+
+    def gauge(self) -> float:
+        """Returns about how many seconds a validation takes."""
+        return float(self._ask("gauge"))
+
+    def end(self, *, validate: bool) -> End:
+        """Returns what the run has come to."""
+        return msgspec.convert(self._ask("end", validate=validate), End)
+
+    def close(self) -> None:
+        """Ends the process."""
         self._process.kill()
         self._process.wait()
         for each in (self._process.stdin, self._process.stdout, self._errors):
@@ -51,23 +77,9 @@ class Remote:
             with suppress(BrokenPipeError):  # a line that a dead process never took
                 each.close()
 
-    def started(self) -> dict[str, Any]:
-        """Waits until the model is built and returns its number of parameters and of training examples.
-
-        Raises:
-            OutOfMemory: the model did not fit into memory.
-            WorkloadError: the model could not be built, or the process died.
-        """
-        return self._answer()
-
-    def step(self) -> dict[str, Any]:
-        """Makes a step in the process and returns its loss, time and energy.
-
-        The call after the last step makes no step and returns the peak memory, skipped steps and loss scale.
-
-        Raises the same errors as `started`.
-        """
-        self._send("")
+    def _ask(self, what: str, **given: object) -> Any:
+        self.ready()
+        self._send(json.dumps([what, given]))
         return self._answer()
 
     def _send(self, line: str) -> None:
@@ -76,13 +88,13 @@ class Remote:
             self._process.stdin.write(line + "\n")
             self._process.stdin.flush()
 
-    def _answer(self) -> dict[str, Any]:
+    def _answer(self) -> Any:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line.endswith("\n"):
             raise self._death()
-        said: dict[str, Any] = json.loads(line)
-        if "error" in said:
+        said = json.loads(line)
+        if isinstance(said, dict) and "error" in said:
             raise (OutOfMemory if said["memory"] else WorkloadError)(said["error"])
         return said
 

@@ -11,16 +11,16 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from halfstep.bench.bench import Progress, settings_of
+from halfstep.bench.bench import Progress
+from halfstep.bench.lane import COUNTED, Begun, End, Step
 from halfstep.bench.memory import PEAK_METHOD
 from halfstep.bench.remote import Remote
-from halfstep.bench.tally import Tally, first_batch, notes, records
+from halfstep.bench.tally import Tally, first_batch, notes, records, settings_of
 from halfstep.bench.variants import Entry
-from halfstep.bench.worker import COUNTED, UNTIMED, Task
+from halfstep.bench.worker import Origin, Task, task_of
 from halfstep.errors import WorkloadError
 from halfstep.machine import read_machine
 from halfstep.measurements import BenchResult, Point, Sweep
@@ -29,6 +29,7 @@ from halfstep.workloads.load import load_model
 from halfstep.workloads.workload import Workload
 
 SCHEMA = 1
+UNTIMED = COUNTED + 1  # steps: one warms up when memory is counted no more
 
 
 @dataclass(frozen=True)
@@ -100,11 +101,8 @@ class Asked:
 
     def task(self, model: str, workload: Workload, row: Entry) -> Task:
         """Returns the task for the process that trains one row of a point."""
-        return Task(
-            model, {**self.settings, "batch": str(workload.batch)}, None if self.data is None else str(self.data),
-            str(self.device), row.level, row.low.name, row.peer, row.emulated, row.compiled, self.seed, self.steps,
-            torch.get_num_threads(),
-        )  # fmt: skip
+        settings = {**self.settings, "batch": str(workload.batch)}
+        return task_of(Origin(model, settings, None if self.data is None else str(self.data)), row, self.device)
 
 
 def data_name(path: Path) -> str:
@@ -135,7 +133,7 @@ def sweep(
     for _, workload in points:
         first_batch(workload, asked.seed)  # missing data ends it here, before anything was measured
     runs = sum(row.refused is None for row in asked.rows)
-    each = runs * (COUNTED + UNTIMED + asked.steps)
+    each = runs * (UNTIMED + asked.steps)
     sizes = [each * workload.batch for _, workload in points]
     for at in range(len(points)):
         if at < len(result.points) and not asked.failed(result.points[at]):
@@ -174,28 +172,29 @@ def check_same(before: Mapping[str, str], now: Mapping[str, str]) -> None:
 def _measure(asked: Asked, model: str, workload: Workload, tick: Callable[[str], None]) -> Point:
     """Measures a point: starts one process for each row, then makes one training step in each in turn."""
     tallies = [Tally(row, error=row.refused) for row in asked.rows]
-    built: dict[str, Any] = {}
+    built, total = Begun(0, None), UNTIMED + asked.steps
     with ExitStack() as stack:
         lanes: list[tuple[Tally, Remote]] = []
         for tally in tallies:
             if tally.error is None:
                 with tally.failing("start"):
-                    lanes.append((tally, stack.enter_context(Remote(asked.task(model, workload, tally.entry)))))
+                    lanes.append((tally, Remote(asked.task(model, workload, tally.entry))))
+                    stack.callback(lanes[-1][1].close)
         for tally, remote in lanes:
             with tally.failing("start"):
-                built = remote.started()
-        for step in range(COUNTED + UNTIMED + asked.steps):
+                built = remote.begin(asked.seed, counted=True)
+        for step in range(total):
             turn = step % max(1, len(lanes))  # so that none always follows the same other
             for tally, remote in lanes[turn:] + lanes[:turn]:
                 if tally.error is None:
                     with tally.failing(f"step {step + 1}"):
-                        _take(tally, remote.step())
+                        _take(tally, remote.step(step, total), timed=step >= UNTIMED)
                 tick(tally.entry.name)
         for tally, remote in lanes:
             if tally.error is None:
                 with tally.failing("the end"):
-                    _end(tally, remote.step())
-    parameters = built.get("parameters") or 0
+                    _end(tally, remote.end(validate=False))
+    parameters = built.parameters
     for tally in tallies:
         tally.add_losses(tally.losses)
     result = BenchResult(
@@ -203,7 +202,7 @@ def _measure(asked: Asked, model: str, workload: Workload, tick: Callable[[str],
         settings=settings_of(workload),
         parameters=parameters,
         steps=asked.steps,
-        warmup=COUNTED + UNTIMED,
+        warmup=UNTIMED,
         seeds=(asked.seed,),
         runs=records(tallies, parameters),
         peak_method=PEAK_METHOD,
@@ -213,21 +212,19 @@ def _measure(asked: Asked, model: str, workload: Workload, tick: Callable[[str],
         command=asked.command,
         date=datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
     )
-    return Point(model, workload.batch, built.get("examples"), result)
+    return Point(model, workload.batch, built.examples, result)
 
 
-def _take(tally: Tally, said: dict[str, Any]) -> None:
-    """Adds a step to a row's tally from a worker's answer: the loss and, if the step was timed, its time and energy."""
-    loss, took, joules = said["loss"], said["ms"], said["joules"]
-    tally.losses.append(loss)
-    if took is not None:
-        tally.times_ms.append(took)
-    if joules is not None:
+def _take(tally: Tally, made: Step, *, timed: bool) -> None:
+    """Adds a step to a row's tally: the loss and, if the step is timed, its time and energy."""
+    tally.losses.append(made.loss)
+    if timed:
+        tally.times_ms.append(made.ms)
+    if timed and made.joules is not None:
         count = len(tally.times_ms)
-        tally.joules = ((tally.joules or 0.0) * (count - 1) + joules) / count
+        tally.joules = ((tally.joules or 0.0) * (count - 1) + made.joules) / count
 
 
-def _end(tally: Tally, said: dict[str, Any]) -> None:
-    tally.peak, tally.memory = said["peak"], said["memory"]
-    tally.skipped.append(said["skipped"])
-    tally.scale.append(said["scale"])
+def _end(tally: Tally, end: End) -> None:
+    tally.peak, tally.memory = end.peak, end.memory
+    tally.add_end(end.validation, end.skipped, end.scale)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
-from halfstep.bench.variants import Entry, Facts
+from halfstep.bench.variants import Entry
 from halfstep.errors import HalfstepError, WorkloadError
 from halfstep.measurements import BenchRun
 from halfstep.timing import speedup, spread
@@ -22,7 +22,8 @@ NOTES: tuple[tuple[Callable[[Entry], bool], str], ...] = (
     ),
     (
         lambda entry: entry.peer,
-        "torch.amp: autocast around the model, the same optimizer with fused=True and, in fp16, a GradScaler",
+        "torch.amp: autocast around the model, the same optimizer with fused=True and, in fp16, a GradScaler; it has a"
+        " process of its own, as an open session slows torch.autocast beside it",
     ),
 )
 
@@ -32,7 +33,8 @@ class Tally:
     """The measurements of one row so far.
 
     `times_ms` has an element for each timed step; `train_loss`, `validation`, `skipped` and `scale` have one for each
-    seed. `error` says why the row failed.
+    seed. `error` says why the row failed; `slow` says how many times the step of O0 one of its steps takes, if it was
+    timed and not trained for that.
     """
 
     entry: Entry
@@ -46,6 +48,7 @@ class Tally:
     losses: list[float] = field(default_factory=list)
     joules: float | None = None
     error: str | None = None
+    slow: float | None = None
 
     @contextmanager
     def failing(self, where: str = "") -> Iterator[None]:
@@ -60,13 +63,12 @@ class Tally:
         final = mean_of_last(losses)
         self.train_loss += [] if final is None else [final]
 
-    def add_end(self, validation: dict[str, float], facts: Facts) -> None:
-        """Adds the validation metrics and the facts (skipped steps, loss scale, memory) of the run with one seed."""
+    def add_end(self, validation: dict[str, float], skipped: int, scale: float) -> None:
+        """Adds the validation figures, skipped steps and loss scale of the run with one seed."""
         for name, value in validation.items():
-            self.validation.setdefault(name, []).append(float(value))
-        self.skipped.append(facts.skipped)
-        self.scale.append(facts.scale)
-        self.memory = self.memory or facts.memory
+            self.validation.setdefault(name, []).append(value)
+        self.skipped.append(skipped)
+        self.scale.append(scale)
 
     def record(self, parameters: int) -> BenchRun:
         """Returns this row's record, without speed-ups."""
@@ -88,7 +90,13 @@ class Tally:
             compiled=self.entry.compiled,
             losses=tuple(self.losses),
             joules=self.joules,
+            slow=self.slow,
         )
+
+
+def settings_of(workload: Workload) -> dict[str, str]:
+    """Returns the settings of a workload by name, in the form in which a result stores them."""
+    return {each.name: str(getattr(workload, each.name)) for each in fields(workload) if each.name != "data"}
 
 
 def mean_of_last(values: Sequence[float], share: float = 0.1) -> float | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from time import perf_counter
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +16,7 @@ from halfstep.plan.choose import needs_emulation
 from halfstep.plan.levels import level
 from halfstep.plan.plan import Plan
 from halfstep.session.parts import memory_of
-from halfstep.timing import synchronize
+from halfstep.timing import clock_of, synchronize
 from halfstep.workloads.workload import Batch, Workload
 
 PEER = "torch.amp"
@@ -39,7 +38,8 @@ class Facts:
 class Entry:
     """One row of a benchmark: a level in a format, or torch.amp (`peer`) in a format.
 
-    If the row is not run, `refused` says why. `compiled` says whether it trains through torch.compile.
+    If the row is not run, `refused` says why. `compiled` says whether it trains through torch.compile, `scaled` whether
+    it scales the loss dynamically in every format.
     """
 
     level: str
@@ -48,6 +48,7 @@ class Entry:
     emulated: bool = False
     refused: str | None = None
     compiled: bool = False
+    scaled: bool = False
 
     @property
     def name(self) -> str:
@@ -56,7 +57,7 @@ class Entry:
         >>> Entry("O1", FP16, peer=False, emulated=True).name
         'O1 fp16 (emulated)'
         """
-        end = " compiled" if self.compiled else ""
+        end = f"{' scaled' if self.scaled else ''}{' compiled' if self.compiled else ''}"
         if self.low == FP32:
             return self.level + end
         return f"{self.level} {self.low}{' (emulated)' if self.emulated else ''}{end}"
@@ -67,8 +68,9 @@ class Entry:
         if self.compiled:
             model.compile()
         if self.peer:
-            return AmpVariant(workload, model, self.low, device)
-        return SessionVariant(workload, model, level(self.level, "bf16" if self.low == FP32 else self.low))
+            return AmpVariant(workload, model, self.low, device, scaled=self.scaled)
+        plan = level(self.level, "bf16" if self.low == FP32 else self.low)
+        return SessionVariant(workload, model, plan, loss_scale="dynamic" if self.scaled else None)
 
 
 def entries(levels: Iterable[str], lows: Iterable[Format], facts: DeviceFacts, *, peer: bool) -> list[Entry]:
@@ -110,11 +112,11 @@ class SessionVariant:
     For every variant only `train` is timed; `observe` is called after each step, outside the timing.
     """
 
-    def __init__(self, workload: Workload, model: nn.Module, plan: Plan) -> None:
+    def __init__(self, workload: Workload, model: nn.Module, plan: Plan, *, loss_scale: str | None = None) -> None:
         self.model = model
         self.optimizer = workload.optimizer(model, fused=True)
         self._workload = workload
-        self._session = initialize(model, self.optimizer, plan)
+        self._session = initialize(model, self.optimizer, plan, loss_scale=loss_scale)
 
     def train(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Makes one training step, zeroing gradients first, and returns the loss on the device."""
@@ -138,17 +140,20 @@ class SessionVariant:
 
 
 class AmpVariant:
-    """Trains a workload under torch.amp as torch documents it, with a fused optimizer and, in fp16, a GradScaler.
+    """Trains a workload under torch.amp as torch documents it, with a fused optimizer.
 
-    The loss is computed on fp32 outputs outside the autocast region, as for all variants.
+    A GradScaler scales the loss in fp16, and in every format if the row is `scaled`. The loss is computed on fp32
+    outputs outside the autocast region, as for all variants.
     """
 
-    def __init__(self, workload: Workload, model: nn.Module, low: Format, device: torch.device) -> None:
+    def __init__(
+        self, workload: Workload, model: nn.Module, low: Format, device: torch.device, *, scaled: bool = False
+    ) -> None:
         self.model = Autocast(model, device, low.dtype)
         self.optimizer = workload.optimizer(model, fused=True)
         self._workload = workload
         self._parameters = list(model.parameters())
-        self._scaler = torch.amp.GradScaler(device.type, enabled=low == FP16)
+        self._scaler = torch.amp.GradScaler(device.type, enabled=scaled or low == FP16)
         self._scale = self._scaler.get_scale()
         self._skipped = 0
 
@@ -181,7 +186,7 @@ Variant = SessionVariant | AmpVariant
 
 
 def timed_step(variant: Variant, batch: Batch, base_lr: Sequence[float], factor: float) -> tuple[Tensor, float]:
-    """Makes one training step and returns its loss and its time in milliseconds.
+    """Makes one training step and returns its loss and its time in milliseconds, by the clock of `clock_of`.
 
     Before the step, the learning rate of each parameter group is set to its `base_lr` times `factor`; this is not
     timed.
@@ -190,10 +195,11 @@ def timed_step(variant: Variant, batch: Batch, base_lr: Sequence[float], factor:
         group["lr"] = lr * factor
     device = batch[0].device
     synchronize(device)
-    start = perf_counter()
+    clock = clock_of(device)
+    start = clock()
     loss = variant.train(*batch)
     synchronize(device)
-    return loss, 1e3 * (perf_counter() - start)
+    return loss, 1e3 * (clock() - start)
 
 
 class Autocast(nn.Module):

@@ -264,6 +264,11 @@ class Registry:
         slots = self._slots
         return () if len(slots) == 1 else tuple(other for other in slots if other != marker)
 
+    @property
+    def kernels(self) -> int:
+        """The number of halfstep's kernels in the dispatcher, which every operation of the process may meet."""
+        return sum(len(device.sites) for device in self._devices.values()) + (self._backward is not None)
+
     def _marker(self, table: Table) -> str:
         for marker, slot in self._slots.items():
             if slot.table == table:

@@ -8,14 +8,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 
 from halfstep.bench.against import check_comparable, compare, load_saved
-from halfstep.bench.bench import Progress, settings_of
+from halfstep.bench.bench import STEPS, Progress
 from halfstep.bench.bench import bench as run_bench
+from halfstep.bench.budget import SLOW, TIMED
 from halfstep.bench.repeat import repeat
 from halfstep.bench.sweep import Asked
+from halfstep.bench.tally import settings_of
 from halfstep.bench.variants import Entry, compiled, entries
+from halfstep.bench.worker import Origin
 from halfstep.cli.against import end, print_changes
 from halfstep.cli.compute import KINDS, run_compute
 from halfstep.cli.options import (
@@ -34,7 +38,7 @@ from halfstep.cli.screen import progress_bar, stdout
 from halfstep.cli.sweep import run_largest, run_sweep
 from halfstep.errors import WorkloadError
 from halfstep.formats import as_format
-from halfstep.machine import read_facts
+from halfstep.machine import read_facts, read_machine
 from halfstep.measurements import BenchResult
 from halfstep.report.bench import bench_table
 from halfstep.report.json import bench_json
@@ -47,7 +51,21 @@ COMPILE = {"off": (False,), "on": (True,), "both": (False, True)}
 Name = Annotated[str | None, typer.Argument(metavar="WORKLOAD", help=f"{', '.join(WORKLOADS)}, or path.py:function.")]
 Levels = Annotated[str, typer.Option("--levels", help="Levels, separated by commas.")]
 Lows = Annotated[str, typer.Option("--low", help="Low formats, separated by commas.")]
-Steps = Annotated[int, typer.Option("--steps", min=1, help="Training steps of each run and seed.")]
+Steps = Annotated[
+    int | None,
+    typer.Option(
+        "--steps", min=1, help=f"Training steps of each run and seed ({STEPS}); with --seconds, at most so many."
+    ),
+]
+Seconds = Annotated[
+    float | None,
+    typer.Option(
+        "--seconds",
+        min=1.0,
+        help="End after about this time: a trial of each run decides how many steps all make; a run whose step takes "
+        f"more than {SLOW:g} times that of O0 is timed over {TIMED} steps and not trained.",
+    ),
+]
 Processes = Annotated[
     int, typer.Option("--processes", min=1, help="Repeat the benchmark in this many processes and join their steps.")
 ]
@@ -82,12 +100,13 @@ Against = Annotated[
 ]
 
 
-def bench(  # noqa: PLR0913  # each is an option of the command, described above
+def bench(  # noqa: C901, PLR0913  # each is an option of the command, described above
     context: typer.Context,
     workload: Name = None,
     levels: Levels = "O0,O1,O2,O3",
     low: Lows = "bf16,fp16",
-    steps: Steps = 100,
+    steps: Steps = None,
+    seconds: Seconds = None,
     seeds: Seeds = 1,
     processes: Processes = 1,
     settings: Settings = [],  # noqa: B006  # read only; typer's way
@@ -116,15 +135,18 @@ def bench(  # noqa: PLR0913  # each is an option of the command, described above
     name = DEFAULT if workload is None else workload
     rows = entries(names(levels), [as_format(name) for name in names(low)], read_facts(place), peer=peer)
     check_writable(json)
+    count = STEPS if steps is None else steps
     if model or batch_size or compile != "off" or page is not None or largest_batch is not None:
         if seeds != 1 or processes != 1:
             raise WorkloadError("a sweep runs each row with one seed in one process; leave out --seeds and --processes")
+        if seconds is not None:
+            raise WorkloadError("a sweep makes the same steps at each point; leave out --seconds, and pass --steps")
         if model and workload is not None:
             raise WorkloadError(
                 f"--model {model} and the workload {workload} both choose what is trained; pass only one of them"
             )
         asked = Asked(
-            tuple(names(model)) or (name,), sizes(batch_size), _compiled(rows, compile), steps, place,
+            tuple(names(model)) or (name,), sizes(batch_size), _compiled(rows, compile), count, place,
             parse_settings(settings), data, command=_command(),
         )  # fmt: skip
         if largest_batch is not None:
@@ -134,32 +156,50 @@ def bench(  # noqa: PLR0913  # each is an option of the command, described above
         else:
             run_sweep(asked, json=json, page=page, against=against)
         return
-    job = load_workload(name, parse_settings(settings), data=data)
+    given = parse_settings(settings)
+    job = load_workload(name, given, data=data)
+    if processes != 1 and seconds is not None:
+        raise WorkloadError("--processes repeats the same steps; leave out --seconds, and pass --steps")
 
     def run(progress: Progress) -> BenchResult:
         if processes == 1:
+            origin = Origin(name, given, None if data is None else str(data))
             return run_bench(
-                job, rows, steps=steps, seeds=range(seeds), device=place, command=_command(), progress=progress
-            )
-        again = ["--levels", levels, "--low", low, "--steps", str(steps), "--seeds", str(seeds), "--device", device]
+                job, rows, steps=steps, seconds=seconds, seeds=range(seeds), device=place, origin=origin,
+                command=_command(), progress=progress,
+            )  # fmt: skip
+        again = ["--levels", levels, "--low", low, "--steps", str(count), "--seeds", str(seeds), "--device", device]
         again += [*([] if peer else ["--no-peer"]), *(["--data", str(data)] if data is not None else [])]
         again += [each for setting in settings for each in ("--set", setting)]
         return repeat([name, *again], processes, command=_command(), progress=progress)
 
-    _side_by_side(job, run, json=json, against=against)
+    _side_by_side(job, run, json=json, against=against, first=_first_line(name, rows, steps, seconds, place))
+
+
+def _first_line(name: str, rows: list[Entry], steps: int | None, seconds: float | None, device: torch.device) -> str:
+    """Returns what is run, where, and about how long it takes."""
+    facts, machine = read_facts(device), read_machine(device)
+    what = ", ".join(row.name for row in rows if row.refused is None) or "nothing"
+    units = " and ".join(each for each in machine.fast if each != "fp32") or "no bf16 or fp16"
+    steps = STEPS if steps is None and seconds is None else steps
+    long = [] if steps is None else [f"{'at most ' if seconds else ''}{steps} steps"]
+    long += [] if seconds is None else [f"about {seconds:g} s"]
+    chip = f"{machine.processor}, {machine.threads} threads" if facts.kind == "cpu" else machine.device
+    return f"{facts} ({chip}), {units} units: {name} at {what}, for {', '.join(long)}"
 
 
 def _side_by_side(
-    job: Workload, run: Callable[[Progress], BenchResult], *, json: Path | None, against: Path | None
+    job: Workload, run: Callable[[Progress], BenchResult], *, json: Path | None, against: Path | None, first: str
 ) -> None:
     """Trains one workload, then prints the table and what changed since the result saved in `against`.
 
-    `run` trains and returns the result; it gets a function to report progress to.
+    `run` trains and returns the result; it gets a function to report progress to. `first` is printed at the first such
+    report, when data and model are known to be there.
     """
     saved = None if against is None else load_saved(against)
     if saved is not None:
         check_comparable(saved, job.name, settings_of(job))
-    with progress_bar() as progress:
+    with progress_bar(first=first) as progress:
         result = run(progress)
     screen = stdout()
     screen.print(bench_table(result, width=screen.width))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from time import perf_counter
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 WIDE = 200  # a file or pipe has no width; a table keeps its lines there
 
@@ -22,15 +24,57 @@ def stderr() -> Console:
     return Console(stderr=True, highlight=False)
 
 
+PAUSE = 4.0  # seconds between two lines of progress, so that nobody waits for five without a word
+
+Update = Callable[[str, int, int], None]
+
+
 @contextmanager
-def progress_bar(unit: str = "steps") -> Iterator[Callable[[str, int, int], None]]:
-    """Yields a function that shows the current activity, the progress and the time left; silent without a terminal."""
+def progress_bar(unit: str = "steps", *, first: str = "") -> Iterator[Update]:
+    """Yields a function that shows the current activity, the progress (unless the total is 0) and the time left.
+
+    Its first call prints the line `first` before. Without a terminal, a line every few seconds says what is done.
+    """
     console = stderr()
+    lines = [first] if first else []
+    with _bar(console, unit) if console.is_terminal else _lines(console, unit) as show:
+
+        def update(what: str, done: int, total: int) -> None:
+            if lines:
+                console.print(lines.pop(), soft_wrap=True)
+            show(what, done, total)
+
+        yield update
+
+
+@contextmanager
+def _lines(console: Console, unit: str) -> Iterator[Update]:
+    start, now, ended = perf_counter(), ["starting"], threading.Event()
+
+    def tell() -> None:
+        while not ended.wait(PAUSE):
+            console.print(f"{perf_counter() - start:4.0f} s  {now[0]}", soft_wrap=True)
+
+    def show(what: str, done: int, total: int) -> None:
+        now[0] = f"{what} ({done} of {total} {unit})" if total else what
+
+    thread = threading.Thread(target=tell, daemon=True)
+    thread.start()
+    try:
+        yield show
+    finally:
+        ended.set()
+        thread.join()
+
+
+@contextmanager
+def _bar(console: Console, unit: str) -> Iterator[Update]:
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TextColumn(unit),
+        TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
     with Progress(
@@ -39,7 +83,6 @@ def progress_bar(unit: str = "steps") -> Iterator[Callable[[str, int, int], None
         transient=True,
         refresh_per_second=1,  # rarely, as drawing takes time from what is measured
         speed_estimate_period=600,
-        disable=not console.is_terminal,
     ) as bar:
         task = bar.add_task("starting", total=None)
-        yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
+        yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total or None)

@@ -128,9 +128,17 @@ def _below(result: BenchResult) -> Iterator[str]:
     for run in result.runs:
         if run.error is not None:
             yield f"{run.name}: left out; {run.error}"
+        elif run.slow is not None:
+            count = f"{len(run.times_ms)} step{'' if len(run.times_ms) == 1 else 's'}"
+            yield f"{run.name}: timed over {count} and not trained, as a step takes {run.slow:.1f} times that of O0."
+    turn = "one step" if result.turn == 1 else f"{result.turn} steps"
+    cold = "" if result.turn == 1 else ", nor is the first fifth of a turn"
+    clock = (
+        "; CPU time, as one thread does all" if result.machine.threads == 1 and result.machine.device == "cpu" else ""
+    )
     yield (
-        "Speed: how many times as fast, as the median over rounds in which every run makes one step in turn"
-        f" (the first {result.warmup} rounds are not timed)."
+        f"Speed: how many times as fast, as the median over rounds in which every run makes {turn} in turn"
+        f" (the first {result.warmup} steps are not timed{cold}{clock})."
     )
     yield f"Peak memory: {result.peak_method}, weights included. Bytes per parameter: memory held between two steps."
     yield from result.notes

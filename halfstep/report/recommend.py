@@ -12,7 +12,6 @@ ALIKE, SAME_LOSS = 0.05, 0.02  # differences that the sentence does not speak of
 JUDGED = 50  # steps from which on a loss is no chance
 WORSE_LOSS = 0.1  # of O0's loss after the same steps: what ends higher is not recommended
 NOTHING = "Nothing to recommend: no other level could be compared with O0 throughout."
-EMULATED = "Nothing to recommend: times of emulated formats do not count, and no other level could be compared with O0."
 
 LevelRun = tuple[BenchResult, BenchRun]
 
@@ -72,10 +71,10 @@ def _compared(results: Sequence[BenchResult]) -> dict[str, list[LevelRun]]:
 def _beside(result: BenchResult, run: BenchRun) -> bool:
     """Tells whether a run can be compared with O0.
 
-    The run must have trained with halfstep (not torch.amp), without emulation, and must have a speed-up over O0.
+    The run must have trained with halfstep (not torch.amp), and must have a speed-up over O0.
     """
     full = _baseline(result)
-    if full is None or full.error is not None or run == full or run.peer or run.emulated or run.vs_o0 is None:
+    if full is None or full.error is not None or run == full or run.peer or run.vs_o0 is None:
         return False
     return _learns(result, run)
 
@@ -87,12 +86,12 @@ def _without_o0(results: Sequence[BenchResult]) -> str:
     speeds = {
         name: fmean(log(run.step_ms.median) for run in runs if run.name == name and run.step_ms)
         for name in dict.fromkeys(run.name for run in runs)
-        if all(run.step_ms and not run.emulated for run in runs if run.name == name)
+        if all(run.step_ms for run in runs if run.name == name)
         and all(_learns(result, run) for result in results for run in result.runs if run.name == name)
     }
     if speeds and all(full is not None and full.out_of_memory for full in fulls):
         return f"Train at {min(speeds, key=lambda name: speeds[name])}: the fastest that fits; O0 ran out of memory."
-    return EMULATED if any(run.emulated and run.vs_o0 is not None for run in runs) else NOTHING
+    return NOTHING
 
 
 def _ran_out(results: Sequence[BenchResult], best: str, full: str) -> str:

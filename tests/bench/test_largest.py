@@ -2,6 +2,7 @@
 
 import io
 import json
+from contextlib import closing
 from dataclasses import replace
 
 import msgspec
@@ -60,7 +61,7 @@ def played(monkeypatch):
     monkeypatch.setattr(Played, "log", [])
 
     def fail(worker):
-        if int(worker.task.settings["batch"]) > {"O0": 21, "O2": 40}[worker.name]:
+        if int(worker.settings["batch"]) > {"O0": 21, "O2": 40}[worker.name]:
             raise OutOfMemory("out of memory")
 
     monkeypatch.setattr(Played, "fail", fail)
@@ -162,11 +163,11 @@ def test_bad_input_is_refused(played, change, limit, said):
 def test_a_limit_is_kept_by_the_process(hungry):
     (model,) = hungry.models
     task = replace(hungry, settings={"more": "10"}).task(model, load_model(model, {"batch": "4"}), O0)
-    with Remote(msgspec.structs.replace(task, limit=256 * MIB)) as remote:
-        remote.started()
-        assert remote.step()["loss"] > 0  # of 32 MiB
+    with closing(Remote(msgspec.structs.replace(task, limit=256 * MIB))) as remote:
+        remote.begin(0)
+        assert remote.step(0, 2).loss > 0  # of 32 MiB
         with pytest.raises(OutOfMemory, match="out of memory"):
-            remote.step()  # of 320 MiB
+            remote.step(1, 2)  # of 320 MiB
 
 
 @pytest.mark.slow

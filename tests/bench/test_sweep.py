@@ -6,6 +6,7 @@ import os
 import re
 import sys
 import threading
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
@@ -15,12 +16,12 @@ import torch
 
 from halfstep.bench import sweep as sweep_module
 from halfstep.bench.bench import bench
+from halfstep.bench.lane import Begun, End, Step
 from halfstep.bench.limits import DeviceEnergy
 from halfstep.bench.remote import OutOfMemory, Remote
 from halfstep.bench.results import read_sweep, replace_text
 from halfstep.bench.sweep import Asked, sweep
 from halfstep.bench.variants import Entry, compiled
-from halfstep.bench.worker import answers
 from halfstep.errors import DataError, WorkloadError
 from halfstep.formats import BF16, FP16, FP32
 from halfstep.measurements import Sweep
@@ -64,27 +65,27 @@ class Played:
 
     def __init__(self, task):
         self.name, self.steps = task.level, 0
-        self.task = task
+        self.settings = task.origin.settings
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
+    def close(self):
         self.log.append(("closed", self.name))
 
-    def started(self):
-        return {"parameters": 10, "examples": 50}
+    def begin(self, seed, *, counted):
+        assert (seed, counted) == (0, True)
+        return Begun(10, 50)
 
-    def step(self):
+    def step(self, number, steps):
+        assert number == self.steps
         self.steps += 1
         if self.fail is not None:
             type(self).fail(self)
         self.log.append((self.name, self.steps))
-        if self.steps > 3 + self.task.steps:
-            return {"peak": 1000, "memory": {"weights": 40}, "skipped": 0, "scale": 1.0}
-        took = {"O0": 4.0, "O2": 2.0}[self.name]
-        timed = self.steps > 3
-        return {"loss": 1 / self.steps, "ms": took if timed else None, "joules": 3.0 * self.steps if timed else None}
+        return Step(1 / self.steps, {"O0": 4.0, "O2": 2.0}[self.name], 3.0 * self.steps)
+
+    def end(self, *, validate):
+        assert not validate
+        self.log.append((self.name, self.steps + 1))
+        return End(0, 1.0, {"weights": 40}, 1000, {}, 0)
 
 
 @pytest.fixture
@@ -112,7 +113,7 @@ def test_the_processes_of_a_point_take_turns_and_none_always_follows_the_same(pl
 
 def test_a_process_that_fails_is_a_row_with_an_error_and_the_others_go_on(played):
     def fail(worker):
-        if worker.name == "O0" and worker.task.settings["batch"] == "4" and worker.steps == 3:
+        if worker.name == "O0" and worker.settings["batch"] == "4" and worker.steps == 3:
             raise OutOfMemory("out of memory: no more")
 
     played.fail = fail
@@ -126,7 +127,7 @@ def test_an_interrupted_sweep_goes_on_and_what_was_there_stays_byte_for_byte(pla
     path = tmp_path / "sweep.json"
 
     def stop(worker):
-        if worker.task.settings["batch"] == "4":
+        if worker.settings["batch"] == "4":
             raise KeyboardInterrupt
 
     played.fail = stop
@@ -149,7 +150,7 @@ def test_an_interrupted_sweep_goes_on_and_what_was_there_stays_byte_for_byte(pla
 
 def test_losses_that_are_no_numbers_come_back_from_the_file(played, tmp_path, monkeypatch):
     step = Played.step
-    monkeypatch.setattr(Played, "step", lambda self: {**step(self), "loss": float("nan")})
+    monkeypatch.setattr(Played, "step", lambda self, *given: Step(float("nan"), step(self, *given).ms))
     text = sweep_json(sweep(replace(ASKED, batches=(2,))))
     (tmp_path / "sweep.json").write_text(text, encoding="utf-8")
     assert sweep_json(read_sweep(tmp_path / "sweep.json")) == text
@@ -189,7 +190,7 @@ def test_a_sweep_that_was_asked_for_otherwise_is_not_gone_on_with(played, change
 )
 def test_a_point_that_failed_is_measured_again_unless_memory_ran_out(error, again, played):
     def fail(worker):
-        if worker.task.settings["batch"] == "2":
+        if worker.settings["batch"] == "2":
             raise error
 
     played.fail = fail
@@ -324,15 +325,18 @@ def test_a_compiled_entry_says_so_and_is_run_where_its_format_is_emulated():
 
 @pytest.mark.parametrize("row", [O0, O2])
 def test_a_worker_trains_as_bench_does_and_counts_the_same_peak(row):
-    built, *steps, end = answers(task_of(row))
+    with closing(Remote(task_of(row))) as remote:
+        built = remote.begin(0, counted=True)
+        steps = [remote.step(number, 5) for number in range(5)]
+        end = remote.end(validate=True)
     (run,) = bench(load_model("regression", SMALL), [row], steps=5, device=CPU).runs
     parameters = sum(p.numel() for p in load_model("regression", SMALL).build(0).parameters())
-    assert built == {"parameters": parameters, "examples": None}
-    assert len(steps) == 5
-    assert [step["ms"] is None for step in steps] == [True, True, True, False, False]
-    assert steps[-1]["loss"] == run.train_loss[0]
-    assert end["peak"] == pytest.approx(run.peak_bytes, abs=100)  # of another step
-    assert {key: size / built["parameters"] for key, size in end["memory"].items()} == run.bytes_per_parameter
+    assert built == Begun(parameters, None)
+    assert all(step.ms > 0 for step in steps)
+    assert steps[-1].loss == run.train_loss[0]
+    assert end.peak == run.peak_bytes
+    assert {key: size / parameters for key, size in end.memory.items()} == run.bytes_per_parameter
+    assert {key: (value,) for key, value in end.validation.items()} == run.validation
 
 
 @pytest.mark.parametrize(
@@ -352,12 +356,12 @@ def test_a_worker_trains_as_bench_does_and_counts_the_same_peak(row):
 )
 def test_a_process_says_how_it_ended(third, kind, said, tmp_path):
     (tmp_path / "own.py").write_text(OWN.format(third=third), encoding="utf-8")
-    with Remote(task_of(O0, f"{tmp_path / 'own.py'}:mine", {})) as remote:
-        assert remote.started()["parameters"] > 0
-        assert remote.step()["loss"] > 0
-        remote.step()
+    with closing(Remote(task_of(O0, f"{tmp_path / 'own.py'}:mine", {}))) as remote:
+        assert remote.begin(0).parameters > 0
+        assert remote.step(0, 3).loss > 0
+        remote.step(1, 3)
         with pytest.raises(WorkloadError, match=said) as raised:
-            remote.step()
+            remote.step(2, 3)
     assert raised.type is kind
 
 

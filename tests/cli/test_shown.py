@@ -50,6 +50,8 @@ AS_SHOWN = """
 """
 SMALL = {each.strip(): each.strip() for each in AS_SHOWN.strip().splitlines()} | {
     "bench": f"bench {REGRESSION} --steps 2 --json x.json",
+    "bench --seconds N": f"bench {REGRESSION} --levels O0 --no-peer --seconds 1",
+    "bench char_lm": f"bench {CHAR_LM} --levels O0,O1 --low bf16 --steps 2",
     "bench NAME": f"bench {REGRESSION} --steps 2 --json x.json",
     "bench --json FILE": f"bench {REGRESSION} --steps 2 --json x.json",
     "bench char_lm --levels O0,O1,O2 --low bf16 --steps 40": f"bench {CHAR_LM} --levels O0,O1,O2 --low bf16 --steps 2",
@@ -79,7 +81,7 @@ SCRIPTS = {
     "loaded_low": ("--before 1 --steps 1 --width 12 --rows fp32 'halfstep O2'", {}),
     "probe_cost": ("--steps 1", {"CharLM": partial(CharLM, **TINY)}),
     "report_page": ("--modules 2 --steps 20 --every 10 --openings 1", {}),
-    "small_step": ("--rounds 1", {}),
+    "small_step": ("--steps 1", {}),
     "sum_cost": ("--trials 1 --json x.json", {}),
     "whatif": (
         "--workload regression --steps 1 --out .",

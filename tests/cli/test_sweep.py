@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from halfstep.bench import sweep as sweep_module
+from halfstep.bench.lane import Step
 from tests.bench.test_sweep import Played
 
 SMALL = ["--set", "d_in=4", "--set", "d_out=4", "--steps", 2, "--levels", "O0,O2", "--low", "bf16", "--no-peer"]
@@ -64,9 +65,9 @@ def test_a_results_file_does_not_say_where_anyone_s_home_is(halfstep, played, tm
 @pytest.mark.parametrize(
     ("edit", "expected", "said"),
     [
-        (lambda said, worker: said, 0, "nothing differs beyond the noise."),
-        (lambda said, worker: said | {"ms": said["ms"] and 2 * said["ms"]}, 3, "worse: regression, batch 4, O2 bf16."),
-        (lambda said, worker: said | {"loss": float("nan")}, 3, "worse: regression, batch 4, O2 bf16 (diverged)."),
+        (lambda made: made, 0, "nothing differs beyond the noise."),
+        (lambda made: Step(made.loss, 2 * made.ms), 3, "worse: regression, batch 4, O2 bf16."),
+        (lambda made: Step(float("nan"), made.ms), 3, "worse: regression, batch 4, O2 bf16 (diverged)."),
     ],
 )
 def test_a_sweep_is_held_against_a_saved_one(edit, expected, said, halfstep, played, tmp_path, monkeypatch):
@@ -75,10 +76,9 @@ def test_a_sweep_is_held_against_a_saved_one(edit, expected, said, halfstep, pla
     assert halfstep(*command, "--json", saved)[0] == 0
     step = Played.step
 
-    def edited(worker):
-        found = step(worker)
-        here = worker.name == "O2" and worker.task.settings["batch"] == "4" and "loss" in found
-        return edit(found, worker) if here else found
+    def edited(worker, *given):
+        made = step(worker, *given)
+        return edit(made) if worker.name == "O2" and worker.settings["batch"] == "4" else made
 
     monkeypatch.setattr(Played, "step", edited)
     code, out, _ = halfstep(*command, "--json", tmp_path / "now.json", "--against", saved)

@@ -157,8 +157,8 @@ def test_what_compile_gains_is_not_credited_to_a_level(runs, start):
     assert last_line(*runs).startswith(start)
 
 
-def test_times_of_an_emulated_format_recommend_nothing():
-    assert last_line(O0, replace(O1, vs_o0=1.2, validation={})).startswith("Nothing to recommend: times of emulated")
+def test_times_of_an_emulated_format_are_those_of_this_machine_and_count():
+    assert last_line(O0, replace(O1, vs_o0=1.2, validation={})).startswith(f"Train at {O1.name}: 1.20 times as fast as")
 
 
 @pytest.mark.parametrize("complete", [True, False])

@@ -1,0 +1,189 @@
+"""A row of a benchmark while it trains, in this process; `remote.py` has the same calls for a process of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from time import perf_counter
+from typing import Protocol
+
+import msgspec
+import torch
+
+from halfstep.bench.limits import energy_meter
+from halfstep.bench.memory import CpuBytes, CudaBytes, counting
+from halfstep.bench.tally import next_batch
+from halfstep.bench.variants import Entry, Variant, timed_step
+from halfstep.cast.opregistry import REGISTRY
+from halfstep.workloads.workload import Batch, Workload, to_device_of
+
+COUNTED = 2  # steps: the first makes the optimizer's state, the second has the peak
+
+
+class Begun(msgspec.Struct, frozen=True):
+    """The number of a model's parameters, and of training examples in an epoch."""
+
+    parameters: int
+    examples: int | None
+
+
+class Step(msgspec.Struct, frozen=True):
+    """The loss of a training step, its milliseconds, and its energy if the device counts that."""
+
+    loss: float
+    ms: float
+    joules: float | None = None
+
+
+class End(msgspec.Struct, frozen=True):
+    """What a run has come to: its skipped steps, loss scale, memory and validation figures.
+
+    `memory` has the bytes held between steps, by use; `peak` is None if the steps were not counted. `kernels` is the
+    number of halfstep's kernels in the process's dispatcher: 0 if no session is open there.
+    """
+
+    skipped: int
+    scale: float
+    memory: dict[str, int]
+    peak: int | None
+    validation: dict[str, float]
+    kernels: int
+
+
+class Lane(Protocol):
+    """Trains one row of a benchmark, a step for each call.
+
+    `begin` builds the model of a seed, and counts the memory of its first steps if it is `counted`. `step` makes step
+    `number` (from 0) of `steps`. `gauge` returns about how many seconds a validation takes. `end` says what the run has
+    come to, after a validation if `validate` is true.
+    """
+
+    def begin(self, seed: int, *, counted: bool = False) -> Begun: ...  # noqa: D102  # above
+    def step(self, number: int, steps: int) -> Step: ...  # noqa: D102
+    def gauge(self) -> float: ...  # noqa: D102
+    def end(self, *, validate: bool) -> End: ...  # noqa: D102
+    def close(self) -> None: ...  # noqa: D102
+
+
+class Deal:
+    """The batches of a workload on a device; rows that train in turn in one process are given the same tensors.
+
+    `turn` is the number of steps that a row makes before the next one makes the same ones.
+    """
+
+    def __init__(self, workload: Workload, device: torch.device) -> None:
+        self.workload, self.device = workload, device
+        self._seed: int | None = None
+        self._source: Iterator[Batch] = iter(())
+        self._drawn = 0
+        self._kept: dict[int, Batch] = {}  # the first ones, with which every row begins, and the last ones
+        self.turn = 1
+
+    def batch(self, seed: int, number: int) -> Batch:
+        """Returns batch `number` (from 0) of a seed.
+
+        Raises:
+            WorkloadError: the workload's batches have ended.
+        """
+        if seed != self._seed or (number < self._drawn and number not in self._kept):
+            self._source, self._drawn, self._kept, self._seed = self.workload.batches(seed), 0, {}, seed
+        while self._drawn <= number:
+            inputs, targets = next_batch(self._source)
+            if self._drawn - self.turn >= COUNTED:
+                del self._kept[self._drawn - self.turn]
+            self._kept[self._drawn] = inputs.to(self.device), targets.to(self.device)
+            self._drawn += 1
+        return self._kept[number]
+
+
+class Local:
+    """A `Lane` in this process."""
+
+    def __init__(self, entry: Entry, deal: Deal) -> None:
+        self._entry, self._deal = entry, deal
+        self._workload, self._device = deal.workload, deal.device
+        self._energy = energy_meter(deal.device)
+        self._open, self._counting = ExitStack(), ExitStack()
+        self._variant: Variant | None = None
+
+    def begin(self, seed: int, *, counted: bool = False) -> Begun:
+        """Builds the model of a seed, in the place of an earlier one."""
+        self.close()
+        self._seed, self._made = seed, 0
+        self._count: CpuBytes | CudaBytes | None = None
+        if counted:
+            for number in range(COUNTED):
+                self._deal.batch(seed, number)  # so that they are no part of the peak
+        with self._closed_by_errors():
+            if counted:
+                self._count = counting(self._device)
+                self._counting.enter_context(self._count)
+            self._variant = self._entry.start(self._workload, seed, self._device)
+            self._open.callback(self._variant.close)
+        self._lr = tuple(group["lr"] for group in self._variant.optimizer.param_groups)
+        return Begun(sum(p.numel() for p in self._variant.model.parameters()), self._workload.examples())
+
+    def step(self, number: int, steps: int) -> Step:
+        """Makes one training step."""
+        variant = self._running()
+        with self._closed_by_errors():
+            batch = self._deal.batch(self._seed, number)
+            if self._count is not None and self._made < COUNTED:
+                self._count.restart()
+            with self._energy:
+                loss, took = timed_step(variant, batch, self._lr, self._workload.lr_factor(number, steps))
+            variant.observe()
+            self._made += 1
+            if self._made == COUNTED:
+                self._counting.close()
+            return Step(float(loss), took, self._energy.joules)
+
+    def gauge(self) -> float:
+        """Returns about how many seconds a validation takes, from the time of its first batch."""
+        model = self._running().model
+        sizes, first = [], None
+        for batch in self._workload.validation():
+            first = first or batch
+            sizes.append(len(batch[0]))
+        if first is None:
+            return 0.0
+        inputs, _ = to_device_of(model, *first)
+        was_training = model.training
+        model.eval()
+        try:
+            with torch.no_grad():
+                start = perf_counter()
+                float(model(inputs).sum())
+                return (perf_counter() - start) * sum(sizes) / max(1, sizes[0])
+        finally:
+            model.train(was_training)
+
+    def end(self, *, validate: bool) -> End:
+        """Returns what the run has come to."""
+        variant = self._running()
+        self._counting.close()
+        # A compiled model would be compiled once more to evaluate.
+        with torch.compiler.set_stance("force_eager") if self._entry.compiled else nullcontext():
+            figures = self._workload.evaluate(variant.model) if validate else {}
+        facts = variant.facts()
+        peak = None if self._count is None else self._count.peak
+        validation = {name: float(value) for name, value in figures.items()}
+        return End(facts.skipped, facts.scale, facts.memory, peak, validation, REGISTRY.kernels)
+
+    def close(self) -> None:
+        """Ends the run, if there is one."""
+        self._counting.close()
+        self._open.close()
+        self._variant = None
+
+    def _running(self) -> Variant:
+        assert self._variant is not None, "the run has not begun"
+        return self._variant
+
+    @contextmanager
+    def _closed_by_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.close()  # memory is counted in one run at a time
+            raise
