@@ -167,9 +167,14 @@ def test_a_backward_region_ends_and_leaves_autocast_alone():
         with other.region(), engine.backward():
             assert torch.is_autocast_enabled(engine._marker)
             assert not torch.is_autocast_enabled(other._marker)
+        with (
+            engine.region(),
+            torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t),
+        ):  # as a checkpoint does
+            torch.exp(torch.rand(2))
         with engine.backward():
             assert not torch.is_autocast_enabled("cpu")
-            with torch.autocast("cpu", dtype=BF16):  # what a checkpoint does
+            with torch.autocast("cpu", dtype=BF16):  # likewise
                 assert torch.exp(torch.rand(2).to(BF16)).dtype == FP32
         with torch.autocast("cpu", dtype=BF16):
             assert torch.exp(torch.rand(2).to(BF16)).dtype == BF16
