@@ -18,7 +18,8 @@ from halfstep.cast.enter import Entrances
 from halfstep.cast.functions import patch_functions
 from halfstep.cast.gate import Gate, Inside
 from halfstep.cast.modules import CastOut, Undo, holds_state, inputs_to, outputs_to, refuse_removal
-from halfstep.cast.ops import OpEngine, Switch
+from halfstep.cast.ops import OpEngine, Switch, Token
+from halfstep.cast.probabilities import Scope, enter_forward, leave_forward, new_forward, widened
 from halfstep.cast.reading import reading_of
 from halfstep.cast.tree import map_tensors
 from halfstep.errors import PlanError
@@ -46,6 +47,7 @@ class Casting:
         self._outermost: list[Gate] = []
         self._begin: Callable[[], None] | None = None
         self._lent: Callable[[], Mode] = nullcontext
+        self._leaves: dict[int, bool] = {}  # places in the code whose probabilities leave the model, and that do not
         self._as_written = 0  # how many contexts that ask for it are open
 
     def _made(self, emulate: bool) -> tuple[OpEngine | None, Mode | None]:
@@ -191,11 +193,24 @@ class Casting:
         look: Callable[[Tensor], Tensor] | None,
     ) -> Gate:
         low = formats.compute is not FP32
+
+        def read() -> tuple[Scope, Token]:
+            return new_forward(self._leaves), engine.read()
+
+        def enter(token: tuple[Scope, Token]) -> None:
+            enter_forward(token[0])
+            engine.enter(token[1], enabled=low and not self._as_written)
+
+        def leave(token: tuple[Scope, Token]) -> None:
+            engine.leave(token[1])
+            leave_forward(token[0])
+
+        widens = low and formats.output is FP32
         return Gate(
             region=lambda: engine.region(enabled=low and not self._as_written),
-            read=engine.read,
-            enter=lambda token: engine.enter(token, enabled=low and not self._as_written),
-            leave=engine.leave,
+            read=read if widens else engine.read,
+            enter=enter if widens else lambda token: engine.enter(token, enabled=low and not self._as_written),
+            leave=leave if widens else engine.leave,
             cast_in=None if formats.input is None else inputs_to(formats.input.dtype),
             cast_out=_cast_out(formats, look),
             full=full,
@@ -349,6 +364,8 @@ def _cast_out(formats: ModuleFormats, look: Callable[[Tensor], Tensor] | None) -
     if formats.output is None:
         return None
     cast = outputs_to(formats.output)
-    if look is None or formats.output is not FP32:
+    if formats.output is not FP32:
         return cast
-    return compiled_inside(lambda out, args, kwargs: cast(map_tensors(look, out), args, kwargs))
+    if look is None:
+        return compiled_inside(lambda out, args, kwargs: cast(widened(out, map_tensors), args, kwargs))
+    return compiled_inside(lambda out, args, kwargs: cast(widened(map_tensors(look, out), map_tensors), args, kwargs))

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfstep.cast.probabilities import carrying, probability
 from halfstep.cast.tree import CASTABLE
 from halfstep.errors import OpError
 from halfstep.formats import LOW_DTYPES
-from halfstep.plan.optable import REFUSED, Action, overload_name
+from halfstep.plan.optable import CARRIED, REFUSED, Action, overload_name
 from halfstep.torch_internals import (
     DispatchKey,
     OpOverload,
@@ -198,7 +199,8 @@ def make_act(site: OpSite, action: Action) -> Act:
     """Returns the function of (key set, args, kwargs) that runs a call of one overload as `action` says."""
     if site.name in _STATISTICS and action not in ("pass", "infer"):
         return _statistics(site, action)
-    return _MAKERS[action](site)
+    act = _MAKERS[action](site)
+    return carrying(site, act) if overload_name(schema_of(site.overload)) in CARRIED else act
 
 
 def _low(site: OpSite) -> Act:
@@ -399,4 +401,6 @@ _MAKERS: dict[Action, Callable[[OpSite], Act]] = {
     "refuse": _refuse,
     "pass": lambda site: site.below,
     "infer": _infer,
+    "probability": probability,
+    "carry": lambda site: site.below,
 }

@@ -26,10 +26,11 @@ import torch
 from halfstep.cast.backward import wide_attention
 from halfstep.cast.lock import DeferringLock
 from halfstep.cast.opkernels import Act, OpSite, is_composite, make_act
+from halfstep.cast.probabilities import define_traced
 from halfstep.cast.products import ALSO_EMULATED, EMULATED, make_product
 from halfstep.errors import PlanError
 from halfstep.machine import WideBackward
-from halfstep.plan.optable import AS_WRITTEN, Action, stock_action
+from halfstep.plan.optable import AS_WRITTEN, CARRIED, Action, stock_action
 from halfstep.torch_internals import (
     FLASH_ATTENTION_CPU_BACKWARD,
     OpOverload,
@@ -205,6 +206,7 @@ class Registry:
         self._passing: dict[str, Any] = {}  # libraries by key
         self._last: dict[str, Table] = {}  # which table had a marker last, in order of use
         self._fast_path = True
+        self._traced: torch.library.Library | None = None
         self._cache_tag: Any = ""
 
     def acquire(self, table: Table) -> str:
@@ -250,6 +252,8 @@ class Registry:
             self._tag_caches()
             if not self._slots:
                 torch.backends.mha.set_fastpath_enabled(self._fast_path)
+                if self._traced is not None:
+                    take_kernels_out(self._traced)
 
     def abandon(self, marker: str) -> None:
         """Gives back the marker of an engine that nobody has closed; called by the engine's finalizer."""
@@ -290,6 +294,7 @@ class Registry:
 
     def _enter_process(self) -> None:
         self._cache_tag = cache_tag()
+        self._traced = define_traced()
         self._fast_path = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(
             False
@@ -312,11 +317,11 @@ class Registry:
             device = self._devices.setdefault(place, _Device())
             site = device.sites.get(name)  # what torch's own kernel does can only be read while ours is not there
             own = stock_action(name, table.device_type) if site is None else site.own
+            if action == "gather" and table.device_type != "cpu":  # other devices add up in fp32 themselves
+                action = "carry" if name in CARRIED else "pass"
             emulated = table.emulate and (name in ALSO_EMULATED or name.partition(".")[0] in EMULATED)
             if ":" in name or not (emulated or _deviates(name, action, own)):
                 continue
-            if action == "gather" and table.device_type != "cpu":
-                continue  # other devices add up in fp32 themselves
             site = site or self._register(device, name, marker, own, place)
             if site is not None:
                 act = (

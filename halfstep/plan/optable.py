@@ -19,8 +19,11 @@ from halfstep.errors import PlanError
 from halfstep.plan.plan import Plan
 from halfstep.torch_internals import FunctionSchema, all_op_names, has_kernel, has_kernel_for, schemas_of_op
 
-Action = Literal["low", "full", "promote", "norm", "gather", "refuse", "pass", "infer"]
-"""What happens to an overload: "pass" runs it as written, its parts by their own rows; "infer" runs both as written."""
+Action = Literal["low", "full", "promote", "norm", "gather", "refuse", "pass", "infer", "probability", "carry"]
+"""What happens to an overload: "pass" runs it as written, its parts by their own rows; "infer" runs both as written.
+
+So do "probability" and "carry", which also keep how to compute the result in fp32, in case it leaves the model.
+"""
 
 Source = Literal["torch", "halfstep"]
 
@@ -208,6 +211,12 @@ AS_WRITTEN = tuple(_CPU_ONLY.split())
 GATHERS = ("embedding", "embedding_bag", "embedding_bag.padding_idx", "index.Tensor")
 """Overloads whose backward on a CPU sums low gradients one by one in the low format, so that sums stop growing."""
 
+PROBABILITIES = ("sigmoid", "sigmoid_", "softmax.int", "log_softmax.int")
+"""Overloads whose low results are computed in fp32 where they leave the model, since code outside takes logarithms."""
+
+CARRIED = ("cat", "stack", "clone", "index.Tensor", "index_select", "gather", "masked_select")
+"""Overloads that copy parts of a probability, which leave the model in fp32 like the whole of it."""
+
 _STOCK_DIFFERS: Mapping[tuple[str, str], Action] = {
     ("cpu", "grid_sampler"): "full",
     ("cpu", "binary_cross_entropy"): "full",
@@ -302,6 +311,8 @@ def effective(plan: Plan) -> Mapping[str, Action]:
         overloads = (op,) if ":" in op else find(op)
         action = "infer" if category == "infer" else _BY_CATEGORY[category]
         actions.update((overload, action) for overload in overloads)
+    for action, names in (("probability", PROBABILITIES), ("carry", CARRIED)):
+        actions.update((name, action) for name in names if actions.get(name, "pass") == "pass")
     return actions
 
 

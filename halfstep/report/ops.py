@@ -21,6 +21,8 @@ WORDS: Mapping[Action | None, str] = {
     "refuse": "refused on low",
     "pass": "as stored",
     "infer": "as its inputs",
+    "probability": "as stored; fp32 where it leaves the model",
+    "carry": "as stored",
     None: "as written",
 }
 CHANGED = "changed by the plan"
@@ -46,6 +48,7 @@ class OpLine:
 # what a plan does to ops without a row
 _WITHOUT_ROW: Mapping[Action, OpLine] = {
     "gather": OpLine("", ABSENT, "sums of gradients", "halfstep", WORDS["gather"], "halfstep", ABSENT),
+    "probability": OpLine("", ABSENT, "logarithms outside", "halfstep", WORDS["probability"], "halfstep", "halfstep"),
     "refuse": OpLine("", "refuse", "infinite logarithm", "torch", WORDS["refuse"], "halfstep", "torch"),
 }
 
