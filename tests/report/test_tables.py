@@ -72,7 +72,7 @@ def test_every_op_that_a_level_does_not_run_as_written_is_listed_with_what_it_do
     plan = level(name, FP16)
     rows = ops(plan)
     for overload, action in effective(plan).items():
-        if action != "pass":
+        if action not in ("pass", "carry"):
             assert WORDS[action] in rows[overload.partition(".")[0]][3].split(", ")
     assert "" not in {cell for row in rows.values() for cell in row}
 
