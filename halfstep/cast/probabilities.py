@@ -29,6 +29,7 @@ from halfstep.torch_internals import DispatchKey, version_of
 if TYPE_CHECKING:
     from halfstep.cast.opkernels import Act, OpSite
 
+in_dynamo = torch.compiler.is_dynamo_compiling
 SMALL = 2**14  # elements of an input that is always kept: of most outputs, and of no activation that counts
 _KEPT = "_halfstep_kept"  # the attribute of a storage
 _FRAMES = 16  # that tell one place in the code from another
@@ -171,6 +172,8 @@ def probability(site: OpSite) -> Act:
     op = torch.sigmoid if into_first else site.overload
 
     def act(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if in_dynamo():  # which, after a break of its graph, may trace this function
+            return site.below(keyset, args, kwargs)
         forward, given = _THREAD.now, args[0]
         if given.dtype not in LOW_DTYPES or (forward is None and not keyset.has(_TRACING)):
             return site.below(keyset, args, kwargs)
@@ -192,6 +195,8 @@ def carrying(site: OpSite, act: Act) -> Act:
 
     def carry(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = act(keyset, args, kwargs)
+        if in_dynamo():
+            return out
         forward = _THREAD.now
         if (not forward.kept) if forward is not None else (not keyset.has(_TRACING)):
             return out
