@@ -402,5 +402,5 @@ _MAKERS: dict[Action, Callable[[OpSite], Act]] = {
     "pass": lambda site: site.below,
     "infer": _infer,
     "probability": probability,
-    "carry": lambda site: site.below,
+    "carry": _infer,
 }

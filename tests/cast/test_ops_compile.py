@@ -19,6 +19,7 @@ FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning"),  # which the compiler hides by filters
 ]  # of torch's own, inside the compiler
 
 

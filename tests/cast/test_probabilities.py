@@ -106,7 +106,7 @@ def check(model, exact, leave, mode):
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 @pytest.mark.parametrize("make", MAKE)
-@pytest.mark.slow_but("O1-module", "O2")
+@pytest.mark.slow_but("module-O1", "O2")
 def test_every_probability_leaves_in_fp32(make, level):
     function, exact = MAKE[make]
     with opened(model := Model(function), level):
@@ -224,7 +224,7 @@ def test_a_checkpoint_around_the_model():
 
 @pytest.mark.parametrize("leave", ["itself", "tree", "column", "contiguous", "rows", "cat of what was copied"])
 @pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.slow_but("O2-itself", "O2-cat of what was copied")
+@pytest.mark.slow_but("O2-itself", "O2-cat of what was copied", "O1-rows")
 def test_a_compiled_one(level, leave):
     torch._dynamo.reset()
     with opened(model := Model(torch.sigmoid, LEAVE[leave]), level):
