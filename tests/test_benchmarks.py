@@ -71,6 +71,18 @@ def test_the_host_cost_has_a_row_for_each_network_and_level_in_processes_of_thei
         assert row["time_x_peer"] == pytest.approx(row["us"] / row["peer_us"])
 
 
+def test_the_cost_of_emulation_has_a_row_for_each_loop(tmp_path):
+    path = tmp_path / "found.json"
+    script = FOLDER / "emulation.py"
+    done = run(script, "--network", "MLP, 64 wide", "--rounds", 1, "--no-amp", "--native", "--json", path)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(path.read_text())["rows"]
+    sessions = ["O1 bf16", "O2 bf16", "O1 fp16", "O2 fp16", "O1 bf16 native", "O2 bf16 native"]
+    assert [row["loop"] for row in rows] == ["fp32", *sessions]
+    assert all(row["x_fp32"] == pytest.approx(row["seconds"] / rows[0]["seconds"]) for row in rows)
+    assert all(row["x_amp"] is None for row in rows)
+
+
 def test_the_sweep_of_operations_has_each_direction_and_what_has_no_kernel(tmp_path, main, capsys, one_thread):
     path = tmp_path / "sweep.json"
     assert main("op_sweep", "--only", "pool", "--json", path) == 0

@@ -114,6 +114,8 @@ INSTEAD = [
     (r"python benchmarks/optimizer_step\.py.*", "elsewhere", "tests/test_benchmarks.py::test_the_optimizer_step"),
     (r"python benchmarks/open_session\.py.*", "elsewhere", "tests/test_benchmarks.py::test_the_cost_of_an_open"),
     (r"python benchmarks/host_cost\.py.*", "elsewhere", "tests/test_benchmarks.py::test_the_host_cost"),
+    (r"python benchmarks/op_sweep\.py.*", "elsewhere", "tests/test_benchmarks.py::test_the_sweep_of_operations"),
+    (r"python benchmarks/emulation\.py.*", "elsewhere", "tests/test_benchmarks.py::test_the_cost_of_emulation"),
     (r"python benchmarks/train_step\.py.*", "elsewhere", "tests/test_benchmarks.py::test_the_training_step"),
     (r"python benchmarks/processes_cost\.py", "elsewhere", "tests/test_benchmarks.py::test_each_level_is_compared"),
     (r"python benchmarks/sweep_page\.py .*", "elsewhere", "tests/test_benchmarks.py::test_the_page_of_a_sweep"),
