@@ -186,16 +186,17 @@ def _trial(row: _Row, seed: int, told: _Told, left: Callable[[], float], *, coun
 
     One step is all where few more of its length would fit into the time `left`; the peak is then not known.
     """
-    spent = 0.0
+    spent, before = 0.0, 0.0
     with row.tally.failing():
         told.now(f"{row.name}: building the model")
         row.lane.begin(seed, counted=counted)
     for number in range(COUNTED):
-        if number and spent * MANY > left():
+        if number and (before - left()) * MANY > left():
             counted = False
             break
         with row.tally.failing("counting memory" if counted else "trial"):
             told.now(f"{row.name}: trial")
+            before = left()
             if row.tally.error is None:
                 spent = row.lane.step(number, COUNTED).ms / 1e3
                 told.made(f"{row.name}: trial")
