@@ -184,7 +184,11 @@ def _first_line(name: str, rows: list[Entry], steps: int | None, seconds: float 
     steps = STEPS if steps is None and seconds is None else steps
     long = [] if steps is None else [f"{'at most ' if seconds else ''}{steps} steps"]
     long += [] if seconds is None else [f"about {seconds:g} s"]
-    chip = f"{machine.processor}, {machine.threads} threads" if facts.kind == "cpu" else machine.device
+    chip = (
+        f"{machine.processor}, {machine.threads} thread{'' if machine.threads == 1 else 's'}"
+        if facts.kind == "cpu"
+        else machine.device
+    )
     return f"{facts} ({chip}), {units} units: {name} at {what}, for {', '.join(long)}"
 
 
