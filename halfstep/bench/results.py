@@ -44,7 +44,7 @@ def read_sweep(path: Path, option: str = "--json") -> Sweep | None:
                 found = replace(found, asked={**found.asked, "data": data_name(Path(data))})
             return found
         why = f"its schema is {schema}, that of this halfstep version is {SCHEMA}"
-    except (ValueError, KeyError, TypeError, msgspec.MsgspecError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError, msgspec.MsgspecError) as error:
         why = f"{type(error).__name__}: {error}"
     raise WorkloadError(
         f"{path} holds no sweep that this halfstep version can read ({why}); pass another file to {option} "

@@ -64,7 +64,7 @@ struct Adam {
     const float eps = this->eps, kept = this->kept;
     for (int64_t k = 0; k < n; k++) {
       m[k] = m[k] * beta1 + g[k] * take1;
-      v[k] = v[k] * beta2 + (g[k] * g[k]) * take2;
+      v[k] = v[k] * beta2 + (g[k] * take2) * g[k];
       if (kPeaks) peak[k] = v[k] > peak[k] || v[k] != v[k] ? v[k] : peak[k];
       w[k] = w[k] * kept - (m[k] / (std::sqrt(kPeaks ? peak[k] : v[k]) / root + eps)) * size;
     }

@@ -188,7 +188,7 @@ def _adam_block(
     else:
         g = tl.where(weight_decay != 0, g + w * weight_decay, g)
     m = m * beta1 + g * rest1
-    v = v * beta2 + (g * g) * rest2
+    v = v * beta2 + (g * rest2) * g
     if AMSGRAD:
         highest = _load(peak, start, at, mask, "fp32", ALIGNED)
         highest = tl.where((v > highest) | (v != v), v, highest)

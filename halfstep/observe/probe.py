@@ -22,6 +22,7 @@ from halfstep.records import UPDATE, Observation
 
 LONGEST = 8  # consecutive steps that are observed until each optimizer has made one
 KEPT = 20_000  # rows of 2 KiB each that are kept until a flush
+KEPT_DELIVERED = 500  # where a log or a sink has them
 _LOG = logging.getLogger("halfstep")
 
 
@@ -74,7 +75,8 @@ class Probe(AbstractContextManager["Probe"]):
     def flush(self) -> list[Observation]:
         """Returns the observations since the last flush, oldest first; waits for the device once.
 
-        Only the most recent 20,000 observations are kept (a step has one for each observed tensor).
+        Only the most recent 20,000 observations are kept (a step has one for each observed tensor), and 500 where `log`
+        or a sink gets them as they arrive.
         """
         found = [observation for pending in self._waiting for observation in pending.read()]
         self._waiting.clear()
@@ -124,7 +126,8 @@ class Probe(AbstractContextManager["Probe"]):
         if self._deliver:
             self._arriving.append(pending)
         self._waiting.append(pending)
-        while sum(map(len, self._waiting)) > KEPT and len(self._waiting) > 1:
+        kept = KEPT_DELIVERED if self._deliver else KEPT
+        while sum(map(len, self._waiting)) > kept and len(self._waiting) > 1:
             self._waiting.popleft()
             if not self._deliver:
                 self._say(

@@ -68,7 +68,7 @@ def eager(batch: Batch, options: AdamOptions) -> Iterator[list[Tensor]]:
     for (w, g, states), size, correction in zip(decayed(batch, options), sizes, roots, strict=True):
         mean, square, *peaks = states
         m = mean * options.beta1 + g * (1 - options.beta1)
-        v = square * options.beta2 + (g * g) * (1 - options.beta2)
+        v = square * options.beta2 + (g * (1 - options.beta2)) * g  # in torch's order: g * g may overflow
         highest = [torch.maximum(peak, v) for peak in peaks]
         (divisor,) = highest or [v]
         yield [w - (m / (root(divisor) / correction + options.eps)) * size, m, v, *highest]

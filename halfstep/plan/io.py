@@ -317,7 +317,7 @@ def load_plan(path: str | os.PathLike[str], *, low: Format | torch.dtype | str |
         entries = codec.decode(file.read_bytes())
     except OSError as error:
         raise PlanError(f"plan file {str(file)!r} cannot be read: {error.strerror}; check the path") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise PlanError(f"plan file {str(file)!r} is not valid {codec.name} ({error}); was it cut short?") from None
     try:
         return from_dict(entries, low=low)

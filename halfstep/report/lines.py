@@ -122,7 +122,10 @@ def decode(line: bytes) -> Line:
         msgspec.DecodeError: the line is cut or damaged, or (a ValidationError) not a line of a log.
         UnicodeDecodeError: the line is not UTF-8.
     """
-    found = _DECODER.decode(line)
+    try:
+        found = _DECODER.decode(line)
+    except RecursionError as error:
+        raise msgspec.DecodeError(str(error)) from None
     if isinstance(found, (Start, SessionLine, End)):
         return found
     given = msgspec.structs.asdict(found)
@@ -201,7 +204,7 @@ def check_start(line: bytes, path: object) -> None:
         raise LogError(f"{path} is empty: nothing was logged; to write a log, pass sinks=[RunLog(path)] to initialize")
     try:
         found = msgspec.json.decode(line)
-    except ValueError:  # of msgspec, and of text that is not UTF-8
+    except (ValueError, RecursionError):  # of msgspec, of text that is not UTF-8, of brackets in brackets
         what = "was cut within its first line: nothing was logged" if line[:8] == b'{"type":' else "is not a run log"
         raise LogError(f"{path} {what}; expected a file that RunLog(path) in a session's sinks=[...] wrote") from None
     if not isinstance(found, dict) or found.get("type") != "start" or "schema" not in found:

@@ -826,6 +826,17 @@ class Session:
     ) -> None:
         self.close()
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuses to copy or pickle a session.
+
+        Raises:
+            SessionError: always.
+        """
+        raise SessionError(
+            "a session cannot be copied or pickled, because it belongs to its model and optimizer: save "
+            "session.state_dict() beside theirs, or copy the model and call halfstep.initialize for the copy"
+        )
+
     def __repr__(self) -> str:
         return f"Session({self.plan.name}, low={self.plan.low}, steps={self._steps}{', closed' if self.closed else ''})"
 

@@ -415,3 +415,11 @@ def test_a_model_with_low_weights_is_sent_to_a_spawned_process():
         process.start()
     process.join(60)
     assert process.exitcode == 0
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, pickle.dumps])
+def test_a_session_is_not_copied(copied):
+    model = nn.Linear(2, 2)
+    session = halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "O1", low="bf16")
+    with pytest.raises(halfstep.SessionError, match=r"copy the model and call halfstep\.initialize"):
+        copied(session)

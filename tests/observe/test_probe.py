@@ -534,6 +534,18 @@ def test_what_is_never_flushed_is_dropped_with_one_notice(monkeypatch, caplog):
     assert {o.step for o in seen} == {4, 5, 6}
 
 
+def test_what_a_log_has_is_not_kept_for_long(monkeypatch, caplog):
+    monkeypatch.setattr(probe_module, "KEPT_DELIVERED", 20)
+    model, session = small_session()
+    log = []
+    probe = session.observe(every=1, tensors="weight", log=log.append)
+    for _ in range(6):
+        step(model, session)
+    assert len(log) == 36
+    assert {o.step for o in probe.flush()} == {4, 5, 6}
+    assert "drops" not in caplog.text
+
+
 def test_a_probe_that_sees_no_forward_says_so_once(caplog):
     model, session = small_session()
     probe = session.observe(every=1)

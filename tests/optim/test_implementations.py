@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.optim import SGD, Adam, AdamW
 
+import halfstep
 from halfstep.kernels.batch import Batch, Scratch
 from halfstep.optim.implementations import IMPLEMENTATIONS
 from halfstep.optim.lion import Lion
@@ -347,3 +348,21 @@ def test_an_update_that_gives_a_nan_stores_a_nan(implementation, layout):
     assert run.params[0].float().isnan().all()
     if layout != "none":
         assert_same_bits(run.values(), [as_held(grad) if layout == "split" else grad])
+
+
+def test_adam_squares_a_gradient_in_torchs_order():
+    """The square of 2.3e19 is beyond fp32, 0.001 times it is not."""
+    model = torch.nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    weight = torch.nn.Parameter(model.weight.detach().clone())
+    session = halfstep.initialize(model, optimizer, "O1", low="bf16")
+    session.backward(model(torch.ones(1, 1)).sum())
+    model.weight.grad.fill_(2.3e19)
+    session.step()
+    weight.grad = torch.full((1, 1), 2.3e19)
+    torchs = torch.optim.AdamW([weight], lr=0.1)
+    torchs.step()
+    found, expected = optimizer.state_dict()["state"][0], torchs.state_dict()["state"][0]
+    assert torch.isfinite(found["exp_avg_sq"]).all()
+    assert torch.equal(found["exp_avg_sq"], expected["exp_avg_sq"])
+    session.close()

@@ -393,6 +393,13 @@ def test_a_json_file_cut_anywhere_is_refused(tmp_path):
         assert "is not valid JSON" in told_of(path)
 
 
+@pytest.mark.parametrize(("name", "head", "tail"), [("plan.toml", "a=", ""), ("plan.json", '{"schema":', "}")])
+def test_a_file_of_brackets_in_brackets_is_refused(tmp_path, name, head, tail):
+    path = tmp_path / name
+    path.write_text(head + "[" * 100_000 + "]" * 100_000 + tail)
+    assert "is not valid" in told_of(path)
+
+
 def test_a_toml_file_cut_within_a_line_is_refused(tmp_path):
     path = tmp_path / "plan.toml"
     path.write_text('schema = 1\nbase = "O2"\nlow = "bf')
