@@ -159,7 +159,10 @@ OWN = set().union(*NAMES.values())
 
 
 # Keras's own, which has no public name for them; the adapter's tests run on the releases that its extra allows.
-KERAS = {"_dtype_policy", "_variable_dtype", "_flatten_layers", "_trainable_variables", "_variables", "_functional"}
+KERAS = {
+    *("_dtype_policy", "_variable_dtype", "_flatten_layers", "_trainable_variables", "_variables", "_functional"),
+    "_overwrite_variable_with_gradient",
+}
 
 
 def test_no_other_file_names_a_private_name_of_torch():

@@ -1,6 +1,6 @@
-"""halfstep inside Lightning: a precision plugin for `Trainer(plugins=[...])` and `Fabric(plugins=[...])`.
+"""halfstep inside Lightning (extra [lightning]): a plugin for `Trainer(plugins=[...])` and `Fabric(plugins=[...])`.
 
-Needs the extra [lightning]. Each run is one Session; Lightning's own loop calls `optimizer.step()`.
+Each run is one Session; Lightning's own loop calls `optimizer.step()`.
 """
 
 from __future__ import annotations
@@ -204,14 +204,11 @@ class Halfstep(Precision):
         super().clip_grad_by_value(optimizer, clip_val)
 
     def _keep_norm(self, optimizer: Any, norm: Tensor) -> None:
-        own = getattr(optimizer, "optimizer", optimizer)  # out of Lightning's wrapper, where a loop clips by hand
-        self._norms[id(own)] = norm.full_tensor() if is_sharded(norm) else norm
+        own = id(getattr(optimizer, "optimizer", optimizer))  # out of Lightning's wrapper, where a loop clips by hand
+        self._norms[own] = norm.full_tensor() if is_sharded(norm) else norm
 
     def _log(self, module: LightningModule, record: StepRecord) -> None:
-        """Passes the values of a step to the Trainer's loggers, which read them when they log.
-
-        Leaves out steps that Lightning does not log, as far as it is known, as `log_dict` makes thousands of calls.
-        """
+        """Passes the values of a step that Lightning logs to the Trainer's loggers; `log_dict` is slow."""
         trainer, optimizers = module.trainer, self.session.optimizers
         self._skipped = self._skipped + record.skipped.float()
         norm = self._norms.pop(self._stepping, record.grad_norm)
@@ -288,10 +285,9 @@ def _lend_to_callbacks(trainer: Trainer, session: Session) -> ExitStack:
             f"{session.plan.low}, which would round the averages; use Halfstep('O2')"
         )
     pruning = [each for each in trainer.callbacks if isinstance(each, ModelPruning)]
-    for callbacks, names in ((averaging, EXCHANGING), (pruning, PRUNING)):
-        for callback, name in product(callbacks, names):
-            setattr(callback, name, session.full_weights()(getattr(callback, name)))
-            undo.callback(delattr, callback, name)
+    for callback, name in (*product(averaging, EXCHANGING), *product(pruning, PRUNING)):
+        setattr(callback, name, session.full_weights()(getattr(callback, name)))
+        undo.callback(delattr, callback, name)
     return undo
 
 
@@ -299,7 +295,6 @@ def _lend_to_callbacks(trainer: Trainer, session: Session) -> ExitStack:
 def _as_in_their_classes(models: Sequence[nn.Module]) -> Iterator[None]:
     """Within the context, removes the compiled `forward` that `Trainer.fit(torch.compile(model))` puts on instances."""
     with ExitStack() as undo:
-        for own in [vars(each) for each in models if isinstance(each, LightningModule)]:
-            if "forward" in own:
-                undo.callback(own.__setitem__, "forward", own.pop("forward"))
+        for own in [vars(each) for each in models if isinstance(each, LightningModule) and "forward" in vars(each)]:
+            undo.callback(own.__setitem__, "forward", own.pop("forward"))
         yield

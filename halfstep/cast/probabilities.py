@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from halfstep.formats import LOW_DTYPES
-from halfstep.torch_internals import DispatchKey, version_of
+from halfstep.torch_internals import DispatchKey, compiled_inside, version_of
 
 if TYPE_CHECKING:
     from halfstep.cast.opkernels import Act, OpSite
@@ -129,6 +129,7 @@ def leave_forward(scope: Scope) -> None:
     _THREAD.now, _THREAD.ended = scope
 
 
+@compiled_inside
 def widened(outputs: Any, map_tensors: Callable[[Callable[[Tensor], Tensor], Any], Any]) -> Any:
     """Returns the outputs of the forward that has just ended, with the probabilities in them computed in fp32."""
     if torch.compiler.is_compiling():
@@ -151,6 +152,7 @@ def widen(value: Tensor) -> Tensor:
     return value if kept.again is None else _full(kept, value)
 
 
+@compiled_inside
 def _widen_traced(value: Tensor) -> Tensor:
     return torch.ops.halfstep.to_full(value) if value.dtype in LOW_DTYPES else value
 
