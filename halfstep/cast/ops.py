@@ -69,6 +69,7 @@ class OpEngine:
         """
         if not self._marker:
             self._marker = REGISTRY.acquire(self._table)
+            reach(self._marker)  # for a graph of backend="eager", which enters regions by torch's own functions alone
             self._finally = weakref.finalize(self, REGISTRY.abandon, self._marker)  # of a session that nobody closes
             self._finally.atexit = False
 

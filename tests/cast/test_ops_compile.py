@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 from contextlib import nullcontext
 
 import pytest
@@ -142,6 +143,25 @@ def test_one_compiled_function_serves_regions_plain_autocast_and_neither():
             assert compiled(x).dtype == FP32
     with torch.autocast("cpu", dtype=BF16):
         assert compiled(x).dtype == BF16
+
+
+def test_a_graph_that_runs_as_written_meets_the_kernels_in_a_thread_that_entered_no_region():
+    found = []
+
+    def work():
+        with opened("O1") as engine:
+
+            def function(x):
+                with engine.region():
+                    return torch.exp(x)
+
+            compiled = torch.compile(function, backend="eager", fullgraph=True)
+            found.extend(compiled(torch.ones(2, dtype=BF16)).dtype for _ in range(2))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found == [FP32, FP32]
 
 
 def test_nested_regions_of_two_engines_are_traced_whole():

@@ -324,6 +324,8 @@ def test_a_strategy_of_one_replica_trains(kind):
 @everywhere("stateless")
 @pytest.mark.parametrize("loop", ["apply", "unscale", "stateless"])
 def test_what_overwrites_a_variable_is_neither_unscaled_nor_part_of_the_norm(loop):
+    if loop == "stateless" and keras.backend.backend() == "tensorflow":
+        pytest.skip("Keras has no stateless_apply on TensorFlow")
     optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0), 4.0)
     amax, weight = keras.Variable([1.0, 2.0]), keras.Variable([1.0])
     amax.overwrite_with_gradient = True
