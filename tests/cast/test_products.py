@@ -8,8 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from halfstep.cast import products
 from halfstep.cast.emulate import Emulation
 from halfstep.cast.ops import OpEngine
 from halfstep.cast.products import EMULATED, KEEP_LOW_FROM
@@ -88,8 +90,7 @@ def test_fp32_operands_are_rounded_once_and_get_rounded_gradients(case: str) -> 
     inputs = [torch.randn(*shape).requires_grad_() for shape in shapes]
     with emulating(BF16, "O1") as engine, engine.region():
         out = function(*inputs)
-    grad = torch.randn(out.shape).bfloat16()
-    grads = torch.autograd.grad(out, inputs, grad)
+    grads = torch.autograd.grad(out, inputs, grad := torch.randn(out.shape).bfloat16())
     low = [t.detach().bfloat16().requires_grad_() for t in inputs]
     with Emulation(BF16):
         expected = function(*low)
@@ -107,8 +108,9 @@ def test_large_operands_are_kept_low_for_the_backward_pass(size: int) -> None:
     with emulating(BF16) as engine, engine.region():
         out = F.linear(x, w)
     kept: list[Tensor] = [t for t in saved_by(out) if t.numel() == size]
-    low = size >= KEEP_LOW_FROM
-    assert [t.dtype for t in kept] == ([] if low else [torch.float32])  # kept low, torch only hands out fp32 again
+    assert [t.dtype for t in kept] == (
+        [] if size >= KEEP_LOW_FROM else [torch.float32]
+    )  # kept low, torch only hands out fp32 again
     out.sum().backward()
     assert w.grad is not None
     assert torch.equal(w.grad, x.detach().float().sum().bfloat16().view(1, 1))
@@ -118,26 +120,27 @@ def saved_by(out: Tensor) -> list[Tensor]:
     nodes, found = [out.grad_fn], []
     while nodes:
         node: Any = nodes.pop()
-        raw = [getattr(node, name) for name in dir(node) if name.startswith("_raw_saved")]
-        found += [s.data for s in raw if hasattr(s, "data") and isinstance(s.data, Tensor)]
+        raw = (getattr(node, name) for name in dir(node) if name.startswith("_raw_saved"))
+        found += [s.data for s in raw if isinstance(getattr(s, "data", None), Tensor)]
         nodes += [n for n, _ in node.next_functions if n is not None]
     return found
 
 
-def test_peak_memory_between_forward_and_backward_is_that_of_low_operands() -> None:
-    x, w = torch.randn(512, 256).bfloat16().requires_grad_(), torch.randn(256, 256).bfloat16().requires_grad_()
-    packed: list[int] = []
-    from halfstep.cast import products
-
-    own = products._pack
-    try:
-        products._pack = lambda *args: packed.append(own(*args)[0]) or own(*args)
-        with emulating(BF16) as engine, engine.region():
-            F.linear(x, w)
-    finally:
-        products._pack = own
-    assert {t.dtype for t in packed} == {torch.bfloat16}
+def test_what_is_kept_is_the_operands_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, w = operands([(512, 256), (256, 256)], torch.bfloat16)
+    packed, own = [], products._pack
+    monkeypatch.setattr(products, "_pack", lambda *args: packed.append(own(*args)[0]) or own(*args))
+    with emulating(BF16) as engine, engine.region():
+        F.linear(x, w)
     assert {t.untyped_storage().data_ptr() for t in packed} == {t.untyped_storage().data_ptr() for t in (x, w)}
+
+
+def test_hooks_of_another_such_as_a_checkpoints_see_what_a_product_saves() -> None:
+    x, w = operands([(512, 256), (256, 256)], torch.bfloat16)
+    seen: list[int] = []
+    with emulating(BF16) as engine, engine.region(), saved_tensors_hooks(lambda t: seen.append(t.numel()), len):
+        F.linear(x, w)
+    assert sorted(seen) == sorted([x.numel(), w.numel()])
 
 
 def test_an_operand_that_is_written_into_before_the_backward_pass_is_an_error_as_in_torch() -> None:
@@ -152,7 +155,7 @@ def test_an_operand_that_is_written_into_before_the_backward_pass_is_an_error_as
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("case", ["large linear", "large conv2d", "attention"])
-def test_checkpoints_give_the_same_bits_and_keep_nothing_of_a_product(case: str, reentrant: bool) -> None:
+def test_checkpoints_give_the_same_bits(case: str, reentrant: bool) -> None:
     function, shapes = CASES[case]
     inputs = operands(shapes, torch.bfloat16)
     with emulating(BF16) as engine, engine.region():
@@ -170,8 +173,7 @@ def test_checkpoints_give_the_same_bits_and_keep_nothing_of_a_product(case: str,
 @pytest.mark.parametrize("case", ["large linear", "conv2d", "matmul", "attention"])
 def test_functions_of_torch_func_go_through(case: str) -> None:
     function, shapes = CASES[case]
-    first, *rest = operands(shapes, torch.bfloat16)
-    rest = [t.detach() for t in rest]
+    first, *rest = [t.detach().requires_grad_(at == 0) for at, t in enumerate(operands(shapes, torch.bfloat16))]
     with emulating(BF16) as engine, engine.region():
         found = torch.func.grad(lambda t: function(t, *rest).float().sum())(first.detach())
         (expected,) = torch.autograd.grad(function(first, *rest).float().sum(), first)
@@ -225,18 +227,16 @@ def test_compiled_code_has_the_bits_of_eager_code(fmt: Format) -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_an_overflow_in_compiled_code_is_that_of_the_format() -> None:
     torch.compiler.reset()
-    x = torch.full((4, 4), 300.0)
     with emulating(FP16, "O1") as engine, engine.region():
-        out = torch.compile(lambda x: (x @ x).float() * 1e-6, fullgraph=True)(x)
+        out = torch.compile(lambda x: (x @ x).float() * 1e-6, fullgraph=True)(torch.full((4, 4), 300.0))
     assert out.isinf().all()
 
 
 @pytest.mark.parametrize("fmt", [FP16, BF16], ids=str)
 def test_a_grouped_product_is_fp32_rounded_once(fmt: Format) -> None:
     x, w = operands([(32, 16), (2, 16, 8)], fmt.dtype)
-    ends = torch.tensor([16, 32], dtype=torch.int32)
     with emulating(fmt) as engine, engine.region():
-        out = F.grouped_mm(x, w, offs=ends)
+        out = F.grouped_mm(x, w, offs=torch.tensor([16, 32], dtype=torch.int32))
     expected = torch.cat([x[:16].float() @ w[0].float(), x[16:].float() @ w[1].float()])
     assert same_bits(out, expected.to(fmt.dtype))
     grads = torch.autograd.grad(out.float().sum(), (x, w))
