@@ -14,6 +14,7 @@ PLANS = "docs/plans.md"
 SEEING = "docs/seeing.md"
 TRAINERS = "docs/trainers.md"
 PROCESSES = "docs/processes.md"
+MIGRATION = "docs/migration.md"
 LIMITS = "docs/limits.md"
 SUPPORT = "docs/support.md"
 

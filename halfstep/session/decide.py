@@ -52,8 +52,7 @@ class Decision:
     `emulate` says whether products of the low format are computed in a wider format, and `asked` whether the user asked
     for that (True), asked not to (False), or left it to the `facts` of the device. `mixed` is False if the plan casts
     and scales nothing. `stepping` says whose `step` the training loop calls: the session's or the optimizer's.
-    Parameters in `already_low` are stored in the plan's low format before the session starts; they keep their values
-    and their dtype. `untrained` has the places of the parameters that no optimizer updates.
+    `untrained` has the places of the parameters that no optimizer updates.
     """
 
     roots: tuple[nn.Module, ...]
@@ -66,7 +65,6 @@ class Decision:
     facts: DeviceFacts
     mixed: bool
     stepping: Stepping = "session"
-    already_low: tuple[nn.Parameter, ...] = ()
     untrained: Places = frozenset()
 
     def stored_low(self) -> Iterator[nn.Parameter]:
@@ -87,14 +85,13 @@ def decide(  # noqa: PLR0913  # all that it depends on
     stepping: Stepping = "session",
     facts: DeviceFacts,
     made_low: Sequence[nn.Parameter] = (),
-    already_low: Sequence[nn.Parameter] = (),
     training: bool = True,
 ) -> Decision:
     """Returns what a session for these models and optimizers will do; adapts the plan to what the optimizers support.
 
     `emulate=None` decides by the `facts` of the device. `made_low` are parameters that another session stores low and
-    that will be fp32 again when this session opens. Other trainable parameters in a low format are refused, unless
-    `already_low` lists them. `training=False` is for inference.
+    that will be fp32 again when this session opens. Other trainable parameters in a low format are refused.
+    `training=False` is for inference.
 
     Raises:
         PlanError: the plan fits no module.
@@ -105,9 +102,8 @@ def decide(  # noqa: PLR0913  # all that it depends on
     if facts.kind == "mps" and plan.ops != "none":
         raise SetupError(MPS.format(plan=plan.name))
     roots = tuple(unwrap(model) for model in models)
-    check_models(models, plan, made_low=[*made_low, *already_low])
-    if not already_low:  # else nothing changes its format
-        _refuse_wrapped_before(roots, plan)
+    check_models(models, plan, made_low)
+    _refuse_wrapped_before(roots, plan)
     check_optimizers(optimizers, models)
     check_training(optimizers, models, plan)
     untrained = places_untrained(roots, optimizers) if training else frozenset()
@@ -130,7 +126,6 @@ def decide(  # noqa: PLR0913  # all that it depends on
         facts,
         mixed,
         stepping,
-        tuple(already_low),
         untrained,
     )
 

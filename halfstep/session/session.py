@@ -177,8 +177,6 @@ class Session:
         self._untrained = {id(p): p for p in at_places(self._roots, self._decision.untrained)}
         for module, formats in pairs:
             self._cast_module(module, formats)
-        for optimizer in self._decision.optimizers:
-            widen_states(optimizer, self._decision.already_low)
         self._parts = [self._make_part(optimizer, self._undo) for optimizer in self._decision.optimizers]
         self._stepping = [part for part in self._parts if not part.needs_closure]
         self._buffers = BufferGuard(self._roots if self._decision.mixed else [])
@@ -208,7 +206,7 @@ class Session:
             handle = root.register_load_state_dict_post_hook(hook)  # type: ignore[no-untyped-call]
             self._undo.callback(handle.remove)
         self._undo.callback(self._replicas.close)
-        self._replicas.open(search=bool(self._parts) and self._has_dtypes)
+        self._replicas.open(search=bool(self._parts) and self.plan.param == "full")  # DDP may wrap first
         training = MixedTraining if self._decision.stepping == "session" else TrueGradients
         return training(
             roots=self._roots,
@@ -238,17 +236,15 @@ class Session:
         if formats.buffers is not None:
             self._undo.callback(keep_buffers_full(module, formats.buffers.dtype))
         mine = [p for name, p in parameters_of(module).items() if p is not None and name not in formats.kept]
-        low = {id(p) for p in self._decision.already_low}
-        own = [p for p in mine if id(p) in low]
         stores_low = formats.param is not None and formats.param is not FP32
-        if stores_low:  # sharded ones are masters themselves, and arrive low
-            own += [p for p in mine if p.dtype is torch.float32 and not is_sharded(p)]
+        # sharded ones are masters themselves, and arrive low
+        own = [p for p in mine if p.dtype is torch.float32 and not is_sharded(p)] if stores_low else []
         if not own and not stores_low and not formats.kept:
             if self.plan.param == "low" and is_parametrized(module):  # which gets parameters when that ends
                 self._undo.callback(keep_checkpoints_full(module, self._store, self._given))
             return
         for parameter in own:
-            self._store.track(parameter, master=id(parameter) in low or id(parameter) not in self._untrained)
+            self._store.track(parameter, master=id(parameter) not in self._untrained)
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()  # cuDNN wants the new weights in one piece of memory
         self._undo.callback(keep_checkpoints_full(module, self._store, self._given))
@@ -273,11 +269,6 @@ class Session:
     def _restore_weights(self) -> None:
         for parameter in list(self._store):
             self._store.restore(parameter)
-
-    @property
-    def _has_dtypes(self) -> bool:
-        """Whether parameters keep their dtypes, so that DistributedDataParallel may wrap a model before the session."""
-        return self.plan.param == "full" or bool(self._decision.already_low)
 
     def _make_part(self, optimizer: Optimizer, undo: ExitStack) -> Part:
         part = make_part(
@@ -604,7 +595,7 @@ class Session:
         check_training(optimizers, self._roots, self.plan)
         with ExitStack() as stack:
             parts = [self._make_part(optimizer, stack) for optimizer in optimizers]
-            if self._decision.mixed and self._has_dtypes:
+            if self._decision.mixed and self.plan.param == "full":
                 self._replicas.search()
             self._undo.callback(stack.pop_all().close)
         for optimizer in optimizers:

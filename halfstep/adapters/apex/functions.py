@@ -11,23 +11,16 @@ from typing import Any, TypeVar
 
 import torch
 
-from halfstep.adapters.apex.properties import DENIED
-from halfstep.adapters.apex.state import STATE, Handle
-from halfstep.cast.casting import Casting
+from halfstep.adapters.apex.state import STATE
 from halfstep.cast.functions import call_as
 from halfstep.edits import OpChange, OpList
 from halfstep.errors import PlanError
-from halfstep.machine import read_facts
-from halfstep.plan.choose import needs_emulation
-from halfstep.plan.levels import level
 from halfstep.plan.optable import find
-from halfstep.processes.agree import agreed
 
 __all__ = [
     "disable_casts",
     "float_function",
     "half_function",
-    "init",
     "promote_function",
     "register_float_function",
     "register_half_function",
@@ -40,7 +33,7 @@ _TORCH = (torch, torch.nn.functional, torch.Tensor)
 
 
 def register_half_function(module: Any, name: str) -> None:
-    """Makes the function `name` of a module or class run in low precision, from the next `initialize` or `init` on.
+    """Makes the function `name` of a module or class run in low precision, from the next `initialize` on.
 
     Raises:
         ValueError: the module has no such function, or is neither a module nor a class that can be imported by name.
@@ -49,7 +42,7 @@ def register_half_function(module: Any, name: str) -> None:
 
 
 def register_float_function(module: Any, name: str) -> None:
-    """Makes the function `name` of a module or class run in fp32, from the next `initialize` or `init` on.
+    """Makes the function `name` of a module or class run in fp32, from the next `initialize` on.
 
     Raises:
         ValueError: the same cases as for `register_half_function`.
@@ -60,7 +53,7 @@ def register_float_function(module: Any, name: str) -> None:
 def register_promote_function(module: Any, name: str) -> None:
     """Makes the function `name` of a module or class run in the widest format among its arguments.
 
-    This takes effect at the next `initialize` or `init`.
+    This takes effect at the next `initialize`.
 
     Raises:
         ValueError: the same cases as for `register_half_function`.
@@ -69,17 +62,17 @@ def register_promote_function(module: Any, name: str) -> None:
 
 
 def half_function(function: Function) -> Function:
-    """Decorates a function: inside a model at O1, or anywhere after `init`, it runs in low precision."""
+    """Decorates a function: inside a model at O1 it runs in low precision."""
     return _decorated("allow", function)
 
 
 def float_function(function: Function) -> Function:
-    """Decorates a function: inside a model at O1, or anywhere after `init`, it runs in fp32."""
+    """Decorates a function: inside a model at O1 it runs in fp32."""
     return _decorated("deny", function)
 
 
 def promote_function(function: Function) -> Function:
-    """Decorates a function: inside a model at O1, or anywhere after `init`, it runs in its widest argument's format."""
+    """Decorates a function: inside a model at O1 it runs in its widest argument's format."""
     return _decorated("promote", function)
 
 
@@ -90,32 +83,6 @@ def disable_casts() -> Iterator[None]:
         for casting in STATE.castings():
             stack.enter_context(casting.as_written())
         yield
-
-
-def init(
-    enabled: bool = True,
-    loss_scale: Any = "dynamic",
-    enable_caching: bool = True,
-    verbose: bool = False,
-    allow_banned: bool = False,
-) -> Handle:
-    """Casts torch ops by O1's op lists, inside and outside of models; `_deactivate()` of the returned Handle ends this.
-
-    Affects only the thread that calls it. `enabled=False` casts nothing. With `allow_banned` binary_cross_entropy runs
-    in fp32; otherwise it refuses low-precision inputs. `loss_scale`, `enable_caching` and `verbose`, arguments of
-    apex's older API, have no effect: `initialize` sets up loss scaling, and no low-precision copies of weights are
-    cached.
-    """
-    STATE.handle._deactivate()
-    STATE.handle = Handle()
-    if enabled:
-        plan = level("O1", STATE._low).edit(*(OpChange("deny", op) for op in DENIED), *STATE._registered)
-        plan = plan.edit(OpChange("deny", "binary_cross_entropy")) if allow_banned else plan
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        facts = agreed(read_facts(device))
-        emulate, wide = needs_emulation(plan.low, facts), facts.processor.wide_backward
-        STATE.handle = Handle(Casting(plan, device, emulate=emulate, wide_backward=wide))
-    return STATE.handle
 
 
 def _register(category: OpList, module: Any, name: str) -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import importlib
 import sys
 from contextlib import ExitStack
+from functools import partial
 from importlib.machinery import ModuleSpec
-from importlib.util import find_spec, module_from_spec
+from importlib.util import module_from_spec
 from types import MappingProxyType, ModuleType
 from typing import Any
 
 import torch
 
+from halfstep.adapters.apex import gone
 from halfstep.adapters.apex.state import STATE
 from halfstep.formats import FP16, LOW_FORMATS, Format, as_format
 from halfstep.session.session import Session
@@ -27,8 +29,7 @@ MODULES = MappingProxyType(
         "apex.amp.amp": ("functions",),
         "apex.amp.frontend": ("amp",),
         "apex.amp.handle": ("amp",),
-        "apex.parallel": ("parallel", "larc"),
-        "apex.parallel.LARC": ("larc",),
+        "apex.parallel": ("parallel",),
         "apex.parallel.distributed": ("parallel",),
         "apex.parallel.sync_batchnorm": ("parallel",),
         "apex.parallel.optimized_sync_batchnorm": ("parallel",),
@@ -40,14 +41,7 @@ MODULES = MappingProxyType(
         "apex.optimizers.fused_adagrad": ("optimizers",),
         "apex.normalization": ("normalization",),
         "apex.normalization.fused_layer_norm": ("normalization",),
-        "apex.fp16_utils": ("fp16_utils",),
-        "apex.fp16_utils.fp16util": ("fp16_utils",),
-        "apex.fp16_utils.fp16_optimizer": ("fp16_optimizer",),
-        "apex.fp16_utils.loss_scaler": ("loss_scaler",),
-        "apex.multi_tensor_apply": ("multi_tensor",),
-        "apex.multi_tensor_apply.multi_tensor_apply": ("multi_tensor",),
-        "amp_C": ("multi_tensor",),
-        "apex_C": ("flat",),
+        **dict.fromkeys(gone.MODULES, ("gone",)),
     }
 )
 """Modules that scripts import, parents first, each with the files of this package whose `__all__` it exports."""
@@ -73,10 +67,8 @@ def install(low: Format | torch.dtype | str | None = None) -> None:
     STATE._low = fmt.dtype
     made: set[str] = set()
     for name, files in MODULES.items():
-        ours = [importlib.import_module(f"{_HERE}.{file}") for file in files if find_spec(f"{_HERE}.{file}")]
-        if not files or ours:
-            names = {each: getattr(module, each) for module in ours for each in module.__all__}
-            _put(name, names, made)
+        ours = [importlib.import_module(f"{_HERE}.{file}") for file in files]
+        _put(name, {each: getattr(module, each) for module in ours for each in module.__all__}, made)
 
 
 def sessions() -> list[Session]:
@@ -104,7 +96,9 @@ def _put(name: str, names: dict[str, Any], made: set[str]) -> None:
         _UNDO.callback(_take_out, name, module)
     for each, value in names.items():
         _add(module, each, value, made)
-    if parent:
+    if name in made:
+        vars(module)["__getattr__"] = partial(gone.refuse, name)
+    if parent and name not in gone.MODULES:
         _add(sys.modules[parent], leaf, module, made)  # a parent may export another thing of that name, which stays
 
 

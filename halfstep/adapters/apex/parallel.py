@@ -1,4 +1,4 @@
-"""`apex.parallel`: LARC, Reducer, torch's SyncBatchNorm, and torch's DistributedDataParallel with apex's arguments."""
+"""`apex.parallel`: Reducer, torch's SyncBatchNorm, and torch's DistributedDataParallel with apex's arguments."""
 
 from __future__ import annotations
 
@@ -10,12 +10,9 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn import SyncBatchNorm
 
-from halfstep.adapters.apex.flat import flatten, unflatten
-from halfstep.adapters.apex.larc import LARC
 from halfstep.errors import SetupError
 
 __all__ = [
-    "LARC",
     "DistributedDataParallel",
     "Reducer",
     "SyncBatchNorm",
@@ -133,12 +130,12 @@ def flat_dist_call(
     """
     for dtype in dict.fromkeys(t.dtype for t in tensors):
         alike = [t for t in tensors if t.dtype is dtype]
-        joined = flatten(alike)
+        joined = torch.cat([t.reshape(-1) for t in alike])
         call(joined, *(extra_args or ()))
         if call is dist.all_reduce:
             joined.div_(dist.get_world_size())
-        for t, part in zip(alike, unflatten(joined, alike), strict=True):
-            t.copy_(part)
+        for t, part in zip(alike, torch.split(joined, [t.numel() for t in alike]), strict=True):
+            t.copy_(part.view(t.shape))
 
 
 def convert_syncbn_model(

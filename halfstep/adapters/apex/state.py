@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -60,7 +59,6 @@ class AmpState:
 
     def reset(self) -> None:
         """Closes all sessions and forgets all settings."""
-        self.handle._deactivate()
         for trained in list(self._trained):
             trained.end()
         vars(self).clear()
@@ -71,9 +69,8 @@ class AmpState:
         return [trained for trained in self._trained if not trained.session.closed]
 
     def castings(self) -> list[Casting]:
-        """Returns the Castings in use, which cast torch ops by op list: one per session at O1, and one after `init`."""
-        own = [trained.session.runtime.casting for trained in self.sessions() if trained.casts]
-        return own if self.handle.casting is None else [*own, self.handle.casting]
+        """Returns the Castings in use, which cast torch ops by op list: one per session at O1."""
+        return [trained.session.runtime.casting for trained in self.sessions() if trained.casts]
 
     def of(self, optimizers: Sequence[Optimizer]) -> Trained:
         """Returns the `Trained` made by the call of `initialize` that these optimizers were passed to.
@@ -254,41 +251,15 @@ class LossScaler:
 
 
 class Handle:
-    """The result of apex's `init`: `is_active` tells whether casts are on, `_deactivate` ends the casts of `init`."""
-
-    def __init__(self, casting: Casting | None = None) -> None:
-        self.casting = casting
-        self._stack = ExitStack()
-        self._verbose = False
-        if casting is not None:
-            self._stack.callback(casting.open())
-            self._stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
-            # It stays open while weights change, and a kept low copy of one would be an old one.
-            torch.set_autocast_cache_enabled(False)
-            self._stack.enter_context(casting.region())
+    """What apex calls a handle: `is_active` tells whether torch ops are cast by op list."""
 
     def is_active(self) -> bool:
-        """Returns whether torch ops are cast by op list, after `init` or at O1; False inside `disable_casts`."""
+        """Returns whether casts are on: after an `initialize` at O1, and outside of `disable_casts`."""
         return self._is_active
 
     @property
     def _is_active(self) -> bool:
         return any(not casting.is_as_written for casting in STATE.castings())
-
-    def _clear_cache(self) -> None:
-        """Does nothing: no cast copies of weights are cached."""
-
-    def _deactivate(self) -> None:
-        self.casting = None
-        self._stack.close()
-
-    def scale_loss(self, loss: Any, optimizer: Any) -> None:
-        """Raises a RuntimeError, as apex did: this is the old amp API."""
-        raise RuntimeError("The old Amp API is no longer supported; use amp.initialize and amp.scale_loss")
-
-    def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> None:
-        """Raises a RuntimeError: this is the old amp API."""
-        self.scale_loss(None, optimizer)
 
 
 def warn_or_err(message: str) -> None:

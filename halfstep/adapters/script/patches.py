@@ -18,7 +18,7 @@ from torch.amp import GradScaler as AnyGradScaler  # torch's own, on which all o
 from torch.optim import Optimizer
 
 from halfstep.adapters import torch_amp
-from halfstep.adapters.apex import amp, fp16_optimizer
+from halfstep.adapters.apex import amp
 from halfstep.adapters.apex.install import install as install_apex
 from halfstep.adapters.apex.install import uninstall as uninstall_apex
 from halfstep.cast.autocast import autocast
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 HALFSTEP = str(Path(torch_amp.__file__).parents[1]) + os.sep
 ADAPTERS = Path(torch_amp.__file__).parent  # those of trainers open sessions that scripts ask for
-APEX = {inspect.getfile(amp): "apex.amp", inspect.getfile(fp16_optimizer): "apex's FP16_Optimizer"}
+APEX = inspect.getfile(amp)
 MAKERS = (torch_amp.__file__, inspect.getfile(autocast))  # through which a script makes a drop-in autocast
 
 
@@ -146,7 +146,7 @@ def _session_made(made: Any, listener: Conversion) -> Any:
         while frame is not None and frame.f_code is initialize.__code__:
             frame = frame.f_back
         file = "" if frame is None else frame.f_code.co_filename
-        whose = next((name for adapter, name in APEX.items() if file == adapter), None)
+        whose = "apex.amp" if file == APEX else None
         if whose is None and (not file.startswith(HALFSTEP) or Path(file).parent == ADAPTERS):
             # else: the listener's own, or a trial on copies
             whose = "a halfstep session"

@@ -1,4 +1,4 @@
-"""In the shape of apex's L0 run_amp tests: basic casts, promotion, caching, under `amp.init()` without a model."""
+"""In the shape of apex's L0 run_amp tests: basic casts, promotion, and weights, as inside a model at O1."""
 
 import itertools
 
@@ -7,17 +7,18 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from halfstep.adapters.apex import sessions, uninstall
 from halfstep.errors import OpError
-from tests.adapters.apex.cases import as_hardware
+from tests.adapters.apex.cases import as_hardware, small
 
 FULL = torch.float32
 
 
 @pytest.fixture
-def handle(amp):
-    handle = amp.init()
-    yield handle
-    handle._deactivate()
+def casts(amp):
+    amp.initialize(small(), verbosity=0)
+    with sessions()[0].autocast():
+        yield
 
 
 def either(low):
@@ -110,30 +111,33 @@ AS_THEY_COME = {
 }
 
 
-def test_products_run_low(handle, low):
+def test_products_run_low(casts, low):
     assert formats(PRODUCTS, low) == {(name, given): low for name in PRODUCTS for given in (FULL, low)}
 
 
-def test_apexs_fp32_functions_run_full(handle, low):
+def test_apexs_fp32_functions_run_full(casts, low):
     assert formats(DENIED, low) == {(name, given): FULL for name in DENIED for given in (FULL, low)}
 
 
-def test_what_is_on_no_list_follows_its_input(handle, low):
+def test_what_is_on_no_list_follows_its_input(casts, low):
     assert formats(AS_THEY_COME, low) == {(name, given): given for name in AS_THEY_COME for given in (FULL, low)}
 
 
-def test_binary_cross_entropy_is_banned_on_low_inputs_unless_allowed(amp, low):
-    handle = amp.init()
+def test_binary_cross_entropy_is_banned_on_low_inputs_unless_registered(amp, low):
     x, target = torch.full((4, 6), 0.5), torch.ones(4, 6)
-    assert F.binary_cross_entropy(x, target).dtype is FULL
-    with pytest.raises(OpError, match="with_logits"):
-        F.binary_cross_entropy(x.to(low), target.to(low))
-    handle._deactivate()
-    amp.init(allow_banned=True)
-    assert F.binary_cross_entropy(x.to(low), target.to(low)).dtype is FULL
+    amp.initialize(small(), verbosity=0)
+    with sessions()[0].autocast():
+        assert F.binary_cross_entropy(x, target).dtype is FULL
+        with pytest.raises(OpError, match="with_logits"):
+            F.binary_cross_entropy(x.to(low), target.to(low))
+    uninstall()
+    amp.register_float_function(F, "binary_cross_entropy")
+    amp.initialize(small(), verbosity=0)
+    with sessions()[0].autocast():
+        assert F.binary_cross_entropy(x.to(low), target.to(low)).dtype is FULL
 
 
-def test_in_place_operations_keep_the_format_of_what_they_write_to(handle, low):
+def test_in_place_operations_keep_the_format_of_what_they_write_to(casts, low):
     x = torch.ones(3, dtype=low)
     assert x.exp_().dtype is low
     assert x.add_(torch.ones(3)).dtype is low
@@ -157,7 +161,7 @@ PAIRS = {
 COMPARED = (torch.eq, torch.ge, torch.gt, torch.le, torch.lt, torch.ne)
 
 
-def test_the_widest_input_wins(handle, low):
+def test_the_widest_input_wins(casts, low):
     for name, first, second in itertools.product(PAIRS, (FULL, low), (FULL, low)):
         a, b = torch.randn(4, 6).to(first), torch.randn(4, 6).to(second)
         expected = low if first is second is low else FULL
@@ -166,40 +170,13 @@ def test_the_widest_input_wins(handle, low):
             assert torch.equal(PAIRS[name](a, b).float(), PAIRS[name](a.to(expected), b.to(expected)).float())
 
 
-def test_comparisons_take_mixed_inputs(handle, low):
+def test_comparisons_take_mixed_inputs(casts, low):
     a = torch.randn(4, 6).to(low)
     assert [compare(a, a.float()).all() == compare(a, a).all() for compare in COMPARED] == [True] * len(COMPARED)
 
 
-def test_a_handle_that_is_not_enabled_casts_nothing(amp):
-    handle = amp.init(enabled=False)
-    assert not handle.is_active()
-    assert F.linear(torch.ones(1, 2), torch.ones(3, 2)).dtype is FULL
-
-
-def test_a_handle_ends_with_deactivate_and_refuses_the_old_api(amp, low):
-    enabled = torch.is_autocast_cache_enabled()
-    handle = amp.init()
-    assert handle.is_active()
-    for call in (handle.scale_loss, handle.wrap_optimizer):
-        with pytest.raises(RuntimeError, match=r"amp\.initialize"):
-            call(None, None)
-    handle._deactivate()
-    assert not handle.is_active()
-    assert F.linear(torch.ones(1, 2), torch.ones(3, 2)).dtype is FULL
-    assert torch.is_autocast_cache_enabled() is enabled
-
-
-def test_a_second_handle_takes_the_place_of_the_first(amp, low):
-    amp.init()
-    second = amp.init()
-    assert F.linear(torch.ones(1, 2), torch.ones(3, 2)).dtype is low
-    second._deactivate()
-    assert F.linear(torch.ones(1, 2), torch.ones(3, 2)).dtype is FULL
-
-
 @pytest.mark.parametrize("kind", [FULL, "low"])
-def test_casts_of_weights_are_never_old_ones(amp, low, handle, kind):
+def test_casts_of_weights_are_never_old_ones(amp, low, casts, kind):
     """apex's cache test: train, evaluate, train; the weights of each pass are those of that time."""
     kind = low if kind == "low" else kind
     weight = torch.tensor([1.5], dtype=kind, requires_grad=True)
@@ -220,7 +197,7 @@ def test_casts_of_weights_are_never_old_ones(amp, low, handle, kind):
     assert product().item() == 8.0
 
 
-def test_a_weight_used_twice_gets_the_sum_of_its_gradients(handle, low):
+def test_a_weight_used_twice_gets_the_sum_of_its_gradients(casts, low):
     """apex failed here on every torch since 2021."""
     weight = torch.randn(3, 3, requires_grad=True)
     x = torch.randn(2, 3)

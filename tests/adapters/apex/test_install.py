@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import pickle
 import sys
 import types
 
@@ -14,7 +15,6 @@ from halfstep.errors import HalfstepError
 from tests.adapters.apex.cases import as_hardware, loss_of, sgd, small, step, values, vectors
 
 AMP = {
-    "init",
     "half_function",
     "float_function",
     "promote_function",
@@ -131,13 +131,12 @@ def test_uninstall_leaves_every_object_as_it_was(low, level, theirs):
     amp.register_float_function(theirs, "double")
     amp.register_promote_function(theirs.Ops, "run")
     amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    amp.init()
     step(amp, model, optimizer, vectors())
     weights = values(model)
-    assert changed(before, torchs() | attributes(theirs))
+    assert bool(changed(before, torchs() | attributes(theirs))) is (level != "O0")
     uninstall()
     assert all(sys.modules[name] is module for name, module in modules.items())
-    assert not [name for name in sys.modules if name.split(".")[0] in ("apex", "amp_C", "apex_C")]
+    assert not [name for name in sys.modules if name.split(".")[0] == "apex"]
     assert changed(before, torchs() | attributes(theirs)) == []
     after = of_instances(model, optimizer)
     assert [place for place in changed(instances, after) if place[1] != "state"] == []
@@ -185,6 +184,35 @@ def test_none_stands_for_apexs_fp16_and_open_sessions_tell_how_a_script_trained(
     install(low)
     assert sessions() == []
     assert session.closed
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from apex.fp16_utils import FP16_Optimizer",
+        "from apex.fp16_utils.loss_scaler import DynamicLossScaler",
+        "from apex import fp16_utils",
+        "import apex; apex.fp16_utils.network_to_half(None)",
+        "from apex.parallel import LARC",
+        "from apex.parallel.LARC import LARC",
+        "from apex.amp import init",
+        "from apex import amp; amp.init()",
+        "from apex.multi_tensor_apply import multi_tensor_applier; multi_tensor_applier(None, None, [])",
+    ],
+)
+def test_what_came_before_initialize_names_what_replaces_it(amp, line):
+    with pytest.raises(
+        ImportError, match=r"not in halfstep's stand-in for apex.*halfstep\.initialize\(model, optimizer"
+    ):
+        exec(line, {})
+
+
+def test_what_is_gone_hides_nothing_from_a_search_through_all_modules(amp):
+    for name in ("apex", "apex.amp", "apex.fp16_utils", "apex.multi_tensor_apply"):
+        assert not hasattr(sys.modules[name], "flatten")
+    assert pickle.loads(pickle.dumps(torch.flatten)) is torch.flatten
+    with pytest.raises(ModuleNotFoundError, match="amp_C"):
+        importlib.import_module("amp_C")
 
 
 @pytest.fixture

@@ -7,8 +7,6 @@ from torch import nn
 
 import halfstep
 from halfstep.adapters.apex import parallel as apex
-from halfstep.adapters.apex.flat import flatten, unflatten
-from halfstep.adapters.apex.fp16_utils import FP16_Optimizer, network_to_half
 from halfstep.errors import SetupError
 
 
@@ -94,19 +92,6 @@ def test_tensors_are_sent_joined_by_dtype(process_group, low):
     assert tensors[1].tolist() == [4.0] * 3
 
 
-@pytest.mark.parametrize("low", [torch.float16, torch.bfloat16])
-def test_flatten_and_unflatten(low):
-    tensors = [torch.tensor([[1.0, 2.0]], dtype=low), torch.tensor(3.0, dtype=low)]
-    flat = flatten(tensors)
-    assert (flat.tolist(), flat.dtype) == ([1.0, 2.0, 3.0], low)
-    assert [t.tolist() for t in unflatten(flat, tensors)] == [[[1.0, 2.0]], 3.0]
-    for wrong in ([], [tensors[0], torch.ones(1)]):
-        with pytest.raises(SetupError, match="one or more tensors, all of one dtype"):
-            flatten(wrong)
-    with pytest.raises(SetupError, match="got a flat tensor of 2 elements for tensors that have 3 together"):
-        unflatten(flat[:2], tensors)
-
-
 def test_groups_of_processes_have_to_part_them_evenly(process_group):
     assert apex.create_syncbn_process_group(0) is None
     assert apex.create_syncbn_process_group(1) is not None
@@ -140,29 +125,8 @@ def averaged(rank, low):
     return sent, [grad.tolist() for grad in grads], reduced, after, dist.get_world_size(group)
 
 
-def wrapped_first(rank, low):
-    """What one of two processes finds whose network was wrapped before FP16_Optimizer, as apex's examples do."""
-    torch.manual_seed(rank)
-    network = network_to_half(nn.Linear(2, 1, bias=False), dtype=getattr(torch, low))
-    wrapped = apex.DistributedDataParallel(network)
-    inner = torch.optim.SGD(network.parameters(), lr=0.5)
-    optimizer = FP16_Optimizer(inner, static_loss_scale=128.0, verbose=False)
-    (weight,) = network.parameters()
-    start, grads, overflows = weight.tolist(), [], []
-    for factor, drop in ((1.0, True), (1.0, False), (float("inf") if rank else 1.0, False)):
-        optimizer.zero_grad(set_grads_to_None=drop)
-        optimizer.backward(wrapped(torch.full((1, 2), 1.0 + rank)).float().sum() * factor)
-        grads.append(weight.grad.tolist())
-        optimizer.step()
-        overflows.append(optimizer.overflow)
-    return start, grads[:2], overflows, optimizer.state_dict()["fp32_from_fp16"]["low.0"].tolist()
-
-
 def pooled(folder, slow):
-    return {
-        **{f"averaged {low}": (averaged, (low,)) for low in ("bf16", "fp16")},
-        **{f"wrapped {low}": (wrapped_first, (low,)) for low in ("float16", "bfloat16")},
-    }
+    return {f"averaged {low}": (averaged, (low,)) for low in ("bf16", "fp16")}
 
 
 @pytest.mark.parametrize("low", ["bf16", "fp16"])
@@ -173,12 +137,3 @@ def test_two_processes_average(pool, low):
     assert after == [[pytest.approx(weight - 0.75) for weight in sent[0]]]
     assert size == 1
     assert other == [sent, grads, reduced, after, size]
-
-
-@pytest.mark.parametrize("low", ["float16", "bfloat16"])
-def test_gradients_of_a_network_that_was_wrapped_before_fp16_optimizer_are_reduced(pool, low):
-    (start, grads, overflows, after), other = (each[f"wrapped {low}"] for each in pool[__name__])
-    assert grads == [[[1.5, 1.5]]] * 2
-    assert overflows == [False, False, True]
-    assert after == [[pytest.approx(weight - 2 * 0.75) for weight in start[0]]]
-    assert other[1:] == [grads, overflows, after]

@@ -1,4 +1,4 @@
-"""Whole training scripts in apex form, in six styles of public ones, rewritten; each runs unchanged under the stand-in.
+"""Whole scripts in apex form, in five styles of public ones, rewritten; each runs unchanged under the stand-in.
 
 Without apex (`--fp32`) each is plain torch, which is what the numbers are compared with.
 """
@@ -11,13 +11,12 @@ import torch
 from tests.adapters.scripts_in_process import plainly
 
 SCRIPTS = Path(__file__).parent / "scripts"
-LEVELS = {  # that a style takes; FP16_Optimizer has none, and its network is cast by the script
+LEVELS = {  # that a style takes
     "imagenet": ("O0", "O1", "O2", "O3"),
     "dcgan": ("O0", "O1", "O2"),
     "bert": ("O0", "O1", "O2"),
     "seq2seq": ("O0", "O1", "O2"),
     "resume": ("O0", "O1", "O2"),
-    "fp16_optimizer": ("O2",),
 }
 CASES = [(style, level) for style, levels in LEVELS.items() for level in levels]
 

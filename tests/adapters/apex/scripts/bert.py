@@ -2,12 +2,9 @@
 
 import argparse
 
-import amp_C
-import apex_C
 import torch
 from apex import amp
 from apex.amp import _amp_state
-from apex.multi_tensor_apply import multi_tensor_applier
 from apex.normalization import FusedLayerNorm as BertLayerNorm
 from apex.optimizers import FusedLAMB
 from apex.parallel.distributed import flat_dist_call  # noqa: F401  # as such scripts do
@@ -90,7 +87,6 @@ def main():
     args = parser.parse_args()
     model, optimizer = prepare_model_and_optimizer(args)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 2))
-    overflow_buf = torch.zeros(1, dtype=torch.int32)
     ids = torch.randint(BertConfig.vocab_size, (8, BertConfig.length))
     attention_mask = (torch.arange(BertConfig.length) < 5).long().expand(8, -1)
     losses, average_loss, global_step, training_steps, norms = [], 0.0, 0, 0, []
@@ -108,9 +104,7 @@ def main():
             loss.backward()
         average_loss += loss.item()
         if training_steps % divisor == 0:
-            grads = [p.grad for p in model.parameters()]
-            apex_C.unflatten(apex_C.flatten([g.float() for g in grads]), grads)
-            norms.append(multi_tensor_applier(amp_C.multi_tensor_l2norm, overflow_buf, [grads], False)[0].item())
+            norms.append(torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in model.parameters()])).item())
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
