@@ -224,6 +224,11 @@ class Emulation(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         return target.copy_(result)
 
 
+def is_emulated(func: OpOverload, args: Sequence[Any]) -> bool:
+    """Tells whether an operation on low tensors is computed in fp32 where a session emulates."""
+    return func in PRODUCTS or func in WRITERS or (func is _POWER and args[1] in _POWERS)
+
+
 def _dispatches(kind: Any) -> bool:
     """Tells whether a class of tensors has a `__torch_dispatch__` of its own."""
     return kind.__torch_dispatch__ is not Tensor.__torch_dispatch__

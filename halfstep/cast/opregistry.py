@@ -47,6 +47,7 @@ from halfstep.torch_internals import (
     take_kernels_out,
     uncompiled,
 )
+from halfstep.version import __version__
 
 _APPLY = torch.autograd.Function.apply.__code__
 # which torch's own kernels for autocast call: those switch off the key of the device type, and no other
@@ -73,11 +74,12 @@ class Table:
         return self.device_type == "cpu" and bool(self.wide_backward)
 
     def digest(self) -> str:
-        """Returns a short hash of the device type and the actions, which decide the casts in compiled code.
+        """Returns a short hash of what decides the casts in compiled code: torch keeps such code on disk.
 
-        It is the same in every process.
+        It is the same in every process of one version of halfstep.
         """
-        return hashlib.sha256(repr((self.device_type, sorted(self.actions), self.emulate)).encode()).hexdigest()[:16]
+        held = (__version__, self.device_type, sorted(self.actions), self.emulate)
+        return hashlib.sha256(repr(held).encode()).hexdigest()[:16]
 
 
 @dataclass

@@ -41,7 +41,7 @@ def custom_full(step: Step) -> Iterator[Saving]:
                 f"{schema_of(func).name} ran in fp32 and took {share:.0%} of the step's time, backward pass included "
                 f"(its FLOPs are unknown): {why}"
             )
-            saved, refused = None, _not_called(calls)
+            saved, refused = None, not_called(calls)
             if refused is None:
                 try:
                     saved = _saved(calls, step.plan.low.dtype)
@@ -87,7 +87,7 @@ def _function(func: Any) -> str | None:
     return None
 
 
-def _not_called(calls: Sequence[Call]) -> str | None:
+def not_called(calls: Sequence[Call]) -> str | None:
     """Returns why it is unsafe to time these calls on low inputs by repeating them; None if it is safe."""
     names = (schema_of(call.func).name for call in calls if is_custom(call.func))
     foreign = next((name for name in names if name not in CUSTOM_OPERATIONS), None)

@@ -46,7 +46,8 @@ class Call:
     """An operation of the step: what ran, a note of where it ran (phase, module and line of code), and its cost.
 
     `parameter` is the name of the parameter that the operation reads, "" if it reads none. `args` and `kwargs` are kept
-    only for products, custom operations and operations that read a parameter; they have shapes in place of tensors.
+    only for products, custom operations and operations that read a parameter or a low tensor; they have shapes in place
+    of tensors.
     `autocast` is the format of the autocast region around a custom operation; it is None if autocast was off, and for
     torch's own operations.
     """
@@ -104,7 +105,7 @@ class Meter(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class has n
         done = flops(func, args, kwargs, result)
         known = self.locator.tensor(given[-1]) if given else None
         parameter = known[1] if known is not None and known[0] == "parameter" else ""
-        kept = done or parameter or is_custom(func)
+        kept = done or parameter or is_custom(func) or any(t.dtype in LOW_DTYPES for t in given)
         call = Call(
             func,
             note,

@@ -9,19 +9,22 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 from time import perf_counter
+from typing import Any
 
 import torch
 
+from halfstep.cast.emulate import is_emulated
 from halfstep.diagnose.streams import Stream
 from halfstep.diagnose.words import place_of
 from halfstep.formats import LOW_DTYPES, as_format
-from halfstep.inspection.custom import custom_full
+from halfstep.inspection.custom import custom_full, not_called
 from halfstep.inspection.meter import Call, Meter, Shape, place_in
 from halfstep.inspection.reasons import AS_CALLED, Reason, Step, kept_full
-from halfstep.inspection.replay import Change, gain, narrowed, padded, taken
+from halfstep.inspection.replay import Change, gain, gain_of_casts, narrowed, padded, taken
 from halfstep.measurements import Saving
-from halfstep.torch_internals import FLASH_ATTENTION_CPU_BACKWARD, tree_leaves
+from halfstep.torch_internals import FLASH_ATTENTION_CPU_BACKWARD, schema_of, tree_leaves
 
+_HEAVY = 0.05  # of the step's time: a slow operation that takes less is not looked at
 _WORTH = 0.01  # of the step's time: what saves less is not told
 _ALIGNED = 8  # elements of 16 bits
 _ROUNDS = 3  # in which a step as it is and one without each fp32 stream take turns
@@ -43,7 +46,7 @@ def savings(step: Step, again: Again) -> tuple[Saving, ...]:
 
     `again(places)` repeats the step and measures it; operations at `places` that mix low and fp32 inputs then run low.
     """
-    found = [saving for look in (_full, custom_full, _cast_again, _not_aligned) for saving in look(step)]
+    found = [saving for look in (_full, custom_full, _slow, _cast_again, _not_aligned) for saving in look(step)]
     found += _wide_streams(step, again)
     worth = [saving for saving in found if saving.seconds is None or saving.seconds >= _WORTH * step.seconds]
     return tuple(sorted(worth, key=lambda saving: -(saving.seconds or 0.0)))
@@ -75,6 +78,36 @@ def _is_wide_backward(call: Call) -> bool:
     """Returns whether a call is the backward pass of low attention; halfstep runs that in fp32 if it is faster."""
     forward = call.note.forward
     return call.func is FLASH_ATTENTION_CPU_BACKWARD and forward is not None and forward.dtype in LOW_DTYPES
+
+
+def _slow(step: Step) -> Iterator[Saving]:
+    """Yields a saving for each heavy operation whose low kernel is slow where products are emulated, as it is not."""
+    if not step.session.runtime.casting.emulates:
+        return
+    groups: dict[tuple[str | None, Any], list[Call]] = defaultdict(list)
+    for call in step.meter.calls:
+        if any(dtype in LOW_DTYPES for dtype in call.inputs) and not (
+            call.is_cast or is_emulated(call.func, call.args)
+        ):
+            groups[call.note.module, call.func].append(call)
+    for (module, func), calls in groups.items():
+        share = sum(call.seconds for call in calls) / step.seconds
+        if share < _HEAVY or not_called(calls) is not None:
+            continue
+        saved, known = 0.0, dict[str, float]()
+        try:
+            for call in calls:
+                key = f"{call.args} {call.kwargs}"
+                known[key] = known[key] if key in known else gain_of_casts(call, torch.float32)
+                saved += known[key]
+        except Exception:  # an operation may raise anything when it is given random numbers
+            continue
+        evidence = (
+            f"{schema_of(func).name} ran torch's own {step.plan.low} kernel, for which this device has no units, and "
+            f"took {share:.0%} of the step's time: halfstep emulates products alone"
+        )
+        advice = f"deny {step.meter.operator(calls[0].note)}, or keep the module in fp32"
+        yield Saving("ran slow", place_of(module, calls[0].note.line), evidence, advice, saved)
 
 
 def _cast_again(step: Step) -> Iterator[Saving]:

@@ -21,7 +21,7 @@ from halfstep.inspection import meter, replay, savings
 from halfstep.inspection.kernels import kernel_rows
 from halfstep.inspection.meter import Call, Shape
 from halfstep.inspection.replay import gain, narrowed, padded
-from halfstep.machine import AVX512_BF16
+from halfstep.machine import AVX2, AVX512_BF16
 from halfstep.report.inspect import inspection_report
 from halfstep.report.json import to_json
 from tests.models.zoo import TASKS
@@ -223,6 +223,39 @@ def test_a_weight_that_is_cast_twice_is_named(session_of, monkeypatch):
     with session_of(model, "O2") as session:
         found = halfstep.inspect(session, lambda: model(x).square().mean())
     assert "fixed" in {saving.place for saving in found.savings if saving.code == "cast again"}  # frozen: kept fp32
+
+
+def test_an_operation_that_runs_natively_where_products_are_emulated_is_named_if_its_fp32_form_is_faster(
+    session_of, monkeypatch, on_processor
+):
+    class Root(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(8, 64), nn.Linear(64, 1)
+
+        def forward(self, x):
+            return self.down((self.up(x).square() + 1) ** 0.5)
+
+    monkeypatch.setattr(savings, "_HEAVY", 0.0)
+    monkeypatch.setattr(savings, "_WORTH", 0.0)
+    monkeypatch.setattr(savings, "gain", lambda call, change: -1.0)
+    wide = []
+
+    def of_powers(call, to):
+        wide.append(to)
+        return 1.0 if call.func is torch.ops.aten.pow.Tensor_Scalar else -1.0
+
+    monkeypatch.setattr(savings, "gain_of_casts", of_powers)
+    model, x = Root(), torch.randn(16, 8)
+    for row, named in ((AVX2, ["pow"]), (AVX512_BF16, [])):
+        on_processor(row)
+        with session_of(model, "O2", low="bf16") as session:
+            found = halfstep.inspect(session, lambda: model(x).square().mean())
+        slow = [saving for saving in found.savings if saving.code == "ran slow"]
+        assert [saving.evidence.partition(" ")[0].partition("::")[2] for saving in slow] == named
+        if slow:
+            assert set(wide) == {torch.float32}
+            assert slow[0].advice == "deny pow, or keep the module in fp32"
 
 
 def test_sizes_that_are_not_aligned_are_named_with_the_next_that_are(session_of, monkeypatch):
