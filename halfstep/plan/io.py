@@ -3,81 +3,28 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 import msgspec
 import torch
-from msgspec import UNSET, Struct, UnsetType
 
 from halfstep.edits import FULL, LOW, Edit, OpChange, OpChanges, Policy, Rule, Scaling
 from halfstep.errors import HalfstepError, PlanError
-from halfstep.formats import Format, as_format
+from halfstep.formats import LOW_FORMATS, Format, as_format
 from halfstep.pages import PLANS, more
 from halfstep.plan.levels import LEVELS, level
 from halfstep.plan.opnames import check_op_changes
 from halfstep.plan.plan import Plan
-from halfstep.validate import file_path, instance, near_miss
+from halfstep.validate import file_path, instance, near_miss, one_of
 
 SCHEMA = 1
 _SHORT: Mapping[str, Policy] = {"full": FULL, "low": LOW}
-
-
-def _table(of: type, changed: Mapping[str, Any] | None = None, **options: Any) -> type[Struct]:
-    """Returns the Struct type that describes an object of class `of` (such as a Rule) as a table in a plan file.
-
-    The table has the fields of the class. `changed` maps names to types, for fields that have another type in the file
-    or exist only there. Fields with a default may be left out; unknown fields are an error. `options` are options of
-    `msgspec.defstruct`.
-    """
-    optional = {each.name for each in fields(of) if each.default is not MISSING or each.default_factory is not MISSING}
-    hints, changed = get_type_hints(of), dict(changed or {})
-    kinds = {name: kind for name, kind in changed.items() if name not in hints} | hints | changed
-    given = [(k, Union[v, UnsetType], UNSET) if k in optional else (k, v) for k, v in kinds.items()]  # noqa: UP007
-    return msgspec.defstruct(of.__name__, given, forbid_unknown_fields=True, kw_only=True, **options)
-
-
-def _partial(table: type[Struct]) -> type[Struct]:
-    """Returns the Struct type `table` with all fields optional: a plan file with a `base` may leave out any field."""
-    given = [(each.name, Union[each.type, UnsetType], UNSET) for each in msgspec.structs.fields(table)]  # noqa: UP007
-    return msgspec.defstruct(table.__name__, given, forbid_unknown_fields=True, kw_only=True)
-
-
-_POLICY = _table(Policy)
-_IN_RULES = {"policy": Union[Literal["full", "low"], _POLICY]}  # noqa: UP007
-_RULE = _table(Rule, _IN_RULES)
-_SCALE = _partial(_table(Scaling))
-_OPS = _table(OpChanges)
-_PLAN = _partial(
-    _table(
-        Plan,
-        {
-            "schema": int,
-            "base": str,
-            "low": Literal["bf16", "fp16"],
-            "scale": _SCALE,
-            "op_changes": _OPS,
-            "rules": tuple[_RULE, ...],  # type: ignore[valid-type]  # a type made of the Rule's fields
-        },
-    )
-)
-_KEYS: Mapping[str, type[Struct]] = {
-    "$": _PLAN,
-    "$.scale": _SCALE,
-    "$.op_changes": _OPS,
-    "$.rules[...]": _RULE,
-    "$.rules[...].policy": _POLICY,
-}
-# An edit on its own says which it is.
-_EDITS: Mapping[type[Edit], type[Struct]] = {
-    Rule: _table(Rule, _IN_RULES, tag_field="edit", tag="rule"),
-    OpChange: _table(OpChange, tag_field="edit", tag="op_change"),
-    Scaling: _table(Scaling, tag_field="edit", tag="scale"),
-}
+_EDITS: Mapping[str, type[Edit]] = {"rule": Rule, "op_change": OpChange, "scale": Scaling}
+_TABLES = (Plan, OpChanges, Rule, Policy, OpChange, Scaling)
 
 
 def to_dict(plan: Plan) -> dict[str, Any]:
@@ -98,9 +45,9 @@ def _entries(value: Any) -> Any:
             return next(name for name, each in _SHORT.items() if each == value)
         case tuple():
             return [_entries(each) for each in value]
-        case Plan() | OpChanges() | Rule() | Policy() | OpChange() | Scaling():
-            return {each.name: _entries(getattr(value, each.name)) for each in fields(value)}
-    return value
+    return (
+        {each.name: _entries(getattr(value, each.name)) for each in fields(value)} if type(value) in _TABLES else value
+    )
 
 
 def edit_to_dict(edit: Edit) -> dict[str, Any]:
@@ -109,8 +56,7 @@ def edit_to_dict(edit: Edit) -> dict[str, Any]:
     >>> edit_to_dict(OpChange("deny", "softmax"))
     {'edit': 'op_change', 'list': 'deny', 'op': 'softmax'}
     """
-    table = next(table for kind, table in _EDITS.items() if isinstance(edit, kind))
-    return {"edit": table.__struct_config__.tag, **_entries(edit)}
+    return {"edit": next(name for name, kind in _EDITS.items() if isinstance(edit, kind)), **_entries(edit)}
 
 
 def edit_from_dict(entries: Mapping[str, Any]) -> Edit:
@@ -126,19 +72,16 @@ def edit_from_dict(entries: Mapping[str, Any]) -> Edit:
         PlanError: the dict does not describe an edit.
     """
     try:
-        entry = msgspec.convert(entries, Union[tuple(_EDITS.values())])  # noqa: UP007
-    except msgspec.ValidationError as error:
+        given = dict(_mapping("$", entries))
+        name = given.pop("edit", None)
+        one_of("its entry `edit`", name, tuple(_EDITS))
+        edit: Edit = _made(_EDITS[name], given, "$")
+    except PlanError as error:
         raise PlanError(
-            f"{entries!r:.80} is not an edit ({_in_our_words(str(error))}); pass one entry of a `cure`, as "
-            "`halfstep check --json` and run logs hold them"
+            f"{entries!r:.80} is not an edit ({error}); pass one entry of a `cure`, as `halfstep check --json` and run "
+            "logs hold them"
         ) from None
-    kind = next(kind for kind, table in _EDITS.items() if isinstance(entry, table))
-    return _rule(_given(entry)) if kind is Rule else kind(**_given(entry))
-
-
-def _given(table: Any) -> dict[str, Any]:
-    """Returns a dict of the fields that are set in a table of a plan file."""
-    return {key: value for key, value in msgspec.structs.asdict(table).items() if value is not UNSET}
+    return edit
 
 
 def from_dict(entries: Mapping[str, Any], *, low: Format | torch.dtype | str | None = None) -> Plan:
@@ -151,37 +94,38 @@ def from_dict(entries: Mapping[str, Any], *, low: Format | torch.dtype | str | N
         PlanError: an unknown schema or key, a wrong type, a missing field, or a contradiction; the message names the
             path of the entry in the dict.
     """
-    _check_schema(entries)
-    try:
-        given = _given(msgspec.convert(entries, _PLAN))
-    except msgspec.ValidationError as error:
-        raise PlanError(_explain(str(error), entries)) from None
-    del given["schema"]
+    given = dict(_mapping("$", entries))
+    _check_schema(given.pop("schema", None))
+    base = given.pop("base", None)
+    _check_keys(Plan, given, "$", also=("schema", "base"))
     given["low"] = _low(given, low)
-    base = _base(given)
-    with _at("$.scale"):
-        given["scale"] = _scaling(_given(given.get("scale", _SCALE())), None if base is None else base.scale)
+    if base is None:
+        needed = [each.name for each in fields(Plan) if each.default is MISSING and each.default_factory is MISSING]
+        missing = [name for name in needed if name not in given]
+        if missing:
+            raise PlanError(
+                f"at the top level: the plan lacks {', '.join(missing)}; add {'it' if len(missing) == 1 else 'them'}, "
+                f"or add base = one of {', '.join(LEVELS)} for the fields that are missing"
+            )
+    else:
+        with _at("$.base"):
+            start = _entries(level(base, given["low"]))
+        scale = given.get("scale", {})
+        if isinstance(scale, Mapping) and scale.get("kind", start["scale"]["kind"]) == start["scale"]["kind"]:
+            start["scale"] |= scale
+            given.pop("scale", None)
+        given = start | given
+    plan: Plan = _made(Plan, given, "$")
     with _at("$.op_changes"):
-        given["op_changes"] = OpChanges(**_given(given.get("op_changes", _OPS())))
-        check_op_changes(given["op_changes"])
-    given["rules"] = tuple(_numbered(number, rule) for number, rule in enumerate(given.get("rules", ())))
-    with _at("$"):
-        return Plan(**given) if base is None else replace(base, **given)
+        check_op_changes(plan.op_changes)
+    return plan
 
 
-def _numbered(number: int, table: Struct) -> Rule:
-    with _at(f"$.rules[{number}]"):
-        return _rule(_given(table))
-
-
-def _check_schema(entries: object) -> None:
+def _check_schema(schema: object) -> None:
     """Raises a PlanError if the schema version is not the one that this halfstep reads.
 
     This is checked first, because another version may have other keys.
     """
-    if not isinstance(entries, Mapping):
-        raise PlanError(f"at the top level: expected a table of fields, got {type(entries).__name__}: {entries!r:.40}")
-    schema = entries.get("schema")
     if schema is None:
         raise PlanError(f"at `$.schema`: the plan has no schema version; add schema = {SCHEMA}")
     if type(schema) is not int or schema != SCHEMA:
@@ -191,49 +135,58 @@ def _check_schema(entries: object) -> None:
         )
 
 
-def _low(given: Mapping[str, Any], low: Format | torch.dtype | str | None) -> Format:
+def _low(given: Mapping[str, Any], low: Format | torch.dtype | str | None) -> str:
     if "low" in given:
-        return as_format(given["low"])
+        with _at("$"):
+            one_of("plan low", given["low"], tuple(each.name for each in LOW_FORMATS))
+        return str(given["low"])
     if low is None:
         raise PlanError('at `$.low`: the plan names no low-precision format; add low = "bf16" or low = "fp16"')
-    return as_format(low)
+    return as_format(low).name
 
 
-def _base(given: dict[str, Any]) -> Plan | None:
-    """Removes `base` from the given fields and returns the plan of that level; None if there is no `base`.
-
-    Without a base, no field may be missing.
-    """
-    if "base" in given:
-        with _at("$.base"):
-            return level(given.pop("base"), given["low"])
-    needed = [each.name for each in fields(Plan) if each.default is MISSING and each.default_factory is MISSING]
-    missing = [name for name in needed if name not in given]
-    if missing:
-        them = "it" if len(missing) == 1 else "them"
-        raise PlanError(
-            f"at the top level: the plan lacks {', '.join(missing)}; add {them}, or add base = one of "
-            f"{', '.join(LEVELS)} for the fields that are missing"
-        )
-    return None
+def _made(kind: Any, entries: Any, path: str) -> Any:
+    """Returns the object of a dataclass that a table of a plan file describes; the class checks its own fields."""
+    if kind is Policy and isinstance(entries, str):
+        with _at(path):
+            one_of("policy", entries, tuple(_SHORT))
+        return _SHORT[entries]
+    given = {}
+    _check_keys(kind, _mapping(path, entries), path)
+    for each in fields(kind):
+        if each.name in entries:
+            given[each.name] = _value(get_type_hints(kind)[each.name], entries[each.name], f"{path}.{each.name}")
+        elif each.default is MISSING and each.default_factory is MISSING:
+            raise PlanError(f"{_place(path)}: the table lacks the field `{each.name}`")
+    with _at(path):
+        return kind(**given)
 
 
-def _scaling(given: Mapping[str, Any], base: Scaling | None) -> Scaling:
-    """Returns the loss scale with the given fields.
-
-    Missing fields are those of `base`, or defaults if there is no base or the base is of another kind.
-    """
-    if base is not None and given.get("kind", base.kind) == base.kind:
-        return replace(base, **given)
-    if "kind" not in given:
-        raise PlanError('the scale has no kind; add kind = "dynamic", "static" or "none"')
-    return Scaling(**given)
+def _value(kind: Any, given: Any, path: str) -> Any:
+    if kind in _TABLES:
+        return _made(kind, given, path)
+    if get_origin(kind) is not tuple:
+        return given
+    if not isinstance(given, (list, tuple)):
+        raise PlanError(f"{_place(path)}: expected a list, got {type(given).__name__}: {given!r:.60}")
+    return tuple(_value(get_args(kind)[0], each, f"{path}[{number}]") for number, each in enumerate(given))
 
 
-def _rule(given: dict[str, Any]) -> Rule:
-    policy = given["policy"]
-    made = _SHORT[policy] if isinstance(policy, str) else Policy(**_given(policy))
-    return Rule(**given | {"policy": made})
+def _mapping(path: str, entries: Any) -> Mapping[Any, Any]:
+    if not isinstance(entries, Mapping):
+        raise PlanError(f"{_place(path)}: expected a table of fields, got {type(entries).__name__}: {entries!r:.40}")
+    return entries
+
+
+def _check_keys(kind: type, entries: Mapping[Any, Any], path: str, also: tuple[str, ...] = ()) -> None:
+    known = (*also, *(each.name for each in fields(kind)))
+    for key in entries:
+        if not isinstance(key, str):
+            raise PlanError(f"{_place(path)}: a key is not text; expected names, such as 'low'")
+        if key not in known:
+            raise PlanError(
+                f"{_place(path)}: unknown key {key!r}; expected one of {', '.join(known)}{near_miss(key, known)}"
+            )
 
 
 @contextmanager
@@ -247,61 +200,6 @@ def _at(path: str) -> Iterator[None]:
 
 def _place(path: str) -> str:
     return "at the top level" if path == "$" else f"at `{path}`"
-
-
-# msgspec's words, and those of plan files
-_WORDS = (
-    ("Object missing required field", "the table lacks the field"),
-    ("object", "table"),
-    ("array", "list"),
-    ("Expected", "expected"),
-)
-
-
-def _explain(message: str, entries: Mapping[str, Any]) -> str:
-    """Returns msgspec's message with the path first, the value that was found, and the keys or values allowed there."""
-    found = re.search(r" - at (`key` in )?`(\$.*)`$", message)  # absent where it is the whole file
-    text, path = (message[: found.start()], found[2]) if found else (message, "$")
-    unknown = re.search(r"unknown field `(.*)`", text)
-    if unknown is not None:
-        known = list(_types(path))
-        return (
-            f"{_place(path)}: unknown key {unknown[1]!r}; expected one of {', '.join(known)}"
-            f"{near_miss(unknown[1], known)}"
-        )
-    if "invalid enum value" in text.lower():
-        parent, _, key = path.rpartition(".")
-        allowed = _words(_types(parent)[key])
-        value = _value(path, entries)
-        return (
-            f"{_place(path)}: got {value!r}, expected one of {', '.join(map(repr, allowed))}{near_miss(value, allowed)}"
-        )
-    if found and found[1]:
-        return f"{_place(path)}: a key is not text; expected names, such as 'low'"
-    text = _in_our_words(text)
-    return f"{_place(path)}: {text}, {_value(path, entries)!r:.60}" if " got " in text else f"{_place(path)}: {text}"
-
-
-def _in_our_words(text: str) -> str:
-    for theirs, ours in _WORDS:
-        text = text.replace(theirs, ours)
-    return text
-
-
-def _types(path: str) -> dict[str, Any]:
-    """Returns the keys known at a path of a plan file, with their types."""
-    return {field.name: field.type for field in msgspec.structs.fields(_KEYS[re.sub(r"\[.*?\]", "[...]", path)])}
-
-
-def _words(kind: Any) -> list[str]:
-    """Returns the strings that `kind`, a Literal or a union of Literals, allows."""
-    return [kind] if isinstance(kind, str) else [word for part in get_args(kind) for word in _words(part)]
-
-
-def _value(path: str, entries: Any) -> Any:
-    for key, index in re.findall(r"\.(\w+)|\[(\d+)\]", path):
-        entries = entries[key] if key else entries[int(index)]
-    return entries
 
 
 def load_plan(path: str | os.PathLike[str], *, low: Format | torch.dtype | str | None = None) -> Plan:
