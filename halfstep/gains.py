@@ -30,13 +30,9 @@ def weighed(product: float, convolution: float) -> float:
 
 
 def measure_gains(dtypes: Sequence[torch.dtype]) -> list[float]:
-    """Returns for each low format how many times as fast native products are as emulated ones (`weighed`).
-
-    Emulated products convert their operands to fp32 and round the result. The measurement takes less than 50 ms: the
-    least of three calls counts, and what is clearly slower at a small size is not tried at a larger one. A format
-    without a kernel has the gain 0. It runs in a thread of its own, where no autocast or mode of the caller acts, on
-    one core, since what several cores do together is slow in chance where others use them too.
-    """
+    """Returns for each low format how many times as fast native products are as emulated ones (`weighed`)."""
+    # A format without a kernel has the gain 0. It runs in a thread of its own, where no autocast or mode of the caller
+    # acts, on one core, since what several cores do together is slow in chance where others use them too.
     found: list[float] = []
 
     def measure() -> None:

@@ -185,10 +185,7 @@ def _close(earlier: Iterable[Session]) -> None:
 
 
 def _guarded(session: Session, on_failure: OnFailure) -> Session:
-    """Returns the session, with a guardian added unless the plan changes no operation, as at O0.
-
-    The guardian watches the steps of all optimizers of the session, and explains why if steps keep being skipped.
-    """
+    """Returns the session, with a guardian added unless the plan changes no operation, as at O0."""
     if session.plan.ops != "none":
         session.watchers.append(Guardian(session.runtime, session.tell, on_failure=on_failure))
     return session

@@ -172,11 +172,7 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def read_processor() -> Processor:
-    """Returns the class of this machine's processor, which is decided by the instruction sets that torch uses.
-
-    Measurements that `halfstep doctor --save` made on this machine override those in the table of processor classes.
-    What was neither saved nor measured on the class is measured now, in less than 50 ms, once per process.
-    """
+    """Returns the class of this machine's processor, which is decided by the instruction sets that torch uses."""
     row = table_row()
     saved = read_saved(row.name, model_name(), str(torch.__version__))
     if saved is None:
@@ -277,11 +273,7 @@ def _own_commit() -> str | None:
 
 
 def commit_of(file: Path) -> str | None:
-    """Returns the commit that a file is part of, followed by "-dirty" if files of its folder differ from it.
-
-    Returns None without git, or if the repository around the file does not track it: a package that is installed in an
-    environment inside a project is not part of that project's commit.
-    """
+    """Returns the commit that a file is part of, followed by "-dirty" if files of its folder differ from it."""
     if not any((folder / ".git").exists() for folder in file.parents):
         return None
     # One process tells all three: the commit, what is not tracked, what differs.

@@ -40,11 +40,9 @@ _AUTOCAST = tuple(parsed_key(f"Autocast{device}") for device in ("CPU", "CUDA", 
 
 
 def as_called(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Runs an operation that reached a dispatch mode, under the autocast state of its caller if that matters.
-
-    torch switches autocast off inside a dispatch mode. It is restored for operations of libraries other than torch, and
-    for composite operations whose inputs mix fp32 and low tensors.
-    """
+    """Runs an operation that reached a dispatch mode, under the autocast state of its caller if that matters."""
+    # torch switches autocast off inside a dispatch mode. It is restored for operations of libraries other than torch,
+    # and for composite operations whose inputs mix fp32 and low tensors.
     if is_custom(func):
         with _autocast_as_called(func):
             return func(*args, **kwargs)
@@ -54,10 +52,7 @@ def as_called(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def in_parts(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Runs a composite operation as the operations that it is made of.
-
-    Autocast is restored for them in the same cases as in `as_called`.
-    """
+    """Runs a composite operation as the operations that it is made of."""
     with _autocast_as_called(func) if is_custom(func) or _mixed(args, kwargs) else nullcontext():
         return call_by_key(func)(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
@@ -76,10 +71,7 @@ def autocast_outside(device_type: str) -> torch.dtype | None:
 
 @functools.cache
 def is_composite(func: Any) -> bool:
-    """Tells whether an operation is made of other operations.
-
-    Under torch.inference_mode, a dispatch mode sees only the whole operation, not the ones that it is made of.
-    """
+    """Tells whether an operation is made of other operations."""
     if not isinstance(func, OpOverload):
         return False
     name: str = func.name()  # type: ignore[no-untyped-call]
@@ -88,10 +80,7 @@ def is_composite(func: Any) -> bool:
 
 
 def _mixed(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Tells whether the inputs of an operation include both low and fp32 tensors.
-
-    An example is an LSTM with fp32 weights that is called on low tensors while autocast is off.
-    """
+    """Tells whether the inputs of an operation include both low and fp32 tensors."""
     dtypes = {leaf.dtype for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
     return torch.float32 in dtypes and not dtypes.isdisjoint(LOW_DTYPES)
 
@@ -165,11 +154,7 @@ _UNCOMPILED = _Uncompiled()
 
 
 def run_uncompiled() -> Callable[[], None]:
-    """Makes compiled code run eagerly until the returned function is called; a second call of it does nothing.
-
-    Several requests may be open at a time, in any threads, and end in any order. Afterwards compiled code is reused,
-    not compiled again.
-    """
+    """Makes compiled code run eagerly until the returned function is called; a second call of it does nothing."""
     holder = _UNCOMPILED.enter()
     return lambda: _UNCOMPILED.leave(holder)
 
@@ -185,8 +170,6 @@ def uncompiled() -> Iterator[None]:
 
 
 def ordinary_tensors() -> AbstractContextManager[Any]:
-    """Leaves `torch.inference_mode` for the context, if it is on: tensors that are made in that mode cannot train.
-
-    Where it is off nothing is entered, because its end would undo what the context does to the stack of modes.
-    """
+    """Leaves `torch.inference_mode` for the context, if it is on: tensors that are made in that mode cannot train."""
+    # Where it is off nothing is entered, because its end would undo what the context does to the stack of modes.
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()

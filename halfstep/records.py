@@ -154,21 +154,13 @@ UPDATE_LIMITS = Limits(0.5, 0.5, math.inf)  # of an update, in units in the last
 
 
 def limits_of(fmt: Format) -> Limits:
-    """Returns the `Limits` of a format.
-
-    `zero` is just above half the smallest subnormal, since exactly half of it rounds to zero (ties to even).
-    """
+    """Returns the `Limits` of a format."""
+    # `zero` is just above half the smallest subnormal, since exactly half of it rounds to zero (ties to even).
     return Limits(math.nextafter(fmt.smallest_subnormal / 2, math.inf), fmt.smallest_normal, fmt.max)
 
 
 def count_below(histogram: Array, amax: Array, limit: float, edges: Edges = EDGES) -> Array:
-    """Returns how many elements in each row of a histogram are smaller than `limit` in magnitude.
-
-    The last dimension of `histogram` has the number of elements in each interval of magnitudes. `edges` are the lower
-    and the upper ends of these intervals, as exponents of 2. Within an interval, elements are assumed to be evenly
-    spread on a logarithmic scale. `amax` has the largest magnitude of each row. All shares of lost, subnormal and
-    saturated elements, in records and on the report page, are computed from this function.
-    """
+    """Returns how many elements in each row of a histogram are smaller than `limit` in magnitude."""
     low, high = edges
     share = np.clip((math.log2(limit) - low) / (high - low), 0.0, 1.0)
     below: Array = np.where(amax < limit, histogram.sum(-1), histogram @ share)
@@ -176,10 +168,7 @@ def count_below(histogram: Array, amax: Array, limit: float, edges: Edges = EDGE
 
 
 def count_beyond(histogram: Array, amax: Array, limit: float, edges: Edges = EDGES) -> Array:
-    """Returns how many elements in each row of a histogram are larger than `limit` in magnitude.
-
-    The arguments are those of `count_below`. The count is at least 1 if `amax` is larger than `limit`.
-    """
+    """Returns how many elements in each row of a histogram are larger than `limit` in magnitude."""
     above = histogram.sum(-1) - count_below(histogram, amax, limit, edges)
     beyond: Array = np.where(amax > limit, np.maximum(1.0, above), 0.0)
     return beyond

@@ -78,21 +78,13 @@ def _read(path: Path, processor: str, model: str, torch: str) -> Saved | None:
 
 
 def check_savable() -> None:
-    """Creates the folder for saved measurements and checks that it is writable, before anything is measured.
-
-    Raises:
-        HalfstepError: the file cannot be written.
-    """
+    """Creates the folder for saved measurements and checks that it is writable, before anything is measured."""
     with _writing() as path:
         tempfile.TemporaryFile(dir=path.parent).close()
 
 
 def save(found: Saved) -> Path:
-    """Writes the measurements to their file, which is replaced as a whole, and returns its path.
-
-    Raises:
-        HalfstepError: the file cannot be written.
-    """
+    """Writes the measurements to their file, which is replaced as a whole, and returns its path."""
     with _writing() as path:
         file, name = tempfile.mkstemp(dir=path.parent, prefix=_NAME)
         try:

@@ -13,11 +13,7 @@ Result = TypeVar("Result")
 
 
 def begin_pass(run: Callable[[], Result]) -> Result:
-    """Calls `run`, a forward or backward pass, and marks on the call stack where the pass begins.
-
-    A search for the model code that called an operation ends at this mark: the callers of this function are not
-    searched.
-    """
+    """Calls `run`, a forward or backward pass, and marks on the call stack where the pass begins."""
     return run()
 
 

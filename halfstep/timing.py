@@ -24,10 +24,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def clock_of(device: torch.device) -> Callable[[], float]:
-    """Returns the clock for steps on a device, in seconds.
-
-    It is the CPU time of this process where one thread does all the work: what other programs take is no part of that.
-    """
+    """Returns the clock for steps on a device, in seconds."""
     return process_time if device.type == "cpu" and torch.get_num_threads() == 1 else perf_counter
 
 
@@ -40,16 +37,11 @@ def take_turns(
     most: int = 25,
     turn: float = _TURN,
 ) -> dict[str, list[float]]:
-    """Returns a list for each function, by name: entry i has the seconds of one call, the mean over round i.
-
-    In each round, every function gets one turn. A turn is as many calls as take about `turn` seconds, or a single call
-    if that takes longer. Before a turn of several calls, the function is called some more times without timing, because
-    the first calls after another function's turn are slower until caches and threads have settled.
-
-    There are `least` to `most` rounds, which together take about `seconds`. A function that takes more than twice its
-    equal share of that time drops out after `least` rounds, so that one slow function does not use up the time of all.
-    Its list is then shorter.
-    """
+    """Returns a list for each function, by name: entry i has the seconds of one call, the mean over round i."""
+    # Before a turn of several calls, the function is called some more times without timing, because the first calls
+    # after another function's turn are slower until caches and threads have settled. A function that takes more than
+    # twice its equal share of that time drops out after `least` rounds, so that one slow function does not use up the
+    # time of all.
     repeats = {name: _repeats(call, device, turn) for name, call in calls.items()}
     times: dict[str, list[float]] = {name: [] for name in calls}
     share, start = seconds / max(1, len(calls)), perf_counter()

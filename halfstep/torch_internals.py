@@ -40,11 +40,7 @@ _NAMES: list[str] = []
 
 
 def _find(path: str) -> Any:
-    """Returns the object at a dotted path; None for an instance attribute that its class only annotates.
-
-    Raises:
-        AttributeError: there is nothing at this path.
-    """
+    """Returns the object at a dotted path; None for an instance attribute that its class only annotates."""
     first, *rest = path.split(".")
     found: Any = importlib.import_module(first)
     known = first
@@ -220,10 +216,8 @@ _set_strategy: Callable[[CodeType, Any], None] = _name("torch._C._dynamo.eval_fr
 
 
 def uncompiled(function: Function) -> Function:
-    """Makes torch.compile leave calls of a function alone, with all that it calls; costs the function nothing.
-
-    It is for functions that torch's dispatcher calls, also between the graphs of a compiled model.
-    """
+    """Makes torch.compile leave calls of a function alone, with all that it calls; costs the function nothing."""
+    # It is for functions that torch's dispatcher calls, also between the graphs of a compiled model.
     _set_strategy(function.__code__, _FRAME_STRATEGY(_FRAME_ACTION.SKIP, _FRAME_ACTION.SKIP))
     return function
 
@@ -238,19 +232,14 @@ def compiled_inside(function: Function) -> Function:
 
 
 def marked_constant(function: Function) -> Function:
-    """Makes torch.compile call a function when it traces, and use the result as a constant.
-
-    This is `torch.compiler.assume_constant_result`, without the second that an import of the compiler takes.
-    """
+    """Makes torch.compile call a function when it traces, and use the result as a constant."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # tried
     return function
 
 
 def metadata_of(state: Any) -> dict[str, dict[str, Any]]:
-    """Returns a state dict's metadata by module name; empty if torch did not make the dict.
-
-    Relies on internals of torch that tests/torch_behaviours.py checks.
-    """
+    """Returns a state dict's metadata by module name; empty if torch did not make the dict."""
+    # Relies on internals of torch that tests/torch_behaviours.py checks.
     found: dict[str, dict[str, Any]] = getattr(state, "_metadata", {})
     return found
 
@@ -371,10 +360,8 @@ class OpenAutocast(TorchAutocast):
         return self._enabled
 
     def again(self) -> torch.autocast:
-        """Returns a `torch.autocast` with the same settings, without repeating the warnings of this instance.
-
-        Relies on internals of torch that tests/torch_behaviours.py checks.
-        """
+        """Returns a `torch.autocast` with the same settings, without repeating the warnings of this instance."""
+        # Relies on internals of torch that tests/torch_behaviours.py checks.
         return TorchAutocast(self.device, self.fast_dtype, self._enabled, self._cache_enabled)
 
 
@@ -400,31 +387,24 @@ def forget_compiled() -> None:
 
 
 def end_stance(stance: Any) -> None:
-    """Ends a stance that `torch.compiler.set_stance` returned, and restores the stance before it.
-
-    To do so, overwrites the fields of the ended stance with those of the stance before it. Calling `set_stance` with
-    the earlier stance would be wrong inside a `with set_stance(...)` block that has begun since then: it would override
-    the stance of the block, and the end of the block would bring back the ended stance. Relies on internals of torch
-    that tests/torch_behaviours.py checks.
-    """
+    """Ends a stance that `torch.compiler.set_stance` returned, and restores the stance before it."""
+    # Calling `set_stance` with the earlier stance would be wrong inside a `with set_stance(...)` block that has begun
+    # since then: it would override the stance of the block, and the end of the block would bring back the ended
+    # stance. Relies on internals of torch that tests/torch_behaviours.py checks.
     for field in fields(stance.stance):
         object.__setattr__(stance.stance, field.name, getattr(stance.prev, field.name))
 
 
 def cache_tag() -> Any:
-    """Returns the tag of torch.compile's caches on disk, which is the same for all threads.
-
-    Relies on internals of torch that tests/torch_behaviours.py checks.
-    """
+    """Returns the tag of torch.compile's caches on disk, which is the same for all threads."""
+    # Relies on internals of torch that tests/torch_behaviours.py checks.
     entry = _process_wide_tag()
     return torch.compiler.config.cache_key_tag if entry is None else entry.env_value_default
 
 
 def set_cache_tag(tag: Any) -> None:
-    """Sets the tag of torch.compile's caches on disk for all threads.
-
-    Relies on internals of torch that tests/torch_behaviours.py checks.
-    """
+    """Sets the tag of torch.compile's caches on disk for all threads."""
+    # Relies on internals of torch that tests/torch_behaviours.py checks.
     entry = _process_wide_tag()
     if entry is None:
         torch.compiler.config.cache_key_tag = tag
@@ -433,11 +413,9 @@ def set_cache_tag(tag: Any) -> None:
 
 
 def _process_wide_tag() -> Any:
-    """Returns torch's config entry for the tag of its caches, or None if setting the tag affects all threads.
-
-    Setting it affects all threads in torch 2.11. Since torch 2.13, setting it affects one context only, and not other
-    threads or notebook cells; only the default value of the entry applies to all of them.
-    """
+    """Returns torch's config entry for the tag of its caches, or None if setting the tag affects all threads."""
+    # Setting it affects all threads in torch 2.11. Since torch 2.13, setting it affects one context only, and not
+    # other threads or notebook cells; only the default value of the entry applies to all of them.
     entry = getattr(torch.compiler.config, "_config", {}).get("cache_key_tag")
     per_context = isinstance(getattr(entry, "user_override", None), ContextVar)
     return entry if per_context and hasattr(entry, "env_value_default") else None
@@ -485,27 +463,21 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def is_joining(wrapper: DistributedDataParallel) -> bool:
-    """Tells whether a DistributedDataParallel is inside its `join()`, where other processes may be out of data.
-
-    Relies on internals of torch that tests/torch_behaviours.py checks.
-    """
+    """Tells whether a DistributedDataParallel is inside its `join()`, where other processes may be out of data."""
+    # Relies on internals of torch that tests/torch_behaviours.py checks.
     return bool(getattr(wrapper, _JOIN).enable)
 
 
 def has_comm_hook(wrapper: DistributedDataParallel) -> bool:
-    """Tells whether a DistributedDataParallel has a communication hook other than torch's built-in ones.
-
-    Relies on internals of torch that tests/torch_behaviours.py checks.
-    """
+    """Tells whether a DistributedDataParallel has a communication hook other than torch's built-in ones."""
+    # Relies on internals of torch that tests/torch_behaviours.py checks.
     return bool(getattr(wrapper, _HOOKS))
 
 
 def sends_weights(frame: FrameType | None) -> bool:
-    """Tells whether a DistributedDataParallel whose constructor is running sends its weights to other processes.
-
-    `frame` is the frame of a function that the constructor called. The constructor's argument `init_sync` is read from
-    the stack, since the wrapper does not keep it. Relies on internals of torch that tests/torch_behaviours.py checks.
-    """
+    """Tells whether a DistributedDataParallel whose constructor is running sends its weights to other processes."""
+    # The constructor's argument `init_sync` is read from the stack, since the wrapper does not keep it. Relies on
+    # internals of torch that tests/torch_behaviours.py checks.
     while frame is not None and frame.f_code is not DistributedDataParallel.__init__.__code__:
         frame = frame.f_back
     return frame is None or bool(frame.f_locals.get(_SYNCS, True))
@@ -519,19 +491,15 @@ _POLICY = "_mp_policy"
 
 
 def class_index_above(base: type) -> dict[str, int]:
-    """Returns class attributes for a subclass of `base`, from which FSDP2 finds the original class of a module.
-
-    FSDP2 needs the original class, for example, when a container of modules is sliced. The dict is empty if FSDP2 did
-    not make `base`. Relies on internals of torch that tests/torch_behaviours.py checks.
-    """
+    """Returns class attributes for a subclass of `base`, from which FSDP2 finds the original class of a module."""
+    # FSDP2 needs the original class, for example, when a container of modules is sliced. The dict is empty if FSDP2
+    # did not make `base`. Relies on internals of torch that tests/torch_behaviours.py checks.
     return {_CLASS_INDEX: getattr(base, _CLASS_INDEX) + 1} if hasattr(base, _CLASS_INDEX) else {}
 
 
 def holds_unreduced(module: Any) -> bool:
-    """Tells whether FSDP2 holds gradients of a module from a backward pass that did not reduce them.
-
-    Relies on internals of torch that tests/torch_behaviours.py checks.
-    """
+    """Tells whether FSDP2 holds gradients of a module from a backward pass that did not reduce them."""
+    # Relies on internals of torch that tests/torch_behaviours.py checks.
     held = _held_by(module)
     if any(getattr(p, _WAITING) is not None for p in held):
         return True
@@ -539,26 +507,19 @@ def holds_unreduced(module: Any) -> bool:
 
 
 def offloads(module: Any) -> bool:
-    """Tells whether FSDP2 keeps shards of a module on the CPU, even if they are gathered on another device.
-
-    Relies on internals of torch that tests/torch_behaviours.py checks.
-    """
+    """Tells whether FSDP2 keeps shards of a module on the CPU, even if they are gathered on another device."""
+    # Relies on internals of torch that tests/torch_behaviours.py checks.
     return any(getattr(p, _OFFLOADED) for p in _held_by(module))
 
 
 def policy_of(module: Any) -> Any:
-    """Returns the `mp_policy` that was passed to `fully_shard` for a module.
-
-    Relies on internals of torch that tests/torch_behaviours.py checks.
-    """
+    """Returns the `mp_policy` that was passed to `fully_shard` for a module."""
+    # Relies on internals of torch that tests/torch_behaviours.py checks.
     return getattr(module._get_fsdp_state(), _POLICY)
 
 
 def _held_by(module: Any) -> list[Any]:
-    """Returns FSDP2's records of the parameters that `fully_shard` sharded when it was called on this very module.
-
-    There is one record per parameter. Parameters that calls on submodules have sharded are not included.
-    """
+    """Returns FSDP2's records of the parameters that `fully_shard` sharded when it was called on this very module."""
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.13; before, one or none
     if groups is None:
@@ -567,10 +528,8 @@ def _held_by(module: Any) -> list[Any]:
 
 
 def is_sharding(cls: type) -> bool:
-    """Tells whether a class was made by FSDP2, or is a subclass of such a class.
-
-    Relies on internals of torch that tests/torch_behaviours.py checks.
-    """
+    """Tells whether a class was made by FSDP2, or is a subclass of such a class."""
+    # Relies on internals of torch that tests/torch_behaviours.py checks.
     return any(each.__name__ == _SHARDING for each in cls.__mro__)
 
 
@@ -578,10 +537,8 @@ _FAKE = "FakeTensor"
 
 
 def holds_shapes(cls: type) -> bool:
-    """Tells whether tensors of a class have shapes but no values; DTensor runs operations on such tensors.
-
-    Relies on internals of torch that tests/torch_behaviours.py checks.
-    """
+    """Tells whether tensors of a class have shapes but no values; DTensor runs operations on such tensors."""
+    # Relies on internals of torch that tests/torch_behaviours.py checks.
     return cls.__name__ == _FAKE
 
 
@@ -616,12 +573,7 @@ def leaf_of(node: Any) -> Tensor | None:
 
 
 def saved_by(node: Any) -> list[Tensor] | None:
-    """Returns the tensors that an autograd node keeps from the forward pass.
-
-    For a `torch.autograd.Function` that is written in Python, these include tensors in the attributes of its `ctx`.
-    Returns None if saved-tensor hooks keep a tensor, as in a checkpoint: it would be computed again, and only one
-    unpacking is allowed, which is the node's.
-    """
+    """Returns the tensors that an autograd node keeps from the forward pass."""
     raw = tree_leaves([getattr(node, name) for name in dir(node) if name.startswith("_raw_saved_")])
     if any(isinstance(each, _SavedTensor) and each.unpack_hook is not None for each in raw):
         return None
@@ -633,11 +585,9 @@ def saved_by(node: Any) -> list[Tensor] | None:
 
 
 def is_users_function(node: Any) -> bool:
-    """Tells whether an autograd node is of a `torch.autograd.Function` that is not torch's own.
-
-    The Functions of FSDP2, for example, are torch's own. Relies on internals of torch that tests/torch_behaviours.py
-    checks.
-    """
+    """Tells whether an autograd node is of a `torch.autograd.Function` that is not torch's own."""
+    # The Functions of FSDP2, for example, are torch's own. Relies on internals of torch that tests/torch_behaviours.py
+    # checks.
     if not isinstance(node, torch.autograd.function.BackwardCFunction):
         return False
     return not str(type(node)._forward_cls.__module__).startswith("torch.")  # type: ignore[attr-defined]
@@ -649,10 +599,7 @@ def is_tracing() -> bool:
 
 
 def in_backward() -> bool:
-    """Tells whether this thread runs a backward pass.
-
-    Hot paths do not call it, but compare `backward_task()` with `NO_BACKWARD` themselves.
-    """
+    """Tells whether this thread runs a backward pass."""
     return backward_task() != NO_BACKWARD
 
 
@@ -674,11 +621,7 @@ def begin_allocations() -> None:
 
 
 def end_allocations() -> list[tuple[str, int]]:
-    """Stops the recording that `begin_allocations` started, and returns the recorded events in order.
-
-    An event is (name, 0) for an operation or a `record_function`, and ("", bytes) for memory, with negative bytes for
-    freed memory.
-    """
+    """Stops the recording that `begin_allocations` started, and returns the recorded events in order."""
     return [
         ("", event.cpu_memory_usage()) if event.kind() == "memory_alloc" else (event.name(), 0)
         for thread in _end_allocations()

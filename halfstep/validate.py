@@ -48,10 +48,7 @@ def one_of(what: str, value: object, allowed: tuple[str, ...]) -> None:
 
 
 def text(what: str, value: object, *, empty: bool = False) -> str:
-    """Returns `value` if it is printable text, which a plan file can hold; raises a PlanError otherwise.
-
-    `empty` allows "".
-    """
+    """Returns `value` if it is printable text, which a plan file can hold; raises a PlanError otherwise."""
     if not isinstance(value, str):
         raise PlanError(f"{what} is {value!r} of type {type(value).__name__}; expected a string")
     if not value.isprintable() or (not empty and not value.strip()):

@@ -23,12 +23,10 @@ def print_changes(changes: Sequence[BenchChange], file: Path, saved: Machine) ->
 
 
 def end(runs: Iterable[BenchRun], changes: Sequence[BenchChange] | None, *, complete: bool) -> None:
-    """Ends `halfstep bench` with its exit code; for code 0, returns instead.
-
-    The first code that applies is used: 130 if the benchmark is not `complete`, 1 if all rows failed, 0 if `changes` is
-    None since there is no saved benchmark, 3 if a row is worse than the saved one, 1 if no row could be compared with a
-    saved one, otherwise 0.
-    """
+    """Ends `halfstep bench` with its exit code; for code 0, returns instead."""
+    # The first code that applies is used: 130 if the benchmark is not `complete`, 1 if all rows failed, 0 if `changes`
+    # is None since there is no saved benchmark, 3 if a row is worse than the saved one, 1 if no row could be compared
+    # with a saved one, otherwise 0.
     if not complete:
         raise typer.Exit(INTERRUPTED)
     if all(run.error is not None for run in runs):

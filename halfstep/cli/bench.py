@@ -121,11 +121,7 @@ def bench(  # noqa: C901, PLR0913  # each is an option of the command, described
     page: PageFile = None,
     largest_batch: LargestBatch = None,
 ) -> None:
-    """Train a workload under several levels and under torch.amp, one step of each in turn, and print one table.
-
-    With the sweep options, each model, batch size and level runs in its own process, and --json FILE keeps the state of
-    the sweep: run the same command again to continue where it stopped.
-    """
+    """Train a workload under several levels and under torch.amp, one step of each in turn, and print one table."""
     place = device_of(device)
     if workload in KINDS:
         _refuse(context, workload, {"workload", "device", "json", "page"})
@@ -195,11 +191,7 @@ def _first_line(name: str, rows: list[Entry], steps: int | None, seconds: float 
 def _side_by_side(
     job: Workload, run: Callable[[Progress], BenchResult], *, json: Path | None, against: Path | None, first: str
 ) -> None:
-    """Trains one workload, then prints the table and what changed since the result saved in `against`.
-
-    `run` trains and returns the result; it gets a function to report progress to. `first` is printed at the first such
-    report, when data and model are known to be there.
-    """
+    """Trains one workload, then prints the table and what changed since the result saved in `against`."""
     saved = None if against is None else load_saved(against)
     if saved is not None:
         check_comparable(saved, job.name, settings_of(job))

@@ -24,11 +24,7 @@ KINDS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[..., str
 
 
 def run_compute(name: str, device: torch.device, *, command: str, json: Path | None, page: Path | None) -> None:
-    """Measures what formats cost without training, and prints a table with a one-sentence summary.
-
-    `name` is "matmul" (speed of matrix products) or "memory" (bytes by format). The results are also written to the
-    files `json` and `page`, if these are not None. Both files include `command`, the command as it was typed.
-    """
+    """Measures what formats cost without training, and prints a table with a one-sentence summary."""
     measure, rows_of, headline_of, charts_of = KINDS[name]
     check_page(page, json)
     with stderr().status("starting") as status:

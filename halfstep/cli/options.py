@@ -75,11 +75,7 @@ def bytes_of(text: str) -> int:
 
 
 def device_of(name: str) -> torch.device:
-    """Returns the device that an option names.
-
-    Raises:
-        WorkloadError: an unknown name, or cuda without a CUDA device.
-    """
+    """Returns the device that an option names."""
     if name not in DEVICES:
         raise WorkloadError(f"--device {name!r} is unknown; choose one of {', '.join(DEVICES)}")
     if name == "cuda" and not torch.cuda.is_available():
@@ -90,11 +86,7 @@ def device_of(name: str) -> torch.device:
 def open_job(
     workload: str, settings: list[str], *, data: Path | None, device: str, seed: int
 ) -> tuple[Workload, nn.Module]:
-    """Returns a workload and its model, built from a seed on a device.
-
-    Raises:
-        WorkloadError, DataError: see `load_workload` and `device_of`, or the model cannot be built.
-    """
+    """Returns a workload and its model, built from a seed on a device."""
     job = load_workload(workload, parse_settings(settings), data=data)
     place = device_of(device)
     with foreseen(f"{job.name}: building the model"):
@@ -102,13 +94,8 @@ def open_job(
 
 
 def check_writable(path: Path | None, option: str = "--json") -> None:
-    """Raises an error if a file cannot be written, and leaves no new file behind; does nothing for None.
-
-    Commands call this first, so that hours of training do not end with a result that cannot be saved.
-
-    Raises:
-        WorkloadError: the folder does not exist, or the file cannot be opened or replaced.
-    """
+    """Raises an error if a file cannot be written, and leaves no new file behind; does nothing for None."""
+    # Commands call this first, so that hours of training do not end with a result that cannot be saved.
     if path is None:
         return
     try:
@@ -126,20 +113,12 @@ def check_writable(path: Path | None, option: str = "--json") -> None:
 
 
 def write_json(path: Path, text: str) -> None:
-    """Writes a result as JSON, replacing the file's content.
-
-    Raises:
-        WorkloadError: the disk is full, or the folder was removed; the file is unchanged.
-    """
+    """Writes a result as JSON, replacing the file's content."""
     _write(path, text, "--json")
 
 
 def html_pages(asked: str) -> ModuleType:
-    """Returns the module that makes HTML pages; `asked` is the option that needs a page.
-
-    Raises:
-        WorkloadError: a package of the extra [report] is not installed; the message names `asked` and the package.
-    """
+    """Returns the module that makes HTML pages; `asked` is the option that needs a page."""
     try:
         import halfstep.report.html as pages
     except ModuleNotFoundError as error:
@@ -148,13 +127,7 @@ def html_pages(asked: str) -> ModuleType:
 
 
 def check_page(path: Path | None, json: Path | None) -> None:
-    """Raises an error if an HTML page cannot be made, or cannot be written to `path`; does nothing for None.
-
-    Commands call this before they measure anything. `json` is the file for the results.
-
-    Raises:
-        WorkloadError: see `html_pages` and `check_writable`, or `path` and `json` are the same file.
-    """
+    """Raises an error if an HTML page cannot be made, or cannot be written to `path`; does nothing for None."""
     if path is not None:
         if json is not None and path.resolve() == json.resolve():
             raise WorkloadError(f"--page and --json are both {path}; pass two different files")
@@ -172,14 +145,7 @@ def write_page(
     notes: list[str],
     facts: list[tuple[str, str]],
 ) -> None:
-    """Writes the HTML page of a measurement.
-
-    `headline` is a sentence that sums up the results, and `table` has the header and the rows of a table. `facts` are
-    pairs of name and value, such as the command and the machine.
-
-    Raises:
-        WorkloadError: the disk is full, or the folder was removed; the file is unchanged.
-    """
+    """Writes the HTML page of a measurement."""
     _write(path, html_pages("--page").charts_html(title, headline, table, charts, notes=notes, facts=facts), "--page")
 
 

@@ -27,10 +27,7 @@ Low = Annotated[
 
 
 def report(logs: Logs, output: Output = None, low: Low = None) -> None:
-    """Make one HTML page of a run log: exponent histograms, lost and saturated shares, loss, scale, verdicts.
-
-    For several logs, the page has a row for each process, and its charts show the first process.
-    """
+    """Make one HTML page of a run log: exponent histograms, lost and saturated shares, loss, scale, verdicts."""
     pages = html_pages("halfstep report")
     runs = [read_log(log) for log in logs]
     rows = rows_of(runs) if len(runs) > 1 else ()

@@ -123,11 +123,7 @@ class _Recorded:
         self._log: RunLog | None = None
 
     def sinks(self, rank: int) -> Sequence[Sink]:
-        """Returns the sinks for a session, the functions that get the record of each step.
-
-        In the process of rank 0 this is the run's log, in other processes there are no sinks. Further sessions of the
-        same run append to the same log.
-        """
+        """Returns the sinks for a session, the functions that get the record of each step."""
         if self._log is not None:
             self._log.close()
         self._log = RunLog(self._path) if rank == 0 else None

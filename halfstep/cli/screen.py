@@ -31,10 +31,7 @@ Update = Callable[[str, int, int], None]
 
 @contextmanager
 def progress_bar(unit: str = "steps", *, first: str = "") -> Iterator[Update]:
-    """Yields a function that shows the current activity, the progress (unless the total is 0) and the time left.
-
-    Its first call prints the line `first` before. Without a terminal, a line every few seconds says what is done.
-    """
+    """Yields a function that shows the current activity, the progress (unless the total is 0) and the time left."""
     console = stderr()
     lines = [first] if first else []
     with _bar(console, unit) if console.is_terminal else _lines(console, unit) as show:

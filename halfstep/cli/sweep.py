@@ -29,11 +29,7 @@ from halfstep.report.sweep import (
 
 
 def run_sweep(asked: Asked, *, json: Path | None, page: Path | None, against: Path | None = None) -> None:
-    """Measures the points of a sweep that the file `json` does not have yet, and prints the whole sweep.
-
-    Each point is saved in `json` as soon as it is measured. Then the sweep is also written to `page` as HTML, and
-    compared with the sweep saved in `against`. Each of the three files may be None. Exits with the code of `end`.
-    """
+    """Measures the points of a sweep that the file `json` does not have yet, and prints the whole sweep."""
     check_page(page, json)
     if against is not None and json is not None and against.resolve() == json.resolve():
         raise WorkloadError(
@@ -72,11 +68,7 @@ def write_sweep_page(page: Path, found: Sweep) -> None:
 
 
 def run_largest(asked: Asked, limit: int, *, json: Path | None, page: Path | None) -> None:
-    """Finds and prints, for each model and row, the largest batch that fits into `limit` bytes.
-
-    The results are also written to the files `json` and `page`, if these are not None. Ctrl-C ends the search and keeps
-    the rows that are complete. The exit code is 130 if rows are missing, and 1 if all rows failed.
-    """
+    """Finds and prints, for each model and row, the largest batch that fits into `limit` bytes."""
     check_page(page, json)
     with stderr().status("starting") as status:
         found = largest_batches(asked, limit, progress=status.update)

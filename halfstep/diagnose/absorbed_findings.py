@@ -23,10 +23,7 @@ _Place: TypeAlias = tuple[str | None, str | None]  # a module and a line
 
 
 def absorbed_findings(rehearsal: Rehearsal, recorder: OpRecorder) -> list[Finding]:
-    """Returns a finding for each place where a recorded forward pass overflowed and the overflow was absorbed.
-
-    To try an edit, rewinds `rehearsal` and runs its closure again.
-    """
+    """Returns a finding for each place where a recorded forward pass overflowed and the overflow was absorbed."""
     places: dict[_Place, Absorbed[Note]] = {}
     for each in recorder.trail.found:
         places.setdefault(_place(recorder, each), each)
@@ -38,10 +35,7 @@ def _place(recorder: OpRecorder, absorbed: Absorbed[Note]) -> _Place:
 
 
 def _cure(rehearsal: Rehearsal, recorder: OpRecorder, absorbed: Absorbed[Note]) -> tuple[tuple[Edit, ...], str]:
-    """Returns (edits, reason): edits under which the overflow is no longer absorbed, and why there are none.
-
-    `reason` is "" if there are edits; `edits` is () if none was found or none could be tried.
-    """
+    """Returns (edits, reason): edits under which the overflow is no longer absorbed, and why there are none."""
     try:
         for edits, plan in edited(rehearsal.plan, _candidates(rehearsal, recorder, absorbed)):
             if _cures(rehearsal, plan, _place(recorder, absorbed)):

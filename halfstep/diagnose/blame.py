@@ -152,11 +152,9 @@ def _fails_again(rehearsal: Rehearsal, scale: float, found: Diagnosis) -> bool:
 
 
 def _first_run(rehearsal: Rehearsal, scale: float, *, least: float = 1.0, recorder: OpRecorder | None = None) -> _Run:
-    """Runs the closure under a recorder; if its backward pass overflows, repeats that pass at lower loss scales.
-
-    The scale is halved down to `least`. If the backward pass fails there too, the failure at `least` is reported,
-    because failures that occur only at higher scales would be cured by a dynamic scale.
-    """
+    """Runs the closure under a recorder; if its backward pass overflows, repeats that pass at lower loss scales."""
+    # If the backward pass fails there too, the failure at `least` is reported, because failures that occur only at
+    # higher scales would be cured by a dynamic scale.
     recorder = recorder or OpRecorder(rehearsal.roots)
     with rehearsal.recording(recorder):
         try:
@@ -180,10 +178,7 @@ def _first_run(rehearsal: Rehearsal, scale: float, *, least: float = 1.0, record
 
 
 def _before(rehearsal: Rehearsal, recorder: OpRecorder, error: Exception, scale: float) -> Diagnosis:
-    """Returns the diagnosis of the last non-finite value before the closure raised `error`.
-
-    Raises `error` if there is no such value.
-    """
+    """Returns the diagnosis of the last non-finite value before the closure raised `error`."""
     origin = last_origin(recorder)
     if origin is None:
         raise error
@@ -211,11 +206,9 @@ def _passing_scale(rehearsal: Rehearsal, loss: Tensor, scale: float, least: floa
 
 
 def _passing_from_the_start(rehearsal: Rehearsal, scale: float) -> float | None:
-    """Halves the scale and reruns the closure until all is finite; returns that scale, or None.
-
-    Rerunning only the backward pass is not enough if the closure calls `session.grad`: then the loss depends on the
-    scale.
-    """
+    """Halves the scale and reruns the closure until all is finite; returns that scale, or None."""
+    # Rerunning only the backward pass is not enough if the closure calls `session.grad`: then the loss depends on the
+    # scale.
     while scale > 1:
         scale = max(scale / 2, 1.0)
         rehearsal.rewind()
@@ -235,10 +228,8 @@ def _is_finite_at(rehearsal: Rehearsal, loss: Tensor, scale: float) -> bool:
 
 
 def _nothing_found(rehearsal: Rehearsal, run: _Run, last: StepFacts, tell: Callable[[Finding], None]) -> Verdict | None:
-    """Handles a closure whose numbers are all finite: passes what was observed to `tell` as findings.
-
-    Returns a verdict if the last step failed because of gradients left over from an earlier step, otherwise None.
-    """
+    """Handles a closure whose numbers are all finite: passes what was observed to `tell` as findings."""
+    # Returns a verdict if the last step failed because of gradients left over from an earlier step, otherwise None.
     if last.bad and last.left_over:
         return say(Diagnosis.stale(last.bad), None, (), scale=last.scale)
     _LOG.info(
@@ -263,11 +254,8 @@ def _nothing_found(rehearsal: Rehearsal, run: _Run, last: StepFacts, tell: Calla
 
 
 def _try_cures(rehearsal: Rehearsal, run: _Run, scale: float) -> Verdict | None:
-    """Runs the closure in fp32 and under edits that may cure it; the verdict has the first edits that did.
-
-    `run` is the run that failed, and `scale` is the loss scale of the session. Returns None if the closure repeats the
-    failure only because it keeps non-finite tensors from the failed run.
-    """
+    """Runs the closure in fp32 and under edits that may cure it; the verdict has the first edits that did."""
+    # Returns None if the closure repeats the failure only because it keeps non-finite tensors from the failed run.
     found, at = run.found, run.scale
     assert found is not None
     full = _tried(rehearsal, level("O0", rehearsal.plan.low), scale)
@@ -306,10 +294,7 @@ def _beyond(rehearsal: Rehearsal) -> tuple[str, float] | None:
 
 
 def _below_one(rehearsal: Rehearsal, found: Diagnosis, scale: float) -> float | None:
-    """Returns the largest loss scale below 1, found by halving, at which the closure's numbers are finite, or None.
-
-    Such a scale makes small gradients 0, so callers try changes of the plan first.
-    """
+    """Returns the largest loss scale below 1, found by halving, at which the closure's numbers are finite, or None."""
     if not found.may_be_scale or rehearsal.plan.ops == "none":
         return None
     rehearsal.rewind()
@@ -340,11 +325,7 @@ class _Search:
     left: int = _TRIES
 
     def narrow(self, found: Diagnosis) -> _Cure | None:
-        """Returns edits that cure the failure and leave part of the model low, or None.
-
-        If edits cure this failure but the closure then fails in another module, keeps these edits and adds some for
-        that module.
-        """
+        """Returns edits that cure the failure and leave part of the model low, or None."""
         return self._within(found, self._narrow(found), (), _FAULTS)
 
     def whole(self, found: Diagnosis) -> _Cure | None:
@@ -377,11 +358,7 @@ class _Search:
         return self._within(moved[1], self._narrow(moved[1]), moved[0], faults - 1)
 
     def _cure(self, edits: tuple[Edit, ...], run: _Run) -> _Cure:
-        """Returns a `_Cure` with these edits and what their `run` showed.
-
-        If the run had to lower the loss scale, adds an edit that starts training at that scale. Otherwise steps would
-        be skipped until a dynamic scale has come down.
-        """
+        """Returns a `_Cure` with these edits and what their `run` showed."""
         scaled = edits if run.lower is None else (*edits, replace(self.rehearsal.plan.scale, init=run.lower))
         return _Cure(scaled, run.loss, run.has_room)
 
@@ -399,11 +376,7 @@ class _Search:
 
 
 def _tried(rehearsal: Rehearsal, plan: Plan, scale: float) -> _Run | str:
-    """Runs the closure on copies of the models under a plan; returns the run, or the reason why it was not possible.
-
-    A dynamic loss scale may come down during the run. The run is not possible if the models cannot be copied, if the
-    closure does not call them, or if it raises an error under the plan.
-    """
+    """Runs the closure on copies of the models under a plan; returns the run, or the reason why it was not possible."""
     rehearsal.rewind()
     try:
         with rehearsal.under(plan) as trial:
@@ -425,10 +398,8 @@ def _tried(rehearsal: Rehearsal, plan: Plan, scale: float) -> _Run | str:
 
 
 def _scale_under(scaling: Scaling, scale: float) -> float:
-    """Returns the loss scale at which to try a plan, given the session's current loss scale `scale`.
-
-    A dynamic scale that has come down to its floor is tried above it, because it will grow again.
-    """
+    """Returns the loss scale at which to try a plan, given the session's current loss scale `scale`."""
+    # A dynamic scale that has come down to its floor is tried above it, because it will grow again.
     if scaling.adapts:
         return min(max(scale, OF_FLOOR * scaling.min), scaling.max)
     return scaling.first

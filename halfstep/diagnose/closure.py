@@ -23,11 +23,7 @@ _CLOSURE = "pass a function without arguments that computes the loss and returns
 
 
 def check_closure(function: str, closure: object) -> None:
-    """Checks that the public function named `function` can call the closure that was passed to it.
-
-    Raises:
-        SessionError: `closure` is not a function, or needs arguments.
-    """
+    """Checks that the public function named `function` can call the closure that was passed to it."""
     if not callable(closure):
         raise SessionError(
             f"{function}() takes a function that returns the loss, not {type(closure).__name__}; {_CLOSURE}"
@@ -41,11 +37,7 @@ def check_closure(function: str, closure: object) -> None:
 
 
 def compute_loss(closure: Callable[[], Any], params: Sequence[nn.Parameter]) -> Tensor:
-    """Calls the closure and returns the loss that it computed.
-
-    Raises:
-        SessionError: the closure returned no scalar tensor that requires a gradient, or ran the backward pass itself.
-    """
+    """Calls the closure and returns the loss that it computed."""
     loss = begin_pass(closure)
     if not isinstance(loss, Tensor):
         raise SessionError(f"the closure returned {type(loss).__name__}, not the loss; {_CLOSURE}")
@@ -68,10 +60,7 @@ def compute_loss(closure: Callable[[], Any], params: Sequence[nn.Parameter]) -> 
 
 @contextmanager
 def leaves_kept(loss: Tensor, params: list[nn.Parameter]) -> Iterator[list[Tensor]]:
-    """Yields the leaves whose gradients the backward pass of a loss writes: `params`, and other leaves of its graph.
-
-    The gradients of the other leaves are cleared first, and restored at the end of the `with` block.
-    """
+    """Yields the leaves whose gradients the backward pass of a loss writes: `params`, and other leaves of its graph."""
     leaves = {id(leaf): leaf for leaf in [*params, *leaves_of([loss])]}
     own = {id(p) for p in params}
     kept = [(leaf, leaf.grad) for leaf in leaves.values() if id(leaf) not in own]

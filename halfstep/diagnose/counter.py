@@ -60,13 +60,8 @@ class Counter:
         self._runs: dict[Watched, _Streak] = {}  # empty until a step is skipped
 
     def count(self, parts: Sequence[object], skipped: Tensor, scales: Scales) -> Watched | None:
-        """Counts a step of the optimizers `parts`; returns the optimizers and the loss that raise an alarm, or None.
-
-        There are three reasons for an alarm: `WINDOW` steps in a row were skipped; a step was skipped with its loss
-        scale at the floor; or the scale overflows whenever it has grown from the floor (see `lives_at_floor`).
-        `skipped` is a 0-dim tensor, and `scales` has one for each loss. Steps inside a CUDA graph capture are not
-        counted, because a later read would give the values of replays.
-        """
+        """Counts a step of the optimizers `parts`; returns the optimizers and the loss that raise an alarm, or None."""
+        # Steps inside a CUDA graph capture are not counted, because a later read would give the values of replays.
         if self._on_cuda and torch.cuda.is_current_stream_capturing():
             self._steps, self._coming = [], None
             return None

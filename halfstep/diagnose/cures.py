@@ -26,10 +26,7 @@ _BY_OP = ("deny",)  # running ops of these categories full everywhere costs litt
 
 
 def candidates(plan: Plan, found: Diagnosis, roots: Sequence[nn.Module]) -> list[tuple[Edit, ...]]:
-    """Returns edits that may cure a failure, in the order in which to try them; empty if no edit can.
-
-    Edits can cure only failures that a wider format may prevent.
-    """
+    """Returns edits that may cure a failure, in the order in which to try them; empty if no edit can."""
     if plan.ops == "none" or found.kind not in _OF_FORMATS or found.phase == AFTER_BACKWARD:
         return []
     edits: list[tuple[Edit, ...]] = []
@@ -40,20 +37,13 @@ def candidates(plan: Plan, found: Diagnosis, roots: Sequence[nn.Module]) -> list
 
 
 def rules_around(module: str | None, plan: Plan, roots: Sequence[nn.Module]) -> list[tuple[Edit, ...]]:
-    """Returns rules that keep a module full, then rules for each module around it, except the model itself.
-
-    There are two candidates for each module: in the first the output gets the format of the input again, in the second
-    it stays fp32.
-    """
+    """Returns rules that keep a module full, then rules for each module around it, except the model itself."""
     around = filter(None, _upwards(module))
     return list(dict.fromkeys(rules_on(name, policy, plan, roots) for name in around for policy in (FULL, FULL_OUT)))
 
 
 def rules_on(name: str, policy: Policy, plan: Plan, roots: Sequence[nn.Module]) -> tuple[Rule, ...]:
-    """Returns rules that give a module a policy, in a form that agrees with the other rules of the plan.
-
-    Modules that share a parameter get the same rule. Where rules of the plan match a module, they get the policy.
-    """
+    """Returns rules that give a module a policy, in a form that agrees with the other rules of the plan."""
     models = [unwrap(root) for root in roots]
     sites = [site for number, model in enumerate(models) for site in find_sites(model, number)]
     patterns: list[str] = []
@@ -74,10 +64,7 @@ def edited(plan: Plan, candidates: Iterable[tuple[Edit, ...]]) -> Iterator[tuple
 
 
 def narrow_candidates(plan: Plan, found: Diagnosis, roots: Sequence[nn.Module]) -> list[tuple[Edit, ...]]:
-    """Returns edits that may cure a failure and leave part of the model low.
-
-    For an operation that no module called, the only such edit, if any, denies the operation.
-    """
+    """Returns edits that may cure a failure and leave part of the model low."""
     if found.module is None:
         in_forward = found.kind in _OF_FORMATS and found.phase != AFTER_BACKWARD
         known = plan.ops != "none" and in_forward and _is_cheap(found.operator)
@@ -110,13 +97,7 @@ def _own_code(plan: Plan, found: Diagnosis, roots: Sequence[nn.Module]) -> list[
 
 
 def untried_cure(plan: Plan, found: Diagnosis, roots: Sequence[nn.Module]) -> tuple[Edit, ...]:
-    """Returns the smallest edit that should cure a failure, found without a further run; () if there is none.
-
-    There can be one if the operation's result is finite in fp32, or if a weight, an eps or a mask that was rounded to
-    low caused the failure. If the fp32 result is too large for the low format, the edit must also keep the output of
-    the module in fp32. Edits that the plan already has are left out, and no edit cures weights that have grown too far.
-    For a steep operation, such as 1 / x, there is none: where its result is too large, its gradient is far larger.
-    """
+    """Returns the smallest edit that should cure a failure, found without a further run; () if there is none."""
     if found.outgrown is not None:
         return ()
     rounded = found.eps is not None or found.mask is not None  # before the operation, which cannot help it
@@ -142,12 +123,10 @@ def _differs(plan: Plan, other: Plan) -> bool:
 
 
 def scaling_cure(scaling: Scaling, lower: float, *, estimated: bool = False) -> tuple[Edit, ...]:
-    """Returns an edit that replaces a scaling whose loss scale was too high.
-
-    `lower` is a loss scale at which all gradients are finite, or, with `estimated`, one that may be low enough. In that
-    case the new scaling is dynamic, so that the scale can fall further if other operations need it. It is also dynamic
-    if `lower` is below the floor of the present scaling, because later batches may need a lower scale.
-    """
+    """Returns an edit that replaces a scaling whose loss scale was too high."""
+    # `lower` is a loss scale at which all gradients are finite, or, with `estimated`, one that may be low enough. In
+    # that case the new scaling is dynamic, so that the scale can fall further if other operations need it. It is also
+    # dynamic if `lower` is below the floor of the present scaling, because later batches may need a lower scale.
     if not estimated and not scaling.adapts:
         return (Scaling("static", init=lower / _ROOM),)
     own = scaling if scaling.adapts else Scaling("dynamic")

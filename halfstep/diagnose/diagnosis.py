@@ -75,11 +75,7 @@ class Diagnosis:
 
     @property
     def loss_has_grown(self) -> bool:
-        """Whether the forward pass overflowed, and the loss is far above the session's first loss even in fp32.
-
-        Far above means that the closure overflows in fp32 too, or that its fp32 loss is more than 1,000 times the first
-        loss.
-        """
+        """Whether the forward pass overflowed, and the loss is far above the session's first loss even in fp32."""
         if not self.is_forward_overflow or self.full_loss is None or self.first_loss is None:
             return False
         if self.full is not None:
@@ -88,10 +84,7 @@ class Diagnosis:
 
     @property
     def has_diverged(self) -> bool:
-        """Whether training has diverged: a weight exceeds the low format's maximum, or the fp32 loss is extreme.
-
-        Extreme means more than 1,000 times the first loss times the square of that maximum.
-        """
+        """Whether training has diverged: a weight exceeds the low format's maximum, or the fp32 loss is extreme."""
         if self.grown is not None or not self.loss_has_grown:
             return self.grown is not None
         assert self.full_loss is not None
@@ -120,10 +113,7 @@ class Diagnosis:
 
     @property
     def in_full(self) -> Diagnosis | None:
-        """How the closure failed in fp32, if it failed in another place there; otherwise None.
-
-        There are then two faults, one in each format.
-        """
+        """How the closure failed in fp32, if it failed in another place there; otherwise None."""
         if self.full is None or self.kind in (Kind.INPUT_DATA, Kind.STALE_GRADIENTS, Kind.WEIGHTS):
             return None
         if _is_own(self.note) and _is_own(self.full.note):  # which of its operations differs by format
@@ -233,10 +223,7 @@ def _is_own(note: Note | None) -> bool:
 
 
 def _is_around(one: str, other: str) -> bool:
-    """Tells whether two names belong to the same module, or to two modules of which one contains the other.
-
-    Such names count as one place: a cast in a hook can move a failure from a module to one around it, or the reverse.
-    """
+    """Tells whether two names belong to the same module, or to two modules of which one contains the other."""
     shorter, longer = sorted((one, other), key=len)
     return shorter in ("", longer) or longer.startswith(shorter if shorter.endswith(":") else f"{shorter}.")
 
@@ -262,11 +249,7 @@ def _format(note: Note) -> Format | None:
 
 
 def _vanished(note: Note, low: Format) -> float | None:
-    """Returns a tiny number, such as an eps, that rounds to 0 in `low` and so may have caused the failure.
-
-    An operation shortly before this one added the number or used it as a bound, and still had results that are 0.
-    Returns None if there is no such number.
-    """
+    """Returns a tiny number, such as an eps, that rounds to 0 in `low` and so may have caused the failure."""
     if low not in LOW_FORMATS:
         return None
     waiting = [(source, 0) for source in note.sources if source is not None]

@@ -67,11 +67,7 @@ def on_gathered_copy(session: Session, build: Callable[[], Any], ask: Callable[.
 
 
 def _built(build: Callable[[], Any], roots: Sequence[nn.Module], device: torch.device) -> list[nn.Module]:
-    """Calls `build` for unsharded copies of the models `roots`, and returns the copies on the device.
-
-    Raises:
-        SetupError: the device has not enough memory for them, or `build` did not return as many unsharded models.
-    """
+    """Calls `build` for unsharded copies of the models `roots`, and returns the copies on the device."""
     needed = PER_ELEMENT * sum(p.numel() for root in roots for p in root.parameters())
     free = free_bytes(device)
     if free is not None and needed > free:
@@ -93,11 +89,7 @@ def _built(build: Callable[[], Any], roots: Sequence[nn.Module], device: torch.d
 
 @torch.no_grad()
 def _fill(model: nn.Module, root: nn.Module, state: dict[str, Tensor], plan: Plan) -> None:
-    """Copies the state of a sharded model into `model`, with weights rounded as the sharded model rounds them.
-
-    Raises:
-        SetupError: the two are not the same model.
-    """
+    """Copies the state of a sharded model into `model`, with weights rounded as the sharded model rounds them."""
     try:
         model.load_state_dict(state)
     except RuntimeError as error:

@@ -18,11 +18,7 @@ _CONSTANT = (
 
 
 def degree(note: Note) -> float:
-    """Returns k such that a result is proportional to loss_scale**k.
-
-    k is 1 for a gradient and 0 for a result that does not depend on the scale. The k of a product is the sum of the k
-    of its factors. Operations without a known rule, and sums, have the largest k of their arguments.
-    """
+    """Returns k such that a result is proportional to loss_scale**k."""
     known: dict[int, float] = {}
     waiting = [note]
     while waiting:
@@ -37,10 +33,7 @@ def degree(note: Note) -> float:
 
 
 def _behind(note: Note) -> list[Note]:
-    """Returns the operations that wrote the arguments of `note`.
-
-    Returns [] if `note` is not in a backward pass or is the operation with which the pass begins.
-    """
+    """Returns the operations that wrote the arguments of `note`."""
     if note.root or note.phase != "backward":
         return []
     return [each for each in note.sources if each is not None and each.index < note.index]

@@ -224,16 +224,7 @@ class Guardian:
         scales: Mapping[int, Tensor],
         stopping: Sequence[int] = (),
     ) -> None:
-        """Counts a step for the alarm, or examines it if it was recorded.
-
-        The optimizers `parts` have stepped, on gradients of the losses in `scales`, which maps the id of each loss to
-        its scale. `stopping` lists the processes that have announced an error; if there are any, this process raises
-        too.
-
-        Raises:
-            NumericsError: the recorded step was skipped for a reason that a lower loss scale does not cure, here or in
-                another process.
-        """
+        """Counts a step for the alarm, or examines it if it was recorded."""
         if stopping or (self.pending is not None and not self._runtime.summing()):
             self._stop(stopping, record.step)
         if self._armed is not None:
@@ -247,11 +238,9 @@ class Guardian:
     def _after_recorded(
         self, armed: Armed, record: StepRecord, parts: Sequence[Part], scales: Mapping[int, Tensor]
     ) -> None:
-        """Examines the recorded step if its optimizers and loss are those that raised the alarm.
-
-        A step of other optimizers is not examined, but stays recorded for a while, because it may affect the awaited
-        step.
-        """
+        """Examines the recorded step if its optimizers and loss are those that raised the alarm."""
+        # A step of other optimizers is not examined, but stays recorded for a while, because it may affect the awaited
+        # step.
         waited_for, loss_id = self._about
         if tuple(map(id, parts)) == waited_for and (loss_id is None or loss_id in scales):
             self._conclude(record, parts, scales)
@@ -317,10 +306,7 @@ class Guardian:
     def _explain(
         self, armed: Armed, record: StepRecord, parts: Sequence[Part], scales: Mapping[int, Tensor]
     ) -> tuple[Verdict, str] | None:
-        """Returns the verdict on a recorded step and a phrase on what a lower loss scale would do.
-
-        Returns None if the skip is normal, or if its cause was not recorded.
-        """
+        """Returns the verdict on a recorded step and a phrase on what a lower loss scale would do."""
         recorder, runtime = armed.recorder, self._runtime
         losses = [record.loss] if record.loss is not None else []
         gradients = [local(p.grad) for part in parts for p in part.parameters() if p.grad is not None]
@@ -341,13 +327,8 @@ class Guardian:
         return replace(verdict, advice=f"{verdict.advice}; {PASSED}"), about_scale
 
     def _judge(self, found: Diagnosis, scale: float, *, shared: float | None) -> tuple[Verdict, str] | None:
-        """Returns the verdict on the recorded step and a phrase on what a lower loss scale would do.
-
-        Returns None if the loss scale is going to fall and a lower scale cures this failure. `shared` is the lowest
-        loss scale of the step if processes communicated during it, otherwise None. Until `shared` has fallen to the
-        floor, None is returned too: all processes must stop at the same step, and a lower scale may still cure the
-        failure of another process.
-        """
+        """Returns the verdict on the recorded step and a phrase on what a lower loss scale would do."""
+        # `shared` is the lowest loss scale of the step if processes communicated during it, otherwise None.
         plan = self._runtime.plan
         found = replace(found, untried="halfstep.blame(session, closure) tries edits")
         lower = _Lower.estimate(found, plan.low, scale)

@@ -28,10 +28,7 @@ class Origin:
 
 
 def find_origin(recorder: OpRecorder, sinks: Sequence[Tensor]) -> Origin | None:
-    """Returns the origin of the non-finite values in `sinks`, such as the loss; None if all are finite.
-
-    An operation counts only if its non-finite result reached a sink. A result that a mask excluded does not count.
-    """
+    """Returns the origin of the non-finite values in `sinks`, such as the loss; None if all are finite."""
     bad = [sink for sink in sinks if nonfinite(sink) is not None]
     if not bad:
         return None
@@ -84,10 +81,7 @@ def _earliest(recorder: OpRecorder, reached: list[Note]) -> Origin:
 
 
 def _first_to_compute(recorder: OpRecorder, note: Note, reached: list[Note]) -> Note:
-    """Returns the first operation that computes with a value that no recorded operation made.
-
-    `note` is the first operation that reads the value. Operations that only copy or cast the value are passed over.
-    """
+    """Returns the first operation that computes with a value that no recorded operation made."""
     while recorder.operator(note) in ("to", "clone", "copy", "detach") or note.aten == "_unsafe_view":
         following = [each for each in reached if note in each.parents]
         if not following:

@@ -55,11 +55,7 @@ class Rehearsal:
         self.inputs.begin_run()
 
     def loss(self) -> Tensor:
-        """Returns the loss that the closure computes.
-
-        Raises:
-            SessionError: the closure returned no scalar tensor that requires a gradient, or ran the backward pass.
-        """
+        """Returns the loss that the closure computes."""
         loss = compute_loss(self._closure, self.params)
         self.reads_originals = any(id(leaf) in self._originals for leaf in leaves_of([loss]))
         return loss
@@ -78,12 +74,7 @@ class Rehearsal:
 
     @contextmanager
     def under(self, plan: Plan) -> Iterator[Rehearsal]:
-        """Yields a rehearsal under another plan; when the closure calls the models, copies of them run instead.
-
-        Raises:
-            HalfstepError: the plan does not fit the models.
-            Exception: an error of copying a model.
-        """
+        """Yields a rehearsal under another plan; when the closure calls the models, copies of them run instead."""
         with (
             self._session.trial(plan) as trial,
             trial.runtime.whole_products(),
@@ -93,12 +84,7 @@ class Rehearsal:
 
 
 def check_given(function: str, session: object, closure: object) -> None:
-    """Checks the session and the closure that were passed to the public function named `function`.
-
-    Raises:
-        SessionError: `session` is not an open session, or `closure` is not a function without arguments.
-        SetupError: the model of the session is sharded.
-    """
+    """Checks the session and the closure that were passed to the public function named `function`."""
     if not isinstance(session, Session) or session.closed:
         what = "a closed session" if isinstance(session, Session) else type(session).__name__
         raise SessionError(f"{function}() takes an open session, not {what}; call it after halfstep.initialize")
@@ -115,11 +101,7 @@ def check_given(function: str, session: object, closure: object) -> None:
 
 @contextmanager
 def rehearsing(session: Session, closure: Callable[[], Any]) -> Iterator[Rehearsal]:
-    """Yields a rehearsal of a closure; restores weights, buffers, gradients and random state when it ends.
-
-    Raises:
-        SessionError: the session is closed, or a rehearsal is already running (the closure itself starts one).
-    """
+    """Yields a rehearsal of a closure; restores weights, buffers, gradients and random state when it ends."""
     roots = session.runtime.roots
     with (
         session.rehearsing(),
@@ -139,15 +121,7 @@ def trainable(roots: Sequence[nn.Module]) -> list[nn.Parameter]:
 
 @contextmanager
 def _standing_in(models: Sequence[nn.Module], twins: Sequence[nn.Module]) -> Iterator[None]:
-    """Redirects calls of the models' modules to the modules of their copies, the `twins`.
-
-    Gradient hooks on the models' parameters also act on the parameters of the copies. An attribute that the closure
-    writes on a model is copied to its twin, and one that a twin's forward writes, such as an auxiliary loss, is copied
-    back to the model.
-
-    Raises:
-        RuntimeError: a module has a `forward` of its own (not its class's), which cannot be redirected to a copy.
-    """
+    """Redirects calls of the models' modules to the modules of their copies, the `twins`."""
     found = {
         id(own): (own, twin)
         for model, copied in zip(models, twins, strict=True)

@@ -136,10 +136,8 @@ def _put_back(container: Any, contents: Any) -> None:
 
 
 def give_attributes(module: nn.Module, own: Mapping[str, Any]) -> None:
-    """Sets the plain attributes of a module to `own`, and removes all others.
-
-    Writes to `__dict__`, so that a `__setattr__` of the model does not see these assignments.
-    """
+    """Sets the plain attributes of a module to `own`, and removes all others."""
+    # Writes to `__dict__`, so that a `__setattr__` of the model does not see these assignments.
     for name in attributes(module).keys() - own.keys():
         del module.__dict__[name]
     module.__dict__.update(own)

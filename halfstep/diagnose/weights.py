@@ -28,10 +28,7 @@ class Growth:
 
 
 def sizes_of(roots: Sequence[nn.Module], full: Callable[[nn.Parameter], Tensor]) -> dict[str, Tensor]:
-    """Returns the root mean square of each trainable matrix of weights, on its device, keyed by name.
-
-    `full` returns the fp32 value of a parameter. Biases and gains are left out: they may grow to the size of the data.
-    """
+    """Returns the root mean square of each trainable matrix of weights, on its device, keyed by name."""
     sizes: dict[str, Tensor] = {}
     for root in roots:
         for name, parameter in root.named_parameters():

@@ -330,10 +330,7 @@ def _in_every_format(found: Diagnosis, full: Diagnosis) -> str:
 
 
 def _about_gradient(name: str, *, called: bool) -> str:
-    """Returns the advice for the case that the gradient of the operation `name` is not finite in any format.
-
-    `called` is True if a custom backward or a hook called the operation on a gradient.
-    """
+    """Returns the advice for the case that the gradient of the operation `name` is not finite in any format."""
     if called:
         return (
             f"no format helps: {name}, called on a gradient, is not finite here; keep its inputs in its domain with an "
@@ -347,10 +344,7 @@ def _about_gradient(name: str, *, called: bool) -> str:
 
 
 def _brought_in(found: Diagnosis) -> str:
-    """Returns the advice on a number or tensor that user code passed to the operation and that is not finite.
-
-    Returns "" if there is no such value.
-    """
+    """Returns the advice on a number or tensor that user code passed to the operation and that is not finite."""
     note, name = found.note, found.operator
     if note is None:
         return ""

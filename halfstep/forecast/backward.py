@@ -54,10 +54,8 @@ class Nodes:
 
 @contextmanager
 def noting_nodes(model: nn.Module, full: Collection[str]) -> Iterator[Nodes]:
-    """Yields the nodes that forwards inside the `with` make; `full` names the modules that compute full.
-
-    Meanwhile recurrent layers compute step by step, because oneDNN's kernel is one operation for all steps.
-    """
+    """Yields the nodes that forwards inside the `with` make; `full` names the modules that compute full."""
+    # Meanwhile recurrent layers compute step by step, because oneDNN's kernel is one operation for all steps.
     nodes = Nodes()
     layers: list[nn.Module] = []
     with ExitStack() as undo:

@@ -25,14 +25,7 @@ NOT_FINITE = "not finite"  # the code of a finding
 
 
 def absorbed_in_fp16(closure: Callable[[], Any], model: nn.Module, plan: Plan) -> tuple[Observation | Finding, ...]:
-    """Returns the overflows absorbed in the forward pass of one step under `plan` in fp16.
-
-    If that pass raises an error, returns a finding about the error instead. If nothing was absorbed, but
-    the loss is not finite, returns a finding about that.
-
-    Raises:
-        SessionError: the closure returns no scalar loss, or has run out of batches.
-    """
+    """Returns the overflows absorbed in the forward pass of one step under `plan` in fp16."""
     still = torch.optim.SGD([p for p in model.parameters() if p.requires_grad] or model.parameters(), lr=0.0)
     with initialize(model, still, customize(plan, low=FP16).edit(Scaling("none"))) as session:
         watch = AbsorbedWatch(session.runtime.roots)

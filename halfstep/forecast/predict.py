@@ -65,15 +65,7 @@ def predict(
     scouted: Scouted,
     loss_scale: float | None = None,
 ) -> Prediction:
-    """Runs training steps in fp32 and returns what rounding all their results to each format would do.
-
-    If there is an optimizer, the weights change; nothing is restored. Gradients are multiplied by `loss_scale` before
-    rounding. If it is None, each format has its own loss scale, which suits the largest gradient in `scouted`.
-
-    Raises:
-        SessionError: the closure returns no loss, or a loss that is not finite in fp32; no gradient reaches a tensor
-            stored low; or the backward pass cannot run twice.
-    """
+    """Runs training steps in fp32 and returns what rounding all their results to each format would do."""
     suited = {fmt: _recommended(fmt, _limit(fmt, scouted.largest_gradient), scouted.ceiling) for fmt in formats}
     tally = RoundingTotals(suited if loss_scale is None else dict.fromkeys(formats, loss_scale), scouted)
     for number in range(1, steps + 1):
@@ -86,11 +78,7 @@ def predict(
 
 
 def _step(closure: Callable[[], Any], model: nn.Module, tally: RoundingTotals, number: int) -> None:
-    """Runs one step in fp32, then repeats its backward pass in each format; `p.grad` keeps the fp32 gradients.
-
-    Each repeated pass uses the loss scale of its format. It rounds the gradient at each module's output, and the
-    products between these outputs.
-    """
+    """Runs one step in fp32, then repeats its backward pass in each format; `p.grad` keeps the fp32 gradients."""
     params = list(model.parameters())
     with ExitStack() as undo:
         undo.enter_context(watching(model, tally.see))
@@ -147,10 +135,7 @@ class RoundingTotals:
 
     @contextmanager
     def backward_in(self, fmt: Format, nodes: Nodes) -> Iterator[float]:
-        """Rounds a backward pass that runs inside the context to `fmt`; yields the loss scale of `fmt`.
-
-        `nodes` tells which results to round. Gradients that `see` gets meanwhile count as those of `fmt`.
-        """
+        """Rounds a backward pass that runs inside the context to `fmt`; yields the loss scale of `fmt`."""
         self._backward_in = RoundedBackward(nodes, fmt)
         try:
             with self._backward_in:
@@ -159,11 +144,7 @@ class RoundingTotals:
             self._backward_in = None
 
     def see(self, place: TensorName, tensor: Tensor) -> Tensor | None:
-        """Counts the effects of rounding one tensor to each format and returns None.
-
-        Inside `backward_in(fmt)`, counts the effects for `fmt` only and returns the gradient rounded to it. If a module
-        has low and full tensors of one kind, only the low ones count.
-        """
+        """Counts the effects of rounding one tensor to each format and returns None."""
         group: Group = place[:2]
         low = self._scouted.low.get(place, True)  # a tensor that the scout has not seen counts as low
         if tensor.numel() == 0 or (not low and group in self._low_groups):
@@ -280,10 +261,7 @@ class _Sum:
         return result
 
     def weigh(self, values: Tensor, fmt: Format | None) -> None:
-        """Adds up the energy (sum of squares) of the values, and the energy of their rounding errors.
-
-        A value beyond the format's range counts as rounded to the largest value of the format.
-        """
+        """Adds up the energy (sum of squares) of the values, and the energy of their rounding errors."""
         if not math.isfinite(_largest(values)):
             values = torch.where(values.isfinite(), values, 0.0)  # infinities of masks do not count as loss
         self._signal += torch.linalg.vector_norm(values, dtype=torch.float64).square()
@@ -312,11 +290,7 @@ def decibels(signal: float, noise: float) -> float:
 
 
 def smallest_scale(gradients: Sequence[TensorStats], fmt: Format, largest: float) -> float | None:
-    """Returns the smallest power of two up to `largest` that gives each gradient an SNR of 20 dB or more, or None.
-
-    The SNR is estimated from the exponents of the fp32 gradients, assuming that errors are uniform within a rounding
-    step.
-    """
+    """Returns the smallest power of two up to `largest` that gives each gradient an SNR of 20 dB or more, or None."""
     needed = SMALLEST_SCALE
     for stats in gradients:
         scale = needed
@@ -365,10 +339,7 @@ def _power_below(value: float) -> float:
 
 
 def _recommended(fmt: Format, limit: float, ceiling: float) -> float:
-    """Returns the loss scale to use: a power of two that leaves headroom below `limit`, at most `ceiling`.
-
-    Returns 1 (no scaling) if the format has as many exponent bits as fp32 and a scale of 1 leaves headroom.
-    """
+    """Returns the loss scale to use: a power of two that leaves headroom below `limit`, at most `ceiling`."""
     if fmt.exponent_bits == FP32.exponent_bits and limit >= HEADROOM:
         return 1.0
     return max(min(_power_below(limit / HEADROOM), ceiling), SMALLEST_SCALE)

@@ -248,11 +248,7 @@ def scout(closure: Callable[[], Any], model: nn.Module, plan: Plan) -> Scouted:
 def _follow(
     low: dict[TensorName, bool], low_losses: Sequence[TensorName], stored_low: Collection[TensorName] | None
 ) -> None:
-    """Corrects the entries of `low` for weights and gradients; `low` says for each tensor whether it is low.
-
-    The gradient of each loss in `low_losses` is low. A weight and its gradient are low if `stored_low` has the weight.
-    If `stored_low` is None, the plan stores no weights low; a weight then counts as low if its gradient is low.
-    """
+    """Corrects the entries of `low` for weights and gradients; `low` says for each tensor whether it is low."""
     low.update((place._replace(kind="activation_grad"), True) for place in low_losses)
     for place in [place for place in low if place.kind == "weight"]:
         gradient = place._replace(kind="weight_grad")
@@ -293,11 +289,7 @@ def _harm(row: Rounded) -> str:
 def _about_absorbed(
     absorbed: Iterable[Observation | Finding], known: Sequence[Finding], model: nn.Module, plan: Plan
 ) -> Iterator[Finding]:
-    """Yields a finding for each overflow that would be absorbed.
-
-    Each has rules as its cure, unless a finding in `known` already has a rule for the same module. If a rule would keep
-    the whole model full, the cure denies the operation that overflows.
-    """
+    """Yields a finding for each overflow that would be absorbed."""
     ruled = {edit.pattern for finding in known for edit in finding.cure if isinstance(edit, Rule)}
     for each in absorbed:
         if isinstance(each, Finding):
@@ -322,11 +314,7 @@ def _denied(operator: str, plan: Plan) -> tuple[Edit, ...]:
 
 
 def _cure(module: str, policy: Policy, model: nn.Module, plan: Plan) -> tuple[tuple[Rule, ...], str]:
-    """Returns the rules that keep a module full, and the advice in words.
-
-    If the module's parent uses the module's weights directly, the rules keep the parent full instead. Modules that
-    share a parameter get the same rule. If the rules would keep the whole model full, returns () and other advice.
-    """
+    """Returns the rules that keep a module full, and the advice in words."""
     name = module
     while name:
         rules = rules_on(name, policy, plan, [model])

@@ -13,10 +13,8 @@ _RNN, _RNN_BACKWARD = torch.ops.aten.mkldnn_rnn_layer.default, torch.ops.aten.mk
 
 
 def flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
-    """Returns the FLOPs of a call that computes products, such as a convolution or attention; 0 for any other call.
-
-    A multiply-add counts as two FLOPs. Attention is counted as if nothing were masked, as in torch's formula.
-    """
+    """Returns the FLOPs of a call that computes products, such as a convolution or attention; 0 for any other call."""
+    # Attention is counted as if nothing were masked, as in torch's formula.
     from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count  # it brings Triton
 
     if func is FLASH_ATTENTION_CPU:
@@ -33,9 +31,6 @@ def flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
 
 
 def _recurrent(given: Sequence[int], weight: Sequence[int], recurrent: Sequence[int]) -> int:
-    """Returns the FLOPs of a recurrent layer, from the shapes of its input, input weight and recurrent weight.
-
-    For each time step and example, the layer multiplies a vector by each of the two weights.
-    """
+    """Returns the FLOPs of a recurrent layer, from the shapes of its input, input weight and recurrent weight."""
     steps, batch = given[0], given[1]
     return 2 * steps * batch * (weight[0] * weight[1] + recurrent[0] * recurrent[1])

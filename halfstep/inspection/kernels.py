@@ -40,10 +40,7 @@ def work_of(kernel: str) -> tuple[str, bool] | None:
 
 
 def kernel_rows(ran: Iterable[tuple[str, float]]) -> tuple[KernelRow, ...]:
-    """Returns a row for each kernel that computes matrix products, slowest first.
-
-    `ran` has the name and the seconds of each run of a kernel.
-    """
+    """Returns a row for each kernel that computes matrix products, slowest first."""
     seconds: dict[str, list[float]] = defaultdict(list)
     for name, took in ran:
         seconds[name].append(took)

@@ -123,10 +123,7 @@ class Meter(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class has n
         return result
 
     def _follow(self, note: Note, func: Any, tensors: list[Tensor], made: list[Tensor]) -> None:
-        """Records what an operation wrote; `tensors` are its inputs, and `made` are its results.
-
-        A forward operation is also passed on to `streams`, which follows fp32 values through the forward pass.
-        """
+        """Records what an operation wrote; `tensors` are its inputs, and `made` are its results."""
         changes = schema_of(func).is_mutable
         outputs = made or (tensors[:1] if changes else [])
         note.dtype = next((t.dtype for t in outputs if t.is_floating_point()), None)

@@ -59,10 +59,7 @@ class Step:
         return (self._custom.get(forward) if forward is not None else None) or self._custom.get(call.note)
 
     def heavy(self) -> dict[str | None, list[Call]]:
-        """Returns a dict from module name to the products of that module.
-
-        Only modules with at least the share `_HEAVY` of the step's FLOPs are in it.
-        """
+        """Returns a dict from module name to the products of that module."""
         total = sum(call.flops for call in self.meter.calls)
         found: dict[str | None, list[Call]] = defaultdict(list)
         for call in self.meter.calls:
@@ -72,11 +69,8 @@ class Step:
 
 
 def kept_full(step: Step, module: str | None, call: Call) -> Reason | None:
-    """Returns what in the plan makes a product run in fp32, what to do about it, and all edits that are needed.
-
-    The edits are empty if the edited plan would not fit the model or would leave the module in fp32. Returns None if
-    nothing in the plan is the reason.
-    """
+    """Returns what in the plan makes a product run in fp32, what to do about it, and all edits that are needed."""
+    # The edits are empty if the edited plan would not fit the model or would leave the module in fp32.
     plan, operator = step.plan, step.meter.operator(call.note)
     if plan.ops == "none":
         return f"{plan.name} runs everything as written", "train at O1 or O2", ()
@@ -104,11 +98,7 @@ def kept_full(step: Step, module: str | None, call: Call) -> Reason | None:
 
 
 def _rules_over(step: Step, module: str | None) -> list[Rule]:
-    """Returns all rules that must be edited so that a module runs low.
-
-    These are, first, the rules that keep the module full. An edited rule also makes other modules that it matches run
-    low. As two rules on one module must agree, each other rule that keeps one of those modules full must be edited too.
-    """
+    """Returns all rules that must be edited so that a module runs low."""
     sites = [site for number, root in enumerate(step.session.runtime.roots) for site in find_sites(root, number)]
     number, name = in_model(module)
     here = {path: site for site in sites if site.model == int(number or 0) for path in site.names}

@@ -25,12 +25,7 @@ Change = Callable[[Shape], Shape]
 
 
 def gain(call: Call, change: Change) -> float:
-    """Returns how many seconds a call saves if `change` is applied to its tensors.
-
-    The call is repeated, with and without the change in turn; 90% of the repetitions save at least the returned time.
-    So it is negative if fewer than 90% save time, and noise does not count as a gain. It is 0 if the changed call
-    fails.
-    """
+    """Returns how many seconds a call saves if `change` is applied to its tensors."""
     try:
         return _gain(call, lambda: _again(call, change))
     except (RuntimeError, IndexError):

@@ -42,10 +42,7 @@ _DOUBLE: Reason = (
 
 
 def savings(step: Step, again: Again) -> tuple[Saving, ...]:
-    """Returns what would save at least the share `_WORTH` of a step's time, largest saving first.
-
-    `again(places)` repeats the step and measures it; operations at `places` that mix low and fp32 inputs then run low.
-    """
+    """Returns what would save at least the share `_WORTH` of a step's time, largest saving first."""
     found = [saving for look in (_full, custom_full, _slow, _cast_again, _not_aligned) for saving in look(step)]
     found += _wide_streams(step, again)
     worth = [saving for saving in found if saving.seconds is None or saving.seconds >= _WORTH * step.seconds]
@@ -157,21 +154,14 @@ def _wide_streams(step: Step, again: Again) -> Iterator[Saving]:
 
 
 def _casting(step: Step, streams: Sequence[Stream]) -> float:
-    """Returns the total seconds of all casts in those modules that cast values of these fp32 streams to low.
-
-    `streams` have one source; the result serves to rank the sources by cost.
-    """
+    """Returns the total seconds of all casts in those modules that cast values of these fp32 streams to low."""
     modules = {name for stream in streams for name in stream.casts}
     return sum(call.seconds for call in step.meter.calls if call.is_cast and call.note.module in modules)
 
 
 def _without(sources: Sequence[Sequence[Stream]], again: Again) -> list[float]:
-    """Returns, for each source, how many seconds a step saves if this source no longer makes activations fp32.
-
-    A stream is a chain of operations that compute in fp32 because the first one read an fp32 tensor, its source.
-    Each value is the median of a few rounds. A round measures the step (by `again`) as it is, and then once for each
-    source, with the first operation of each of its streams in low precision.
-    """
+    """Returns, for each source, how many seconds a step saves if this source no longer makes activations fp32."""
+    # A stream is a chain of operations that compute in fp32 because the first one read an fp32 tensor, its source.
     saved: list[list[float]] = [[] for _ in sources]
     start = perf_counter()
     for turn in range(_ROUNDS if sources else 0):
@@ -184,10 +174,7 @@ def _without(sources: Sequence[Sequence[Stream]], again: Again) -> list[float]:
 
 
 def _less(now: Meter, then: Meter) -> float:
-    """Returns how many seconds less the step `then` took than the step `now`.
-
-    Only operations that are not the same in both steps count; the times of all others differ by chance.
-    """
+    """Returns how many seconds less the step `then` took than the step `now`."""
     kinds = [Counter(map(_kind, meter.calls)) for meter in (now, then)]
     took = [sum(c.seconds for c in m.calls if kinds[0][_kind(c)] != kinds[1][_kind(c)]) for m in (now, then)]
     return took[0] - took[1]
@@ -204,10 +191,8 @@ def _sizes(call: Call) -> Iterator[int]:
 
 
 def _saved(calls: Sequence[Call], change: Change, known: dict[str, float]) -> float:
-    """Returns the total seconds that calls save under a change.
-
-    `known` caches the saving for each operation and its shapes, so that equal calls are timed once.
-    """
+    """Returns the total seconds that calls save under a change."""
+    # `known` caches the saving for each operation and its shapes, so that equal calls are timed once.
     keys = [f"{call.func} {call.args} {call.kwargs}" for call in calls]
     for key, call in zip(keys, calls, strict=True):
         if key not in known:

@@ -48,10 +48,7 @@ class Absorbed(Generic[T]):
         return float(self.values[self.values.abs().argmax()])
 
     def said(self, operator: str, where: str | None, by: str, by_where: str | None) -> AbsorbedOverflow:
-        """Returns the record of this overflow.
-
-        `operator` overflowed at the line `where`; `by` made the result finite again at the line `by_where`.
-        """
+        """Returns the record of this overflow."""
         fmt = as_format(self.dtype).name
         return AbsorbedOverflow(operator, where, self.exact, fmt, by, by_where, self.got, self.want, self.off)
 
@@ -117,10 +114,7 @@ class OverflowTrail(Generic[T]):
         self._results: dict[int, _Result[T]] = {}  # likewise: what was computed from absorbed overflows
 
     def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Callable[[], T]) -> Any:
-        """Runs an operation for a dispatch mode, follows overflows through it, and returns its result.
-
-        `here()` returns the object by which the caller identifies the operation, should it be where one began.
-        """
+        """Runs an operation for a dispatch mode, follows overflows through it, and returns its result."""
         if in_backward():
             return self.compute(func, args, kwargs)
         given = _tensors((args, kwargs))
@@ -174,10 +168,7 @@ class OverflowTrail(Generic[T]):
     def _again(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], values: Mapping[int, Tensor]
     ) -> list[Tensor]:
-        """Returns an operation's results, computed again in fp32; [] if that fails.
-
-        `values` maps the id of an argument to the tensor to use in its place.
-        """
+        """Returns an operation's results, computed again in fp32; [] if that fails."""
         if torch.Tag.nondeterministic_seeded in func.tags:
             return []
         args, kwargs = widened(func, (tuple(args), dict(kwargs)), values, torch.float32)
@@ -272,12 +263,7 @@ def _floats(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: A
 
 
 def _worst_row(out: Tensor, exact: Tensor, touched: Tensor) -> tuple[float, float, float] | None:
-    """Returns (value, fp32 value, relative error of the row) for the worst element of `out`.
-
-    This is the element that differs most from the fp32 result `exact`, in the row with the largest relative error; rows
-    are along the last dimension. Only elements that an overflow changed, marked in `touched`, count. Rounding is not an
-    error. Returns None if no row's error exceeds `TOLERANCE`.
-    """
+    """Returns (value, fp32 value, relative error of the row) for the worst element of `out`."""
     if not bool(touched.any()):
         return None
     rounded = exact.to(out.dtype).double()

@@ -32,15 +32,9 @@ def make_probe(
     deliver: Sequence[Callable[[Observation], object]] = (),
     absorbed: Under | None = None,
 ) -> Probe:
-    """Returns a probe on the modules that the patterns match and all modules inside them; see `Session.observe`.
-
-    `absorbed` is None unless absorbed overflows are requested. Otherwise it is a function that puts a mode above the
-    one that emulates a format, so that the mode sees operations as the model called them.
-
-    Raises:
-        ObserveError: a setting is invalid, a pattern matches no module, or no module has a tensor of the requested
-            kinds.
-    """
+    """Returns a probe on the modules that the patterns match and all modules inside them; see `Session.observe`."""
+    # `absorbed` is None unless absorbed overflows are requested. Otherwise it is a function that puts a mode above the
+    # one that emulates a format, so that the mode sees operations as the model called them.
     whole = isinstance(every, int) and not isinstance(every, bool)
     if not whole or every < 1:
         raise ObserveError(f"every is {every!r}; pass an integer, 1 or more: every=10 observes one step in ten")
@@ -64,11 +58,7 @@ def make_probe(
 def check_delivery(
     log: Callable[[Observation], object] | None, absorbed: object
 ) -> list[Callable[[Observation], object]]:
-    """Returns the function `log` in a list, which is empty if it is None; also checks the switch `absorbed`.
-
-    Raises:
-        ObserveError: `log` is not a function, or `absorbed` is neither True nor False.
-    """
+    """Returns the function `log` in a list, which is empty if it is None; also checks the switch `absorbed`."""
     if not isinstance(absorbed, bool):
         raise ObserveError(
             f"absorbed is {short(absorbed)}; pass True to look for overflows that a later operation hides, or False"
@@ -108,10 +98,7 @@ def _patterns(modules: str | Iterable[str]) -> list[Rule]:
 
 
 def _chosen(roots: Sequence[nn.Module], patterns: Sequence[Rule]) -> dict[str, nn.Module]:
-    """Returns, by name, the modules that the patterns match and all modules inside them, in model order.
-
-    If there are several models, names begin with the number of the model: "1.encoder.attn".
-    """
+    """Returns, by name, the modules that the patterns match and all modules inside them, in model order."""
     sites = [site for index, root in enumerate(roots) for site in find_sites(root, index)]
     wanted: set[int] = set()
     for pattern in patterns:

@@ -34,11 +34,7 @@ class Customs:
 
 
 def is_brought_in(tensor: Tensor) -> bool:
-    """Tells whether the running node of a backward pass reads a tensor that it did not save in the forward pass.
-
-    Returns False if no node is running, as in a callback at the end of the pass (FSDP2 reduces gradients there), and in
-    a checkpoint, whose tensors cannot be looked at.
-    """
+    """Tells whether the running node of a backward pass reads a tensor that it did not save in the forward pass."""
     node = running_node()
     with without_modes():
         saved = None if node is None else saved_by(node)

@@ -64,10 +64,7 @@ class StepHooks:
         self.saw_any = False
 
     def put_on(self, modules: Mapping[str, nn.Module]) -> None:
-        """Puts hooks on the modules, except scripted ones.
-
-        If this is interrupted, `self.take_off()` removes the hooks that were put on.
-        """
+        """Puts hooks on the modules, except scripted ones."""
         for name, module in modules.items():
             if isinstance(module, torch.jit.ScriptModule):
                 self.closed_to_hooks.append(name)

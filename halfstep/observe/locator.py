@@ -112,10 +112,7 @@ class Locator:
         return next((module() for known, module in self._modules.values() if known == name), None)
 
     def tensor(self, tensor: Tensor) -> tuple[str, str, Tensor] | None:
-        """Returns (kind, name, tensor) of the models' tensor that shares memory with `tensor`, or None.
-
-        The kind is "parameter", "gradient" or "buffer". For a gradient, name and tensor are those of its parameter.
-        """
+        """Returns (kind, name, tensor) of the models' tensor that shares memory with `tensor`, or None."""
         held = memory_of(tensor)
         known = [] if held is None else self._tensors.get(_identity(held), [])
         if held is None or not known:
@@ -130,11 +127,7 @@ class Locator:
         return next((each.tensor for each in everything if each.name == name and each.kind != "gradient"), None)
 
     def here(self) -> Place:
-        """Returns the place of the running operation; searches the stack upwards, to the call that began the pass.
-
-        When a checkpoint runs a part of a forward again, the module's forward is not on the stack. Then a nested
-        function on the stack tells the module: it is the `self` that this function uses from its enclosing method.
-        """
+        """Returns the place of the running operation; searches the stack upwards, to the call that began the pass."""
         frame: FrameType | None = sys._getframe(1)
         module = line = call = enclosing = outermost = None
         function, again = "", False
@@ -198,11 +191,7 @@ class Locator:
         return False
 
     def _kind(self, code: CodeType) -> str:
-        """Returns the kind of the code of a frame.
-
-        This is "end" where the search for the user's line stops, "cast" in halfstep's casts, and elsewhere the kind of
-        the file, such as "user" or "functional".
-        """
+        """Returns the kind of the code of a frame."""
         path = code.co_filename
         if code is begin_pass.__code__ or (code.co_name == ENGINE and path.startswith(FOLDER)):
             return "end"
@@ -237,10 +226,7 @@ class Locator:
 
 
 def memory_of(tensor: Tensor) -> Tensor | None:
-    """Returns the tensor that holds a tensor's elements: itself, or the values of a sparse or nested tensor.
-
-    Returns None if the elements are not in identifiable memory.
-    """
+    """Returns the tensor that holds a tensor's elements: itself, or the values of a sparse or nested tensor."""
     try:
         with without_modes():
             held = _dense(tensor)
@@ -278,11 +264,9 @@ def _span(held: Tensor) -> tuple[int, int]:
 
 
 def _kind(path: str) -> str:
-    """Returns the kind of code in a file, judged by its path.
-
-    The kinds are "checkpoint", "functional" (torch functions written in Python), "below" (dispatch, and halfstep
-    itself), "torch" for the rest of torch, and "user" for all other files.
-    """
+    """Returns the kind of code in a file, judged by its path."""
+    # The kinds are "checkpoint", "functional" (torch functions written in Python), "below" (dispatch, and halfstep
+    # itself), "torch" for the rest of torch, and "user" for all other files.
     if path == CHECKPOINT_FILE:
         return "checkpoint"
     if path in FUNCTIONAL_FILES:

@@ -8,10 +8,7 @@ from halfstep.records import UPDATE, Observation, TensorStats
 
 
 def lost_by_module(observations: Iterable[Observation]) -> dict[str, float]:
-    """Returns for each module the share of lost updates, over all its parameters and all steps in `observations`.
-
-    Uses only observations of updates; `Observation.lost_updates` defines what counts as lost.
-    """
+    """Returns for each module the share of lost updates, over all its parameters and all steps in `observations`."""
     merged: dict[str, TensorStats] = {}
     for seen in observations:
         if seen.kind == UPDATE:

@@ -148,15 +148,9 @@ Watched = tuple[AbsorbedWatch, Callable[[], None]]
 
 
 def watch_absorbed(roots: Sequence[nn.Module], under: Under, undo: list[Callable[[], None]]) -> Watched:
-    """Returns a watch that sees all operations from now on, and a function that leaves the context `under(watch)`.
-
-    Within that context, the watch sees operations before a mode that emulates a format changes them. The returned
-    function refers to the session. The functions that end the watch are added to `undo`. They do not refer to the
-    session, and so do not keep it alive.
-
-    The watch is pushed on the stack of modes at once: if it were pushed inside a forward, a `with` block around that
-    forward would pop it. Until the watch ends, compiled code runs uncompiled.
-    """
+    """Returns a watch that sees all operations from now on, and a function that leaves the context `under(watch)`."""
+    # The watch is pushed on the stack of modes at once: if it were pushed inside a forward, a `with` block around that
+    # forward would pop it.
     watch = AbsorbedWatch(roots)
     undo.append(run_uncompiled())
     undo.append(partial(_end, watch, threading.get_ident()))

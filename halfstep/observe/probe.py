@@ -219,10 +219,7 @@ class Probes:
         grads: Sequence[Tensor],
         factor: Tensor | None,
     ) -> Iterator[None]:
-        """Observes the update of `params` that is made inside the `with`, from `grads` times `factor`.
-
-        `make()` returns the `Watch` that measures the update.
-        """
+        """Observes the update of `params` that is made inside the `with`, from `grads` times `factor`."""
         windows = [window for window in self._windows() if UPDATE in window.kinds]
         if not windows:
             yield

@@ -62,11 +62,7 @@ class Exact:
 def recompute(
     func: Any, given: tuple[Sequence[Any], dict[str, Any]], tensors: list[Tensor], read: list[Tensor], out: list[Tensor]
 ) -> Exact | None:
-    """Computes the operation again from the values it `read`, widened to fp32; None if that is impossible.
-
-    `given` has the operation's arguments, `tensors` the tensors among them, `out` its original results. Operations
-    that draw random numbers are not computed again.
-    """
+    """Computes the operation again from the values it `read`, widened to fp32; None if that is impossible."""
     if torch.Tag.nondeterministic_seeded in func.tags:
         return None
     found = _computed(func, given, tensors, read, torch.float32)
@@ -90,11 +86,7 @@ def recompute(
 def recompute_unmasked(
     func: Any, given: tuple[Sequence[Any], dict[str, Any]], tensors: list[Tensor], read: list[Tensor]
 ) -> Exact | None:
-    """Computes an operation again in fp32, with 1 in place of the infinities among the values it `read`.
-
-    Such infinities come from masks. Returns None if the operation cannot be computed again. Also returns None if,
-    without the infinities, the result is finite even in the operation's own format: then they alone caused the failure.
-    """
+    """Computes an operation again in fp32, with 1 in place of the infinities among the values it `read`."""
     dense = all(t.layout is torch.strided and not t.is_nested for t in read)
     if not dense or torch.Tag.nondeterministic_seeded in func.tags:
         return None
@@ -121,10 +113,7 @@ def _computed(
 def widened(
     func: Any, given: tuple[Sequence[Any], Mapping[str, Any]], values: Mapping[int, Tensor], wide: torch.dtype | None
 ) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """Returns an operation's arguments, with floating-point tensors and dtypes widened to at least `wide`.
-
-    `values` maps the id of an argument to the tensor to use in its place.
-    """
+    """Returns an operation's arguments, with floating-point tensors and dtypes widened to at least `wide`."""
     narrow = _NARROWER[wide]
 
     def widen(value: Any) -> Any:
@@ -148,11 +137,7 @@ def _has_poles(func: Any, read: list[Tensor]) -> bool:
 
 
 def _is_written(value: float, given: tuple[Sequence[Any], dict[str, Any]], tensors: list[Tensor], out: Tensor) -> bool:
-    """Tells whether a constant in the forward pass was written by the user, not computed from learned values.
-
-    A written constant comes from a number, from a tensor that requires no gradient, or from a tensor that holds it in
-    some places only, such as the result of torch.where.
-    """
+    """Tells whether a constant in the forward pass was written by the user, not computed from learned values."""
     if backward_task() != NO_BACKWARD and not torch.is_grad_enabled():  # a gradient, not a checkpoint's forward
         return False
     if any(isinstance(leaf, (int, float)) and _is_near(leaf, value) for leaf in tree_leaves(given)):
@@ -178,11 +163,7 @@ def _holds(tensor: Tensor, value: float, lost: Tensor) -> bool:
 
 
 def _constant(exact: Tensor, out: Tensor) -> float | None:
-    """Returns the fp32 value of the elements that became infinite in `out`, if it may be the constant of a mask.
-
-    `exact` is the result in fp32. Returns None if the elements have several values, or one that is not a large negative
-    number.
-    """
+    """Returns the fp32 value of the elements that became infinite in `out`, if it may be the constant of a mask."""
     if exact.shape != out.shape:
         return None
     lost = exact[~torch.isfinite(out)]
@@ -192,8 +173,5 @@ def _constant(exact: Tensor, out: Tensor) -> float | None:
 
 
 def _is_choice(lost: int, of: int, value: float) -> bool:
-    """Tells whether `value`, which `lost` out of `of` elements have, looks written by the user and not computed.
-
-    It does if more than one element has it, if there is only one element, or if it has one significant digit.
-    """
+    """Tells whether `value`, which `lost` out of `of` elements have, looks written by the user and not computed."""
     return lost > 1 or of == 1 or value == float(f"{value:.1g}")

@@ -382,10 +382,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         self._local.seen = now
 
     def _find_forward(self, note: Note, *, foreign: bool) -> None:
-        """Finds the forward operation of a backward operation, and copies the module's name from it.
-
-        The name is not copied if the operation ran in a `foreign` hook, one that the models' modules do not define.
-        """
+        """Finds the forward operation of a backward operation, and copies the module's name from it."""
         node: Any = running_node()
         if node is None:
             return
@@ -460,21 +457,14 @@ def _as(leaf: Leaf, named: tuple[str, str, Tensor]) -> Leaf:
 
 
 def _placed(bad: NonFinite, kind: str, known: Tensor) -> NonFinite:
-    """Returns the counts `bad` of a tensor that was read, with the index of the first non-finite element in `known`.
-
-    `known` is that tensor, or the model's tensor that shares memory with it. If `kind` is "parameter" or "buffer", the
-    counts are for the whole of `known` too. Otherwise the index is empty unless `known` is dense and contiguous.
-    """
+    """Returns the counts `bad` of a tensor that was read, with the index of the first non-finite element in `known`."""
     if kind in ("parameter", "buffer"):
         return nonfinite(known) or replace(bad, first=())
     return bad if _is_dense(known) and known.is_contiguous() else replace(bad, first=())
 
 
 def _vanished(note: Note, outputs: list[Tensor]) -> float | None:
-    """Returns a tiny number, such as an eps, that an operation added or used as a bound.
-
-    Returns None if there is no such number, or if no element of the result is 0.
-    """
+    """Returns a tiny number, such as an eps, that an operation added or used as a bound."""
     if not note.aten.startswith(_BOUNDING):
         return None
     made = [source.scalars for source in note.sources if source is not None and source.aten == "scalar_tensor"]

@@ -62,11 +62,7 @@ def overwritten(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> li
 
 
 def is_unread(func: Any, given: tuple[Sequence[Any], Mapping[str, Any]], tensor: Tensor) -> bool:
-    """Tells whether the values of a tensor argument have no effect on an operation's output.
-
-    Examples are a tensor passed as `out=`, which is overwritten, and the running statistics of a batch norm in training
-    mode, which are only updated.
-    """
+    """Tells whether the values of a tensor argument have no effect on an operation's output."""
     args, kwargs = given
     if any(tensor is each for each in overwritten(func, args, kwargs)):
         return True

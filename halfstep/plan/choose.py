@@ -66,11 +66,9 @@ def choose_low(facts: DeviceFacts) -> tuple[Format, str]:
 
 
 def needs_emulation(fmt: Format, facts: DeviceFacts) -> bool:
-    """Returns whether products in a format are emulated by default, that is computed in fp32 and then rounded.
-
-    They are on a CPU unless native products are known to be twice as fast. Without units for a format, torch's own
-    products and convolutions in it take up to 70 times as long as emulated ones, and some of its operations fail.
-    """
+    """Returns whether products in a format are emulated by default, that is computed in fp32 and then rounded."""
+    # They are on a CPU unless native products are known to be twice as fast. Without units for a format, torch's own
+    # products and convolutions in it take up to 70 times as long as emulated ones, and some of its operations fail.
     return facts.kind == "cpu" and units(fmt, facts) is None
 
 

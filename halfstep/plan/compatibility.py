@@ -44,11 +44,7 @@ _INSTEAD: tuple[tuple[Callable[[Any], bool], str], ...] = (
 
 
 def as_list(value: Any, kind: type, what: str, *, empty: bool = False) -> list[Any]:
-    """Returns one object, or a list or tuple of them, as a list; `empty` allows a list without items.
-
-    Raises:
-        SetupError: an item is not a `kind`, an item appears twice, or there is no item.
-    """
+    """Returns one object, or a list or tuple of them, as a list; `empty` allows a list without items."""
     items = list(value) if isinstance(value, (list, tuple)) else [value]
     for item in items:
         if not isinstance(item, kind):
@@ -72,11 +68,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def enterable(module: nn.Module) -> bool:
-    """Returns whether halfstep can apply a plan at the calls of a module inside a model.
-
-    This is not possible for scripted modules, for modules whose forward is not a function, and for wrappers that split
-    or gather the model over devices and processes. It is possible for the user's own modules inside such a wrapper.
-    """
+    """Returns whether halfstep can apply a plan at the calls of a module inside a model."""
     if isinstance(module, (torch.jit.ScriptModule, nn.parallel.DistributedDataParallel, nn.DataParallel)):
         return False
     return inspect.isfunction(inspect.getattr_static(type(module), "forward", None)) and not _shards(module)
@@ -95,11 +87,7 @@ def first_device(models: Sequence[nn.Module]) -> torch.device:
 
 
 def device_of(models: Sequence[nn.Module], plan: Plan) -> torch.device:
-    """Returns the device of the parameters, which must all be on one kind of device.
-
-    Raises:
-        SetupError: no parameters, several kinds of device, or a kind that halfstep does not support.
-    """
+    """Returns the device of the parameters, which must all be on one kind of device."""
     kinds = {p.device.type: p.device for model in models for p in model.parameters()}
     if not kinds:
         raise SetupError("the model has no parameters; there is nothing to train or to cast")
@@ -116,15 +104,9 @@ def device_of(models: Sequence[nn.Module], plan: Plan) -> torch.device:
 
 
 def check_models(models: Sequence[nn.Module], plan: Plan, made_low: Iterable[nn.Parameter] = ()) -> None:
-    """Refuses models that cannot run under the plan.
-
-    `made_low` are parameters that an earlier session stores low. They are accepted, because that session ends before
-    this plan applies.
-
-    Raises:
-        SetupError: a module is scripted, trainable parameters are already low, a parameter has no shape yet, a model is
-            wrapped in DistributedDataParallel before its weights were made low, or it has no floating parameters.
-    """
+    """Refuses models that cannot run under the plan."""
+    # `made_low` are parameters that an earlier session stores low. They are accepted, because that session ends before
+    # this plan applies.
     excused = {id(p) for p in made_low}
     for model in models:
         _refuse_lazy(model)
@@ -155,11 +137,7 @@ def check_models(models: Sequence[nn.Module], plan: Plan, made_low: Iterable[nn.
 
 
 def loaded_low(models: Sequence[nn.Module], plan: Plan, made_low: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """Returns the trainable parameters that were loaded in bf16 or fp16, as from a hub.
-
-    Returns [] under a plan that casts nothing. `made_low`, the parameters that a session has made low, are left out. So
-    are parameters that wrap other tensors, such as shards: `check_parameters` refuses them if they are low.
-    """
+    """Returns the trainable parameters that were loaded in bf16 or fp16, as from a hub."""
     known = {id(p) for p in made_low}
     every = {id(p): p for model in models for p in model.parameters() if p.requires_grad and id(p) not in known}
     return [] if plan.ops == "none" else [p for p in every.values() if p.dtype in LOW_DTYPES and not is_wrapped(p)]
@@ -187,12 +165,7 @@ def _refuse_wrapped(model: nn.Module, plan: Plan) -> None:
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], models: Sequence[nn.Module]) -> None:
-    """Refuses optimizers that update parameters outside of the models.
-
-    Raises:
-        SetupError: parameters of a group belong to none of the models (the message says how many, and which group), a
-            parameter is in two optimizers, or an optimizer wraps another one without being one itself.
-    """
+    """Refuses optimizers that update parameters outside of the models."""
     for optimizer in optimizers:
         if not is_made(optimizer):
             raise SetupError(
@@ -222,13 +195,7 @@ def check_optimizers(optimizers: Sequence[Optimizer], models: Sequence[nn.Module
 
 
 def check_parameters(optimizers: Sequence[Optimizer], models: Sequence[nn.Module], plan: Plan) -> None:
-    """Refuses parameters whose memory the plan's steps could not read or write.
-
-    Raises:
-        SetupError: a module is sharded by FSDP1, or offloaded by FSDP2; a trained parameter has no plain storage, or is
-            a shard that is not fp32; or a parameter that is trained or made low was made under `torch.inference_mode`.
-            The message names the modules or parameters.
-    """
+    """Refuses parameters whose memory the plan's steps could not read or write."""
     if plan.ops == "none":
         return
     trained = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
@@ -278,14 +245,7 @@ def _is_full(p: Tensor) -> bool:
 
 
 def check_closures(optimizers: Sequence[Optimizer], plan: Plan) -> None:
-    """Refuses optimizers that need a closure, if the plan stores weights low or scales the loss.
-
-    `optimizers` must have only optimizers that need a closure.
-
-    Raises:
-        SetupError: there is an optimizer, and the plan stores weights low or scales the loss; the message names the
-            optimizer and the reason.
-    """
+    """Refuses optimizers that need a closure, if the plan stores weights low or scales the loss."""
     for optimizer in optimizers:
         if plan.param == "full" and not plan.scale.active:
             continue
@@ -301,11 +261,7 @@ def check_closures(optimizers: Sequence[Optimizer], plan: Plan) -> None:
 
 
 def check_state(state: dict[str, Any], plan: dict[str, Any]) -> None:
-    """Refuses a session state that is incomplete or belongs to another plan than `plan` (a dict).
-
-    Raises:
-        StateError: the state does not fit; the message names the entries or the fields that differ.
-    """
+    """Refuses a session state that is incomplete or belongs to another plan than `plan` (a dict)."""
     expected = {"schema", "plan", "steps", "skipped", "scales"}
     if not isinstance(state, dict) or set(state) - {"losses", "emulate"} != expected:
         have = sorted(map(str, state)) if isinstance(state, dict) else type(state).__name__
@@ -354,11 +310,9 @@ def check_state(state: dict[str, Any], plan: dict[str, Any]) -> None:
 
 
 def _differs(key: str, there: dict[str, Any], here: dict[str, Any]) -> bool:
-    """Returns whether two plans, as dicts, train differently because of the field `key`.
-
-    The masters "copy" and "split" do not count as different, because both hold the same values. A field that the state
-    lacks, because its version had none, has its default.
-    """
+    """Returns whether two plans, as dicts, train differently because of the field `key`."""
+    # The masters "copy" and "split" do not count as different, because both hold the same values. A field that the
+    # state lacks, because its version had none, has its default.
     values = there.get(key, _DEFAULTS.get(key)), here.get(key)
     return values[0] != values[1] and not (key == "master" and values in (("copy", "split"), ("split", "copy")))
 

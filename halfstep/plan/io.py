@@ -85,15 +85,7 @@ def edit_from_dict(entries: Mapping[str, Any]) -> Edit:
 
 
 def from_dict(entries: Mapping[str, Any], *, low: Format | torch.dtype | str | None = None) -> Plan:
-    """Returns the plan that a dict describes; does not change the dict.
-
-    The dict has all fields, as made by `to_dict`, or a level as `base`, from which missing fields are taken. `low` is
-    the format if the dict names none.
-
-    Raises:
-        PlanError: an unknown schema or key, a wrong type, a missing field, or a contradiction; the message names the
-            path of the entry in the dict.
-    """
+    """Returns the plan that a dict describes; does not change the dict."""
     given = dict(_mapping("$", entries))
     _check_schema(given.pop("schema", None))
     base = given.pop("base", None)
@@ -122,10 +114,8 @@ def from_dict(entries: Mapping[str, Any], *, low: Format | torch.dtype | str | N
 
 
 def _check_schema(schema: object) -> None:
-    """Raises a PlanError if the schema version is not the one that this halfstep reads.
-
-    This is checked first, because another version may have other keys.
-    """
+    """Raises a PlanError if the schema version is not the one that this halfstep reads."""
+    # This is checked first, because another version may have other keys.
     if schema is None:
         raise PlanError(f"at `$.schema`: the plan has no schema version; add schema = {SCHEMA}")
     if type(schema) is not int or schema != SCHEMA:

@@ -177,11 +177,7 @@ def as_scaling(value: str | float | Scaling) -> Scaling:
 
 
 def loss_scale_of(value: object) -> float:
-    """Returns a number that was passed as `loss_scale`, as a float.
-
-    Raises:
-        PlanError: it is not a number, or outside the range of a loss scale.
-    """
+    """Returns a number that was passed as `loss_scale`, as a float."""
     return real("loss_scale", value, low=SMALLEST_SCALE, high=LARGEST_SCALE)
 
 

@@ -83,11 +83,7 @@ def together(name: str, model: nn.Module) -> tuple[str, ...]:
 
 
 def match_rules(rules: Sequence[Rule], sites: Sequence[Site]) -> Mapping[Site, Rule]:
-    """Returns the modules that the pattern of a rule matches, by name or type, each with that rule.
-
-    Raises:
-        PlanError: a rule matches no module of any model, or two rules match one module and disagree.
-    """
+    """Returns the modules that the pattern of a rule matches, by name or type, each with that rule."""
     matched: dict[Site, Rule] = {}
     unused = dict.fromkeys(rules)
     for site in sites:

@@ -34,10 +34,7 @@ def norm_kind(module: nn.Module) -> NormKind | None:
 
 
 def has_running_stats(module: nn.Module) -> bool:
-    """Returns whether a batch or instance norm has running statistics as well as weights.
-
-    The kernel of such a norm takes low weights only with low statistics, and fp32 weights only with fp32 statistics.
-    """
+    """Returns whether a batch or instance norm has running statistics as well as weights."""
     return isinstance(module, BatchNormBase) and bool(module.affine) and module.running_mean is not None
 
 

@@ -250,10 +250,7 @@ _NAMESPACES = (
 
 
 def stock_action(overload: str, device_type: str) -> Action | None:
-    """Returns what torch's own autocast does to an overload on a device; None if it leaves the op as written.
-
-    The answer comes from the dispatcher and the table; it is right for the devices that halfstep knows, CPU and CUDA.
-    """
+    """Returns what torch's own autocast does to an overload on a device; None if it leaves the op as written."""
     if not _registered(overload, f"Autocast{device_type.upper()}"):
         return None
     if (device_type, overload) in _STOCK_DIFFERS:
@@ -279,16 +276,7 @@ def device_note(row: ListedOp, device_type: str) -> str:
 
 
 def effective(plan: Plan) -> Mapping[str, Action]:
-    """Returns the plan's action for each aten overload and "module:function" that does not run as written.
-
-    If the plan's weights are fp32, each row of the op table acts by its category. If its weights are low, deny rows run
-    in the formats in which their inputs are stored, except losses and ops without a low kernel, which run full. With
-    low weights, norms also accept parameters in another format than their input, and ops that gather rows of a weight,
-    such as embedding, sum their gradients in fp32. The plan's own op changes act in both cases.
-
-    Raises:
-        PlanError: an op change names nothing that can be cast.
-    """
+    """Returns the plan's action for each aten overload and "module:function" that does not run as written."""
     if plan.ops == "none":
         return {}
     actions: dict[str, Action] = {}

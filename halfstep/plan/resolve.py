@@ -171,11 +171,7 @@ def resolve(
 
 
 def check_forwards(models: Sequence[nn.Module], assignment: Assignment) -> None:
-    """Refuses modules whose forward must cast inputs and outputs under the plan but cannot be made to.
-
-    Raises:
-        SetupError: a forward is set on the instance, is a generator, or is scripted; the message names the module.
-    """
+    """Refuses modules whose forward must cast inputs and outputs under the plan but cannot be made to."""
     modules = [pair for model in models for pair in model.named_modules()]
     for (name, module), formats in zip(modules, assignment.modules, strict=True):
         what = f"{type(module).__name__} {name!r}" if name else f"the model ({type(module).__name__})"
@@ -202,11 +198,7 @@ def check_forwards(models: Sequence[nn.Module], assignment: Assignment) -> None:
 def _assign(
     plan: Plan, sites: Sequence[Site], matched: Mapping[Site, Rule], fp32: Container[int], untrained: Container[int]
 ) -> list[ModuleFormats]:
-    """Returns the formats of one model's modules.
-
-    A module has the decision of its parent unless something else decides for it. A boundary is a module whose decision
-    differs from that of its caller.
-    """
+    """Returns the formats of one model's modules."""
     at = {path: site for site in sites for path in site.paths}
     decided: dict[str, _Decision] = {}
     callers: dict[str, _Decision | None] = {"": None}
@@ -269,12 +261,7 @@ def _decide(plan: Plan, site: Site, rule: Rule | None, above: _Decision, owner: 
 
 
 def _full_anyway(plan: Plan, module: nn.Module, owner: nn.Module | None) -> str | None:
-    """Returns why a module computes in fp32 although no rule says so; None if it does not.
-
-    Such modules are quantized ones, and parametrizations that compute a weight from a parameter that is stored low.
-    Parametrizations use inverses, exponentials and powers, which have no low kernel or make no sense in low precision.
-    Their results have the format of their inputs, and their own parameters stay fp32.
-    """
+    """Returns why a module computes in fp32 although no rule says so; None if it does not."""
     if plan.param == "low" and isinstance(owner, ParametrizationList):
         return "parametrizations full"
     return "quantized: takes fp32" if type(module).__module__.startswith(QUANTIZED) else None
@@ -331,10 +318,7 @@ def _keep(  # all that it depends on
     fp32: Container[int],
     untrained: Container[int],
 ) -> ModuleFormats:
-    """Returns the formats of a module whose `untrained` parameters stay in fp32, unless a rule says low.
-
-    What an embedding reads from them is low, as with trained weights.
-    """
+    """Returns the formats of a module whose `untrained` parameters stay in fp32, unless a rule says low."""
     own = _own_fp32(site.module, fp32)
     kept = tuple(name for name, p in own if id(p) in untrained)
     if not kept or decided[site.name].param == "full" or decided[site.name].ruled:
@@ -349,11 +333,7 @@ def _keep(  # all that it depends on
 
 
 def _is_door(plan: Plan, module: nn.Module, decision: _Decision, fp32: Container[int]) -> bool:
-    """Returns whether the plan also applies when user code calls a module directly, not through the model's forward.
-
-    It does if the module computes low and its own parameters, or those of modules inside it, are stored low or cast by
-    products. Parameters of norms that stay full do not count.
-    """
+    """Returns whether the plan also applies when user code calls a module directly, not through the model's forward."""
     own_forward = "forward" in module.__dict__ and compiled_module(module) is None
     called = own_forward or not _is_uncalled(module)
     if decision.policy.compute == "full" or not called or not enterable(module):
@@ -369,11 +349,9 @@ def _width(plan: Plan, width: Width) -> Format:
 
 
 def _input(plan: Plan, decision: _Decision, *, root: bool) -> Format | None:
-    """Returns the format that inputs are cast to at a boundary, None if they are not cast.
-
-    `root` is true for the model itself. It gets the user's data, which a cast to low would damage silently; modules
-    below it get what other modules computed.
-    """
+    """Returns the format that inputs are cast to at a boundary, None if they are not cast."""
+    # `root` is true for the model itself. It gets the user's data, which a cast to low would damage silently; modules
+    # below it get what other modules computed.
     if decision.policy.compute == "full":
         return FP32
     if decision.input != "policy":
@@ -390,10 +368,7 @@ def _model_output(plan: Plan) -> Format | None:
 
 
 def _own_fp32(module: nn.Module, fp32: Container[int]) -> list[tuple[str, nn.Parameter]]:
-    """Returns (name, parameter) for each of a module's own fp32 parameters.
-
-    A low parameter counts as fp32 if its id is in `fp32`.
-    """
+    """Returns (name, parameter) for each of a module's own fp32 parameters."""
     own = [(name, p) for name, p in parameters_of(module).items() if p is not None]
     return [(name, p) for name, p in own if p.dtype is torch.float32 or id(p) in fp32]
 

@@ -300,10 +300,7 @@ def _is_beyond(buffer: Tensor, fmt: Format) -> bool:
 
 
 def _constants(setup: Setup) -> Iterator[Finding]:
-    """Finds eps of optimizers and of modules that round to 0.
-
-    Eps of modules are reported here only if no step is traced; a traced step shows how a module uses its eps.
-    """
+    """Finds eps of optimizers and of modules that round to 0."""
     low = setup.plan.low
     for optimizer in setup.optimizers:
         group = next((group for group in optimizer.param_groups if _vanishing_state(setup.plan, group)), None)

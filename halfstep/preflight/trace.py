@@ -64,13 +64,7 @@ class Failure:
 
 
 def trace_step(session: Session, closure: Callable[[], Any]) -> tuple[list[Finding], set[int]]:
-    """Returns the findings of one forward and backward pass, and the ids of the weights that the pass casts to low.
-
-    Model, gradients and scale stay as they are.
-
-    Raises:
-        SessionError: the closure returns no scalar loss.
-    """
+    """Returns the findings of one forward and backward pass, and the ids of the weights that the pass casts to low."""
     scale = session.last_step().scale
     with rehearsing(session, closure) as rehearsal:
         tracer = StepTracer(rehearsal.roots, rehearsal.plan)
@@ -192,10 +186,7 @@ class StepTracer(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class 
         return writer is None or writer is note or writer.aten in MADE
 
     def _lost(self, note: Note, tensor: Tensor, fmt: Format) -> float | None:
-        """Returns the largest magnitude in a constant tensor, such as an eps in a buffer, if a cast makes it all 0.
-
-        Returns None otherwise.
-        """
+        """Returns the largest magnitude in a constant tensor, such as an eps in a buffer, if a cast makes it all 0."""
         fixed = tensor.is_floating_point() and not tensor.requires_grad and self._is_made(note, tensor)
         span = finite_range(tensor) if fixed and tensor.dtype not in LOW_DTYPES else None
         largest = 0.0 if span is None else max(map(abs, span))
@@ -310,10 +301,7 @@ def _explained(rehearsal: Rehearsal, failure: Failure) -> Finding:
 
 
 def _failed(failure: Failure, edits: tuple[Edit, ...], reason: str) -> Finding:
-    """Returns a failure as a finding, with the `edits` that make the step run.
-
-    If no such edits are known, `reason` says why none were tried; it is "" if some were tried and did not help.
-    """
+    """Returns a failure as a finding, with the `edits` that make the step run."""
     place = place_of(failure.module, failure.line)
     said = _HINT.sub("", str(failure.error)).strip()
     message = said.splitlines()[0] if said else ""
@@ -363,12 +351,7 @@ def _cure(rehearsal: Rehearsal, failure: Failure) -> tuple[Edit, ...]:
 
 
 def _runs(rehearsal: Rehearsal, plan: Plan) -> bool:
-    """Tells whether the step runs under a plan, on a copy of the model.
-
-    Raises:
-        StopIteration: the closure has run out of batches.
-        Exception: an error of copying the model.
-    """
+    """Tells whether the step runs under a plan, on a copy of the model."""
     rehearsal.rewind()
     with ExitStack() as undo:
         try:

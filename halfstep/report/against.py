@@ -13,11 +13,7 @@ from halfstep.report.tables import plain_table
 
 
 def against_table(changes: Sequence[BenchChange], *, file: str, saved: Machine) -> Group:
-    """Returns a table with the time and memory of each benchmark row, divided by those of a saved benchmark.
-
-    `file` is the file of the saved benchmark, and `saved` the machine that it was measured on; a heading names both. A
-    sentence below the table says which rows are worse, faster or not judged.
-    """
+    """Returns a table with the time and memory of each benchmark row, divided by those of a saved benchmark."""
     header = ("", "time x saved", "19 of 20 within", "peak memory x saved", "verdict", "in steps of")
     table = plain_table(header, map(_cells, changes), words=("", "verdict", "in steps of"))
     head = Text(f"\nAgainst {file} (halfstep {saved.halfstep}, torch {saved.torch}, {saved.processor}):")

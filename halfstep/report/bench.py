@@ -31,11 +31,7 @@ AFTER: tuple[Column, ...] = (
 
 
 def bench_table(result: BenchResult, *, width: int) -> Group:
-    """Returns a table with a row for each run, and notes below it.
-
-    The notes explain the figures and say why runs are missing. Columns that do not fit into `width` characters are put
-    into further tables below the first.
-    """
+    """Returns a table with a row for each run, and notes below it."""
     runs = [run for run in result.runs if run.error is None]
     columns = (*BEFORE, *_validation(result), *AFTER)
     cells = {header: [header, *(fill(run) for run in runs)] for header, fill in columns}
@@ -46,11 +42,7 @@ def bench_table(result: BenchResult, *, width: int) -> Group:
 
 
 def _fitting(names: Sequence[str], cells: Mapping[str, Sequence[str]], width: int) -> Iterator[list[str]]:
-    """Yields the column headers in groups, one for each table; the columns of a group fit into `width` characters.
-
-    `names` is the column of row names, which is part of each table. `cells` maps each header to the cells of its
-    column, the header included.
-    """
+    """Yields the column headers in groups, one for each table; the columns of a group fit into `width` characters."""
     group: list[str] = []
     taken = _width(names)
     for header, column in cells.items():

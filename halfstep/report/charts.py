@@ -30,11 +30,7 @@ def bars(
     axis: str,
     line: float | None = None,
 ) -> Chart:
-    """Returns a chart of grouped bars: at each place on the x axis, one bar for each name in `values`.
-
-    `places` has the labels of the x axis, in one or two rows. `values` has the heights of each name's bars (None: no
-    bar). `axis` is the title of the y axis. If `line` is given, a dotted line is drawn at that height.
-    """
+    """Returns a chart of grouped bars: at each place on the x axis, one bar for each name in `values`."""
     traces = [
         {
             "type": "bar",
@@ -75,10 +71,7 @@ def lines(name: str, title: str, given: Sequence[tuple[str, str, Sequence[float]
 def curves(
     name: str, title: str, x: Sequence[float], rows: Mapping[str, Sequence[float | None]], axes: tuple[str, str]
 ) -> Chart:
-    """Returns a chart with a line for each entry of `rows`: its values over `x`, with a logarithmic x axis.
-
-    `axes` are the titles of the x and the y axis.
-    """
+    """Returns a chart with a line for each entry of `rows`: its values over `x`, with a logarithmic x axis."""
     traces = [
         {
             "type": "scatter", "mode": "lines+markers", "name": key, "x": list(x), "y": _drawn(row),

@@ -14,10 +14,7 @@ STYLES = {"error": "bold red", "warning": "yellow", "note": "dim"}
 
 
 def check_text(found: Sequence[Finding], *, what: str) -> Text:
-    """Returns the findings as text: place, evidence, advice, and edits that the advice does not spell out.
-
-    `what` names what was checked.
-    """
+    """Returns the findings as text: place, evidence, advice, and edits that the advice does not spell out."""
     text = Text(f"{what}: {_counts(found)}")
     for finding in found:
         text.append("\n\n")

@@ -47,10 +47,7 @@ def products_charts(rates: Sequence[Rate]) -> list[Chart]:
 
 
 def memory_rows(found: Sequence[Footprint]) -> Rows:
-    """Returns the header and the cells of a table of memory, with a row for each format.
-
-    Memory is in MiB; the last column is the memory of the forward pass divided by that in fp32.
-    """
+    """Returns the header and the cells of a table of memory, with a row for each format."""
     full = next(each for each in found if each.format == "fp32")
     rows = [
         [each.format, *(f"{value / MIB:,.2f}" for value in _parts(each)), f"{each.forward / full.forward:.2f}"]

@@ -13,11 +13,7 @@ from halfstep.report.tables import plain_table
 
 
 def doctor_report(found: Examination) -> Group:
-    """Returns the report: the machine's speed in each format, its settings, and which level and format to train in.
-
-    Settings that cost speed or accuracy come with advice. For a CPU the report also compares what sessions assume about
-    the processor with what was measured.
-    """
+    """Returns the report: the machine's speed in each format, its settings, and which level and format to train in."""
     machine = found.machine
     device = found.device if machine.device in found.device else f"{machine.device} ({found.device})"
     head = (

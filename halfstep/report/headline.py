@@ -307,11 +307,7 @@ def _sentence(course: _Course, event: Event) -> str:
 
 
 def _is_calibration(course: _Course, event: Event) -> bool:
-    """Tells whether a verdict only explains why a dynamic loss scale was lowered.
-
-    Such a verdict is normal: the scale was too high and one step was skipped. The result is False for a verdict in the
-    series of skipped steps that ends the run (see `_streak`).
-    """
+    """Tells whether a verdict only explains why a dynamic loss scale was lowered."""
     assert isinstance(event.record, Verdict)
     streak = _streak(course)
     down = course.floor is not None and not (streak and event.step >= streak[0].step)
@@ -324,11 +320,7 @@ def _causes(course: _Course) -> list[Event]:
 
 
 def _streak(course: _Course) -> list[StepValues]:
-    """Returns the consecutive skipped steps at the end of a run if they are not normal, or else an empty list.
-
-    While a dynamic loss scale comes down, fewer than `STREAK` skipped steps are normal, unless the scale has reached
-    its minimum.
-    """
+    """Returns the consecutive skipped steps at the end of a run if they are not normal, or else an empty list."""
     steps = course.run.steps
     first = _streak_before(steps, steps[-1].step) if steps else None
     streak = [] if first is None else [values for values in steps if values.step >= first]
@@ -336,10 +328,7 @@ def _streak(course: _Course) -> list[StepValues]:
 
 
 def _streak_before(steps: Sequence[StepValues], end: int) -> int | None:
-    """Returns the number of the first step in the unbroken series of skipped steps that ends with step `end`.
-
-    Returns None if step `end` was not skipped.
-    """
+    """Returns the number of the first step in the unbroken series of skipped steps that ends with step `end`."""
     first = None
     for values in reversed([each for each in steps if each.step <= end]):
         if not values.skipped:
@@ -365,11 +354,7 @@ def _skips(course: _Course) -> str:
 
 
 def _lost(course: _Course) -> str:
-    """Returns which share of the gradients was lost, as the end of a sentence; "" if there is nothing to say.
-
-    The share is an upper bound if gradients were observed in a low format: any zero may be a lost value, so all zeros
-    are counted as lost.
-    """
+    """Returns which share of the gradients was lost, as the end of a sentence; "" if there is nothing to say."""
     kinds = course.gathered.kinds
     gradients = [kinds[kind] for kind in GRADIENTS if kind in kinds]
     if course.is_plain:
@@ -388,10 +373,7 @@ def _lost(course: _Course) -> str:
 
 
 def _share(sums: Sums, measure: str, of: str) -> Array:
-    """Returns the count `measure` divided by the count `of`, over all steps, for each row of `sums`.
-
-    The result is 0 where the count `of` is 0.
-    """
+    """Returns the count `measure` divided by the count `of`, over all steps, for each row of `sums`."""
     totals = sums.shares.sum(1)
     whole = totals[:, MEASURES.index(of)]
     share: Array = totals[:, MEASURES.index(measure)] / np.maximum(1, whole)
@@ -399,10 +381,7 @@ def _share(sums: Sums, measure: str, of: str) -> Array:
 
 
 def _mostly(sums: Sums, share: Array) -> str:
-    """Returns a note such as " (31% in layer1)", which names the module with the largest share.
-
-    `share` has one share for each row of `sums`. With fewer than two modules, the note is "".
-    """
+    """Returns a note such as " (31% in layer1)", which names the module with the largest share."""
     if len(share) < 3:
         return ""
     worst = 1 + int(share[1:].argmax())

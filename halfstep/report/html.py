@@ -20,15 +20,7 @@ _HERE = Path(__file__).parent
 
 
 def page_html(run: Run, low: Format | torch.dtype | str | None = None, *, processes: Sequence[ProcessRow] = ()) -> str:
-    """Returns the page of a run as HTML.
-
-    The range of `low` decides which values count as lost or saturated; by default it is the low format of the run's
-    plan. `processes` has a row for each process if several processes logged the run; `run` is the log of one of them.
-
-    Raises:
-        FormatError: `low` is not a known format.
-        LogError: `run` is not a Run.
-    """
+    """Returns the page of a run as HTML."""
     page = page_of(run, low, processes=processes)
     script = (_HERE / "page.js").read_text(encoding="utf-8")
     return _render("page.html", page.charts, page=page, script=script, headers=HEADERS)
@@ -43,11 +35,7 @@ def charts_html(
     notes: Sequence[str] = (),
     facts: Sequence[tuple[str, str]] = (),
 ) -> str:
-    """Returns the page of a measurement as HTML.
-
-    The page has, from top to bottom: headline, title, table (header and rows), notes, charts, and `facts`, which are
-    (name, value) pairs such as the machine.
-    """
+    """Returns the page of a measurement as HTML."""
     header, rows = table
     return _render(
         "charts.html", charts, title=title, headline=headline, header=header, rows=rows, notes=notes, charts=charts,

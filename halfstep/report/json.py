@@ -26,10 +26,7 @@ def bench_json(result: BenchResult) -> str:
 
 
 def sweep_json(result: Sweep) -> str:
-    """Returns every figure of a sweep as JSON.
-
-    If the JSON is read into a Sweep and written again, the bytes are the same.
-    """
+    """Returns every figure of a sweep as JSON."""
     fields = plain(result)
     for point in fields["points"]:
         _round_times(point["result"])

@@ -29,10 +29,7 @@ def largest_rows(found: Sequence[Largest]) -> list[list[str]]:
 
 
 def _baselines(found: Sequence[Largest]) -> dict[str, Largest]:
-    """Returns the baseline of each model, by model: its first O0 row, with which the other rows are compared.
-
-    The baseline is compiled only if all rows are compiled.
-    """
+    """Returns the baseline of each model, by model: its first O0 row, with which the other rows are compared."""
     return {each.model: each for each in reversed(found) if each.name.split()[0] == "O0"}
 
 

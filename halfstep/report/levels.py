@@ -27,10 +27,7 @@ HEADERS = (
 
 
 def level_table(levels: Iterable[Level]) -> Table:
-    """Returns a table with a row for each level: what it stores low, what it casts, and how it scales the loss.
-
-    Where bf16 and fp16 differ, a cell has both values, such as "none / dynamic".
-    """
+    """Returns a table with a row for each level: what it stores low, what it casts, and how it scales the loss."""
     table = Table(*HEADERS, box=None, padding=(0, 1), title_justify="left", title="low is bf16 or fp16")
     for row in levels:
         plan, in_fp16 = row.plans[BF16], row.plans[FP16]

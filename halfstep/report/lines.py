@@ -142,10 +142,7 @@ def decode(line: bytes) -> Line:
 
 
 def _entries(record: object) -> object:
-    """Returns the dict of keys and values that is written for a record.
-
-    A record that is itself a line (`Start`, `SessionLine` or `End`) is returned unchanged.
-    """
+    """Returns the dict of keys and values that is written for a record."""
     match record:
         case StepValues():
             return {"type": "step", **vars(record), "time": round(record.time, 3)}
@@ -195,11 +192,7 @@ def plain(value: Any) -> Any:
 
 
 def check_start(line: bytes, path: object) -> None:
-    """Refuses a file that does not start as a log that this halfstep version can read.
-
-    Raises:
-        LogError: the file is empty, damaged in its first line, not a run log, or of another schema.
-    """
+    """Refuses a file that does not start as a log that this halfstep version can read."""
     if not line.strip(b"\0 \r\n\t"):
         raise LogError(f"{path} is empty: nothing was logged; to write a log, pass sinks=[RunLog(path)] to initialize")
     try:

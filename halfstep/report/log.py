@@ -52,11 +52,7 @@ class RunLog(AbstractContextManager["RunLog"]):
         self._finish = weakref.finalize(self, _finish, self._steps, self._file)
 
     def __call__(self, record: StepRecord) -> None:
-        """Receives a step's record, without waiting for the device.
-
-        Raises:
-            LogError: `record` is not a StepRecord.
-        """
+        """Receives a step's record, without waiting for the device."""
         if not isinstance(record, StepRecord):
             raise LogError(_not_a_record(record))
         self._last = record.step
@@ -155,11 +151,7 @@ def _not_a_record(record: object) -> str:
 
 
 def path_of(path: str | os.PathLike[str]) -> Path:
-    """Returns a caller's path as a `Path`.
-
-    Raises:
-        LogError: the argument is not a path.
-    """
+    """Returns a caller's path as a `Path`."""
     if not isinstance(path, (str, os.PathLike)):
         raise LogError(f"{path!r:.60} is not a path; pass the file or its folder as a str or Path")
     return Path(path)

@@ -113,12 +113,7 @@ def name_of(seen: Observation) -> str:
 
 
 def shares_of(seen: Observation, low: Format) -> dict[str, float]:
-    """Returns the shares of an observed tensor's values that `low` cannot represent, by name.
-
-    `lost/NAME` is the share of nonzero values that `low` rounds to zero; for updates, the share that does not change
-    the stored weight. `saturated/NAME` is the share of values beyond the range of `low`; updates have none. NAME is the
-    tensor's `name_of`.
-    """
+    """Returns the shares of an observed tensor's values that `low` cannot represent, by name."""
     shares: dict[str, float] = {}
     if seen.stats.nonzero:
         lost = seen.lost_updates

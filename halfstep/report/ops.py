@@ -54,11 +54,7 @@ _WITHOUT_ROW: Mapping[Action, OpLine] = {
 
 
 def op_lines(plan: Plan) -> list[OpLine]:
-    """Returns the op table under a plan: a line for each of its rows, then other ops that the plan treats specially.
-
-    Raises:
-        PlanError: an op change of the plan names an op that does not exist or cannot be cast.
-    """
+    """Returns the op table under a plan: a line for each of its rows, then other ops that the plan treats specially."""
     actions = effective(plan)
     changed = _changed(plan)
     rows = {row.op: row for row in ROWS}

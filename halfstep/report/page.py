@@ -79,17 +79,9 @@ def page_of(
     processes: Sequence[ProcessRow] = (),
     now: float | None = None,
 ) -> Page:
-    """Returns the page of a run.
-
-    The range of `low` decides which values count as lost or saturated; by default it is the low format of the run's
-    plan. `processes` has a row for each process if several processes logged the run; `run` is the log of one of them.
-    `now` is the current time in seconds since 1970, by default the time of the call; if the log has no end, it decides
-    whether the run counts as still going on.
-
-    Raises:
-        FormatError: `low` is not a known format.
-        LogError: `run` is not a Run.
-    """
+    """Returns the page of a run."""
+    # `now` is the current time in seconds since 1970, by default the time of the call; if the log has no end, it
+    # decides whether the run counts as still going on.
     if not isinstance(run, Run):
         raise LogError(f"expected a Run, as read_log(path) returns it, got {run!r:.60}")
     planned = None if run.plan is None else FORMATS.get(str(run.plan.get("low")))
@@ -163,10 +155,7 @@ def _timeline(run: Run) -> dict[str, Any]:
 
 
 def _line(name: str, steps: Sequence[StepValues]) -> dict[str, Any]:
-    """Returns the line of the field `name` over the steps, as points `x` and `y` for JavaScript.
-
-    The entry `nonfinite` has the steps in which the field was not finite.
-    """
+    """Returns the line of the field `name` over the steps, as points `x` and `y` for JavaScript."""
     given = [(values.step, value) for values in steps if (value := getattr(values, name)) is not None]
     number, value = (np.array(column, dtype=np.float64) for column in (zip(*given, strict=True) if given else ((), ())))
     finite = np.isfinite(value)
@@ -197,12 +186,7 @@ def _shift(steps: Sequence[StepValues]) -> int:
 
 
 def _focus(gathered: Gathered, event: Event | None) -> dict[str, Any] | None:
-    """Returns what the page shows first for a verdict: a kind of tensor and a module; None if nothing fits.
-
-    The module is the observed module that is closest to the verdict's module. A kind in which it has values beyond the
-    range of the low format is preferred; the entry `saturated` of the result says whether there is one. Other kinds may
-    show nothing of the failure: the operation that the verdict names need not compute the module's output.
-    """
+    """Returns what the page shows first for a verdict: a kind of tensor and a module; None if nothing fits."""
     if event is None or not isinstance(event.record, Verdict):
         return None
     verdict = event.record
@@ -241,10 +225,7 @@ def _nearest(name: str, modules: Sequence[str]) -> tuple[int, str | None]:
 
 
 def _limits(limits: Limits) -> dict[str, Any]:
-    """Returns a format's limits for JavaScript, as base-2 logarithms, and its largest value as `max`.
-
-    `top` and `max` are None if there is no largest value.
-    """
+    """Returns a format's limits for JavaScript, as base-2 logarithms, and its largest value as `max`."""
     endless = math.isinf(limits.top)
     return {
         "zero": math.log2(limits.zero),
@@ -276,10 +257,7 @@ def _kind(kind: str, sums: Sums, formats: Sequence[Format], moves: Sequence[int]
 
 
 def _totals(sums: Sums) -> dict[str, Any]:
-    """Returns, for each row, the numbers of nonzero and of all values in all steps, and shares of these values.
-
-    The entry `run` has the shares that were lost, small, subnormal, zero or saturated at the loss scales of the run.
-    """
+    """Returns, for each row, the numbers of nonzero and of all values in all steps, and shares of these values."""
     counted = sums.shares.sum(1)
     shares = _shares(counted)
     shares["subnormal"] = shares["small"] - shares["lost"]
@@ -291,10 +269,7 @@ def _totals(sums: Sums) -> dict[str, Any]:
 
 
 def _shares(counted: Array) -> dict[str, Array]:
-    """Returns the shares of lost, small, zero and saturated values, by name; NaN where nothing was counted.
-
-    `counted` has the numbers of values, with `MEASURES` as its last dimension.
-    """
+    """Returns the shares of lost, small, zero and saturated values, by name; NaN where nothing was counted."""
     by = dict(zip(MEASURES, np.moveaxis(counted, -1, 0), strict=True))
     with np.errstate(invalid="ignore"):
         return {

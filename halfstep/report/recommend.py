@@ -51,11 +51,7 @@ def recommendation(results: Sequence[BenchResult], *, losses: bool = False) -> s
 
 
 def _compared(results: Sequence[BenchResult]) -> dict[str, list[LevelRun]]:
-    """Returns the rows that can be compared, O0 first: a dict from a row's name to its (result, run) pairs.
-
-    There is one pair for each usable result. A result is usable if any of its runs can be compared with O0. A row is
-    returned only if its runs can be compared in all usable results. The dict is empty if no row but O0 is left.
-    """
+    """Returns the rows that can be compared, O0 first: a dict from a row's name to its (result, run) pairs."""
     failed = {run.name for result in results for run in result.runs if not (run.out_of_memory or _learns(result, run))}
     judged = [result for result in results if any(_beside(result, run) for run in result.runs)]
     rows: dict[str, list[LevelRun]] = {}
@@ -69,10 +65,7 @@ def _compared(results: Sequence[BenchResult]) -> dict[str, list[LevelRun]]:
 
 
 def _beside(result: BenchResult, run: BenchRun) -> bool:
-    """Tells whether a run can be compared with O0.
-
-    The run must have trained with halfstep (not torch.amp), and must have a speed-up over O0.
-    """
+    """Tells whether a run can be compared with O0."""
     full = _baseline(result)
     if full is None or full.error is not None or run == full or run.peer or run.vs_o0 is None:
         return False
@@ -95,10 +88,7 @@ def _without_o0(results: Sequence[BenchResult]) -> str:
 
 
 def _ran_out(results: Sequence[BenchResult], best: str, full: str) -> str:
-    """Returns text that says in how many results the row `best`, the row `full` or both ran out of memory.
-
-    The text is "" if neither ran out of memory.
-    """
+    """Returns text that says in how many results the row `best`, the row `full` or both ran out of memory."""
     out = [{run.name for run in result.runs if run.out_of_memory} & {best, full} for result in results]
     whose = {"both": {best, full}, f"{full} alone": {full}, f"{best} alone": {best}}
     counts = {who: out.count(names) for who, names in whose.items()}
@@ -116,18 +106,12 @@ def _share(run: BenchRun, full: BenchRun) -> float | None:
 
 
 def _baseline(result: BenchResult) -> BenchRun | None:
-    """Returns the first O0 run of a result, with which its other runs are compared; None if there is no O0 run.
-
-    It is a compiled run only if all runs are compiled.
-    """
+    """Returns the first O0 run of a result, with which its other runs are compared; None if there is no O0 run."""
     return next((run for run in result.runs if run.level == "O0"), None)
 
 
 def _learns(result: BenchResult, run: BenchRun) -> bool:
-    """Tells whether a run completed with finite losses that are not clearly higher than O0's.
-
-    Losses are compared with O0's only if the run trained for at least `JUDGED` steps.
-    """
+    """Tells whether a run completed with finite losses that are not clearly higher than O0's."""
     full, ends = _baseline(result), _ends(run)
     if run.error is not None or not all(map(isfinite, (*run.losses, *ends))):
         return False
@@ -152,10 +136,7 @@ def _ends(run: BenchRun) -> Sequence[float]:
 
 
 def _end(run: BenchRun, full: BenchRun) -> str:
-    """Returns text that compares a run's final loss with that of the O0 run `full`; "" if one of them is unknown.
-
-    Losses that differ by up to 2% count as the same.
-    """
+    """Returns text that compares a run's final loss with that of the O0 run `full`; "" if one of them is unknown."""
     if not _ends(run) or not _ends(full):
         return ""
     mine, theirs = fmean(_ends(run)), fmean(_ends(full))

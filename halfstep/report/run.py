@@ -105,11 +105,7 @@ def shown(path: str | os.PathLike[str]) -> str:
 
 
 def find_log(path: Path) -> Path:
-    """Returns the log file at `path`, which is the file itself or its folder.
-
-    Raises:
-        LogError: there is no log, or the folder has several.
-    """
+    """Returns the log file at `path`, which is the file itself or its folder."""
     if not path.is_dir():
         if not path.exists():
             raise LogError(f"there is no file {path}; name the log of a run, or its folder")
@@ -126,10 +122,7 @@ def find_log(path: Path) -> Path:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, Line | str]]:
-    """Yields (number, line) for each line of a log, numbered from 1.
-
-    If a line cannot be read, `line` is text that says what is wrong with it.
-    """
+    """Yields (number, line) for each line of a log, numbered from 1."""
     with path.open("rb") as file:
         for number, data in enumerate(file, start=1):
             if not data.strip():

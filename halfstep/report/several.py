@@ -34,13 +34,7 @@ class ProcessRow:
 
 
 def rows_of(runs: Sequence[Run]) -> tuple[ProcessRow, ...]:
-    """Returns a row for each process, in the order of their numbers; `runs` has one log for each process.
-
-    A process that did not log its number is numbered by its position in `runs`.
-
-    Raises:
-        LogError: the logs are not of one run.
-    """
+    """Returns a row for each process, in the order of their numbers; `runs` has one log for each process."""
     longest = max(runs, key=lambda run: len(run.steps))
     for run in runs:
         if run is not longest and (why := _apart(longest, run)):
@@ -75,10 +69,7 @@ def table_of(rows: Sequence[ProcessRow]) -> Table:
 
 
 def _apart(first: Run, second: Run) -> str | None:
-    """Returns why two logs cannot be of one run, None if they can.
-
-    The number of steps may differ: a process may have been killed, or have run out of data within `join()`.
-    """
+    """Returns why two logs cannot be of one run, None if they can."""
     if first.path.resolve() == second.path.resolve():
         return "they are the same file"
     if first.plan != second.plan:
@@ -113,14 +104,7 @@ def _row(run: Run, process: int) -> ProcessRow:
 
 
 def _overflows(run: Run) -> Iterator[tuple[int, str]]:
-    """Yields (step, place) of each value that is not finite.
-
-    The places in verdicts come first, then observed tensors, then losses. So, of the pairs with the same step, the
-    first has the most precise place.
-
-    Gradients are observed after they are summed over all processes, so a gradient does not show which process made the
-    value. Losses and activations are the process's own.
-    """
+    """Yields (step, place) of each value that is not finite."""
     for event in run.events:
         if isinstance(event.record, Verdict) and event.record.kind != Kind.ANOTHER_PROCESS:
             yield event.step, f"{event.record.operator} in {event.record.place} ({event.record.phase})"

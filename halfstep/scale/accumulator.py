@@ -48,11 +48,7 @@ class Collected:
         return torch.ones_like(self.scale) if self.true else self.scale
 
     def overflowed(self, found: Tensor) -> dict[int, Tensor]:
-        """Returns, by loss id, whether the scale of that loss must back off (0-dim bool).
-
-        `found` tells whether a gradient is not finite. If the gradients are still scaled, this counts as an overflow of
-        every loss. If they are true gradients, `found` is ignored, and only overflows that were noted earlier count.
-        """
+        """Returns, by loss id, whether the scale of that loss must back off (0-dim bool)."""
         clean = torch.zeros_like(found)
         flags = {loss: self.flags[loss].to(found.device) if loss in self.flags else clean for loss in self.losses}
         return flags if self.true else {loss: flag | found for loss, flag in flags.items()}
@@ -127,11 +123,9 @@ class GradientAccumulator:
             self._losses += (loss_id,)
 
     def after_backward(self, loss_id: int, scale: Tensor, found: Tensor | None = None) -> None:
-        """Adds the gradients that `before_backward` took out of `p.grad` to those that the backward pass left there.
-
-        `found` (0-dim bool) marks the loss as overflowed whatever its gradients are, for example because the loss is
-        not finite. It is ignored if no parameter has a gradient after the pass.
-        """
+        """Adds the gradients that `before_backward` took out of `p.grad` to those that the backward pass left there."""
+        # `found` (0-dim bool) marks the loss as overflowed whatever its gradients are, for example because the loss is
+        # not finite.
         reached = _first_gradient(self._present)
         if found is not None and reached is not None:
             self._flag(loss_id, found)
@@ -144,11 +138,9 @@ class GradientAccumulator:
         self._mark = _mark_of(reached)
 
     def undo_backward(self) -> None:
-        """Puts the gradients back after a backward pass that raised.
-
-        Gradients that the pass has already added in place stay, as in torch; gradients that were held apart come back
-        unchanged.
-        """
+        """Puts the gradients back after a backward pass that raised."""
+        # Gradients that the pass has already added in place stay, as in torch; gradients that were held apart come
+        # back unchanged.
         if self._stash:
             for param in self._params():
                 param.grad = None
@@ -242,20 +234,14 @@ class GradientAccumulator:
         self._carry(scale)
 
     def _hold(self, params: Iterable[Parameter]) -> None:
-        """Moves fp32 gradients from `p.grad` into the communication hook `sums`.
-
-        After this, the next backward pass can put low-precision gradients into `p.grad`.
-        """
+        """Moves fp32 gradients from `p.grad` into the communication hook `sums`."""
         for param in self._widened.intersection(params):
             self._sums.hold(param)
             self._named.add(param)
             self._widened.discard(param)
 
     def _add_held(self) -> bool:
-        """Adds the gradients that `_hold` took out of `p.grad` to the new ones there; returns whether it added any.
-
-        Leaves out gradients that the all-reduce has already added to the new ones.
-        """
+        """Adds the gradients that `_hold` took out of `p.grad` to the new ones there; returns whether it added any."""
         left = self._sums.release(self._present)
         for param, held in left.items():
             new, param.grad = param.grad, None
@@ -346,10 +332,7 @@ class GradientAccumulator:
         return _mark_of(_first_gradient(self._params()))
 
     def _drop_cleared_flags(self, held: list[Parameter]) -> None:
-        """Forgets noted overflows if all gradients are zero now, as after `zero_grad(set_to_none=False)`.
-
-        Looks only if somebody wrote to the gradients after the last backward pass.
-        """
+        """Forgets noted overflows if all gradients are zero now, as after `zero_grad(set_to_none=False)`."""
         if not self._flags or self._mark == self._marked():
             return
         norm = read([local(param.grad) for param in held if param.grad is not None], scratch=self._scratch).norm

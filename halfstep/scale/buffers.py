@@ -41,11 +41,7 @@ class BufferGuard:
             self._current = True
 
     def after_step(self) -> None:
-        """Takes a snapshot now, and another at the next `refresh`; call it after each step and each load of a state.
-
-        The snapshot guards models whose forward cannot call `refresh` (compiled ones), and keeps a later skip from
-        undoing the load.
-        """
+        """Takes a snapshot now, and another at the next `refresh`; call it after each step and each load of a state."""
         held = [(buffers, name) for buffers in map(buffers_of, self._modules) if buffers for name, _ in buffers.items()]
         if len(held) != len(self._slots) or not all(map(self._is_as_it_was, self._slots, held)):
             self._arrange(held)
@@ -157,10 +153,7 @@ class _Group:
 
 
 def _restorable(buffer: Tensor) -> bool:
-    """Returns whether a buffer can be copied and written in place: a strided tensor with memory for each element.
-
-    Lazy, meta, quantized and inference-mode tensors cannot, and neither can expanded ones.
-    """
+    """Returns whether a buffer can be copied and written in place: a strided tensor with memory for each element."""
     if is_lazy(buffer) or buffer.is_meta or buffer.is_inference():
         return False
     if buffer.layout is not torch.strided or buffer.is_quantized:

@@ -207,11 +207,7 @@ class GradScaler(OpenGradScaler):
 
 
 def _check_state(state: object) -> None:
-    """Refuses what a GradScaler cannot load; an empty state is left to torch, which refuses it.
-
-    Raises:
-        StateError: it is not a dict, or an entry is missing or not a number of 0 or more.
-    """
+    """Refuses what a GradScaler cannot load; an empty state is left to torch, which refuses it."""
     instead = "pass what state_dict() of a GradScaler returned"
     if not isinstance(state, Mapping):
         raise StateError(f"the state of the GradScaler is {short(state)} of type {type(state).__name__}; {instead}")
@@ -230,14 +226,9 @@ def _with_gradients(optimizer: Optimizer) -> list[Any]:
 
 
 def _start_momentum(optimizer: Optimizer) -> list[Tensor]:
-    """Gives fused SGD a momentum buffer of zeros for each parameter that has no buffer yet, except with dampening.
-
-    With dampening, a first step from zeros differs from a first step without a buffer. The parameters that are left
-    without a buffer for this reason are returned.
-
-    https://github.com/pytorch/pytorch/blob/main/torch/optim/sgd.py: `_fused_sgd` makes a missing buffer with
-    `empty_like`, and the kernel does not write to it if found_inf is set.
-    """
+    """Gives fused SGD a momentum buffer of zeros for each parameter that has no buffer yet, except with dampening."""
+    # https://github.com/pytorch/pytorch/blob/main/torch/optim/sgd.py: `_fused_sgd` makes a missing buffer with
+    # `empty_like`, and the kernel does not write to it if found_inf is set.
     with_dampening = []
     if isinstance(optimizer, torch.optim.SGD) and takes_found_inf(optimizer):
         for group in (group for group in optimizer.param_groups if group["fused"] and group["momentum"] != 0):

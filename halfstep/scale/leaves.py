@@ -15,11 +15,7 @@ from halfstep.torch_internals import leaf_of
 
 @contextmanager
 def unscaled_leaves(outputs: Collection[Tensor], scale: Tensor, but: Collection[int]) -> Iterator[None]:
-    """Within a `with` block, unscales the gradients of the leaves of `outputs`, except leaves whose id is in `but`.
-
-    The backward pass inside the block must be of `outputs` times `scale` (0-dim fp32). New gradients are divided by
-    `scale` before they are added to those that the leaves already have.
-    """
+    """Within a `with` block, unscales the gradients of the leaves of `outputs`, except leaves whose id is in `but`."""
     value = scale.clone()  # which a step of an optimizer within the pass may change
     with ExitStack() as stack:
         for leaf in leaves_of(outputs):

@@ -17,12 +17,7 @@ FP16_LOSS_CEILING = 32768.0  # the backward pass of an fp16 loss starts with the
 
 
 def check_loss(loss: Any, kwargs: dict[str, Any]) -> None:
-    """Refuses a loss that no backward pass can start from; `kwargs` are those of `Tensor.backward`.
-
-    Raises:
-        SessionError: the loss is not a tensor, is complex, requires no gradient, or is not a scalar although `kwargs`
-            have no `gradient`.
-    """
+    """Refuses a loss that no backward pass can start from; `kwargs` are those of `Tensor.backward`."""
     if not isinstance(loss, Tensor):
         raise SessionError(
             f"backward() expected the loss as a tensor, got {type(loss).__name__}; pass what the loss function "
@@ -42,12 +37,7 @@ def check_loss(loss: Any, kwargs: dict[str, Any]) -> None:
 
 
 def pair_outputs(outputs: Any, grad_outputs: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
-    """Returns the outputs and their `grad_outputs` (None means 1), as two tuples of the same length.
-
-    Raises:
-        SessionError: an output is not a tensor that requires a gradient, the number of `grad_outputs` differs, one is
-            not a tensor, or an output that is not a scalar has none.
-    """
+    """Returns the outputs and their `grad_outputs` (None means 1), as two tuples of the same length."""
     paired = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs) if isinstance(outputs, (list, tuple)) else ()
     if not paired or not all(isinstance(out, Tensor) for out in paired):
         raise SessionError(
@@ -79,11 +69,7 @@ def pair_outputs(outputs: Any, grad_outputs: Any) -> tuple[tuple[Tensor, ...], t
 
 
 def grad_inputs(inputs: Any) -> tuple[Any, ...]:
-    """Returns what `grad` differentiates with respect to, as a tuple.
-
-    Raises:
-        SessionError: an input is not a tensor that requires a gradient.
-    """
+    """Returns what `grad` differentiates with respect to, as a tuple."""
     listed = [inputs] if isinstance(inputs, (Tensor, GradientEdge)) or not isinstance(inputs, Iterable) else inputs
     found = tuple(listed)
     for each in found:
@@ -97,11 +83,7 @@ def grad_inputs(inputs: Any) -> tuple[Any, ...]:
 
 
 def check_losses(losses: Iterable[Any]) -> None:
-    """Refuses losses that are not tensors, for a backward pass that the caller runs.
-
-    Raises:
-        SessionError: a loss is not a tensor.
-    """
+    """Refuses losses that are not tensors, for a backward pass that the caller runs."""
     for loss in losses:
         if not isinstance(loss, Tensor):
             raise SessionError(
@@ -142,10 +124,7 @@ def scaled(loss: Tensor, scale: Scale) -> Tensor:
 
 
 def true_gradient(gradient: Tensor, scale: Tensor | None) -> Tensor:
-    """Returns the gradient divided by `scale`, as a differentiable operation; with `scale=None` it is not divided.
-
-    The result is fp32; float64 and complex gradients keep their dtype.
-    """
+    """Returns the gradient divided by `scale`, as a differentiable operation; with `scale=None` it is not divided."""
     if gradient.dtype in LOW_DTYPES:
         gradient = gradient.float()
     return gradient if scale is None else gradient / scale.to(gradient.device)

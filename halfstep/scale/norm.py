@@ -65,12 +65,7 @@ class Reader:
 
 
 def read(grads: list[Tensor], *, device: torch.device | None = None, scratch: Scratch | None = None) -> Reading:
-    """Reads `grads` once with the first of `READERS` that supports them; the results are on `device`.
-
-    `grads` may be floating or complex, dense or sparse (COO), in any mix of dtypes and devices. Values of a sparse
-    gradient with the same index are summed first. `device` defaults to that of the first gradient, or to the CPU if
-    there are no gradients. A caller that reads at every step, on one stream, should pass the same `scratch` each time.
-    """
+    """Reads `grads` once with the first of `READERS` that supports them; the results are on `device`."""
     if device is None:
         device = grads[0].device if grads else torch.device("cpu")
     for reader in READERS.values():
@@ -84,10 +79,7 @@ def read(grads: list[Tensor], *, device: torch.device | None = None, scratch: Sc
 
 @torch.no_grad()
 def read_with_torch(grads: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the norm, the non-finite test and the flags of a `Reading`, for any gradients, with torch operations.
-
-    They are on the device of the first gradient.
-    """
+    """Returns the norm, the non-finite test and the flags of a `Reading`, for any gradients, with torch operations."""
     device = grads[0].device if grads else torch.device("cpu")
     flags = [torch.zeros((), dtype=torch.bool, device=device)] * len(grads)
     groups: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = {}
@@ -141,29 +133,21 @@ def _norm_of_norms(norms: Tensor) -> Tensor:
 
 
 def _units(largest: Tensor) -> Tensor:
-    """Returns what to divide numbers by so that their squares do not overflow: their `largest`, if finite and not 0.
-
-    Otherwise it returns 1.
-    """
+    """Returns what to divide numbers by so that their squares do not overflow: their `largest`, if finite and not 0."""
     return torch.where(torch.isfinite(largest) & (largest > 0), largest, torch.ones_like(largest))
 
 
 def _one_pass(pieces: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Returns the L2 norm of each piece and whether it is finite.
-
-    Squares are summed in a dtype in which those of finite elements cannot overflow.
-    """
+    """Returns the L2 norm of each piece and whether it is finite."""
     wide = torch.float32 if dtype is torch.float16 else torch.float64
     norms = torch.stack(list(foreach_norm(pieces, 2, dtype=wide)))
     return norms, torch.isfinite(norms)
 
 
 def _two_passes(pieces: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Returns the L2 norm of each piece, and whether the piece is finite.
-
-    The first pass finds the largest magnitude of a piece. The second divides the elements by it, squares and sums them,
-    so that no square overflows and no square that matters underflows.
-    """
+    """Returns the L2 norm of each piece, and whether the piece is finite."""
+    # The first pass finds the largest magnitude of a piece. The second divides the elements by it, squares and sums
+    # them, so that no square overflows and no square that matters underflows.
     wide = dtype if dtype is torch.float64 else torch.float32
     low, high = zip(*(torch.aminmax(piece) for piece in pieces), strict=True)
     largest = torch.maximum(torch.stack(high), -torch.stack(low)).to(wide)

@@ -33,11 +33,7 @@ class LossScales:
         return self._scaling.active
 
     def of(self, loss_id: int) -> Scale:
-        """Returns the scale of a loss.
-
-        Raises:
-            SessionError: `loss_id` is not a non-negative int.
-        """
+        """Returns the scale of a loss."""
         known = self._scales.get(loss_id) if type(loss_id) is int else None
         if known is not None:
             return known
@@ -55,11 +51,7 @@ class LossScales:
         return scale
 
     def limit(self, maximum: float) -> None:
-        """Keeps all scales at or below `maximum` from now on.
-
-        Raises:
-            SessionError: the plan's static scale, or the floor of its dynamic scale, is above `maximum`.
-        """
+        """Keeps all scales at or below `maximum` from now on."""
         self.ceiling = maximum
         for scale in self._scales.values():
             scale.limit(maximum)
@@ -69,10 +61,7 @@ class LossScales:
         self._backed_off.pop(loss_id, None)
 
     def update(self, collected: Sequence[Collected], found: Sequence[Tensor]) -> None:
-        """Adapts the scales to one step, given each optimizer's gradients and whether they overflowed.
-
-        If several optimizers step after one backward pass, a scale backs off at most once for all of them.
-        """
+        """Adapts the scales to one step, given each optimizer's gradients and whether they overflowed."""
         if not self.active:
             return
         overflowed: dict[int, Tensor] = {}
@@ -102,11 +91,7 @@ class LossScales:
                 value.data.copy_(before)
 
     def read(self, loss_id: int) -> float:
-        """Returns the present scale of a loss, or the one that it would start with; waits for the device.
-
-        Raises:
-            SessionError: `loss_id` is not a non-negative int.
-        """
+        """Returns the present scale of a loss, or the one that it would start with; waits for the device."""
         _check(loss_id)
         if loss_id in self._scales:
             return float(self._scales[loss_id].value)
@@ -117,20 +102,14 @@ class LossScales:
         return {loss_id: float(scale.value) for loss_id, scale in sorted(self._scales.items())}
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state of each scale as plain numbers, under its `loss_id` as text; waits for the device.
-
-        Loss 0 is included even before its first use, since torch.distributed.checkpoint loads only keys that the new
-        session's state has.
-        """
+        """Returns the state of each scale as plain numbers, under its `loss_id` as text; waits for the device."""
+        # Loss 0 is included even before its first use, since torch.distributed.checkpoint loads only keys that the new
+        # session's state has.
         scales = self._scales if 0 in self._scales else {0: self._first(), **self._scales}
         return {str(loss_id): scale.state_dict() for loss_id, scale in scales.items()}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Loads what `state_dict` returned.
-
-        Raises:
-            StateError: a scale's state is of another kind, lacks a key or has an unknown one; nothing was changed.
-        """
+        """Loads what `state_dict` returned."""
         scales = {int(key): make_scale(self._scaling, self._device) for key in state}
         for key, entry in state.items():
             scales[int(key)].load_state_dict(entry)

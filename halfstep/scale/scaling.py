@@ -51,11 +51,7 @@ class NoScale:
         return {"kind": "none"}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Checks that the state comes from a plan without a loss scale.
-
-        Raises:
-            StateError: the state is of another kind, lacks a key or has an unknown one.
-        """
+        """Checks that the state comes from a plan without a loss scale."""
         _check_state(state, self.state_dict())
 
 
@@ -72,11 +68,7 @@ class StaticScale:
         """Does nothing: the scale is fixed."""
 
     def limit(self, maximum: float) -> None:
-        """Refuses a scale above `maximum`.
-
-        Raises:
-            SessionError: the scale is above `maximum`.
-        """
+        """Refuses a scale above `maximum`."""
         if self._scale > maximum:
             raise SessionError(
                 f"the static loss scale {self._scale:g} is above {maximum:g}, the largest that the format of the loss"
@@ -88,11 +80,7 @@ class StaticScale:
         return {"kind": "static", "scale": self._scale}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Checks that the state has the scale of the plan.
-
-        Raises:
-            StateError: the state has another scale or kind, lacks a key or has an unknown one.
-        """
+        """Checks that the state has the scale of the plan."""
         _check_state(state, self.state_dict())
         if isinstance(state["scale"], bool) or state["scale"] != self._scale:
             raise StateError(
@@ -118,21 +106,12 @@ class DynamicScale:
         self._left = torch.full((), scaling.hysteresis, dtype=torch.int32, device=device)
 
     def update(self, found: Tensor, *, count: bool = True) -> None:
-        """Adapts the scale to one step, on the device.
-
-        `found` is a 0-dim bool tensor: whether the gradients of this loss overflowed. With `count=False`, for a second
-        optimizer's step after one backward pass, the scale still backs off after an overflow, but a clean step does not
-        count towards growth.
-        """
+        """Adapts the scale to one step, on the device."""
         found = found.to(self.value.device, non_blocking=True)
         adapt_(self.value, self._clean, self._left, found, self._schedule, count=count)
 
     def limit(self, maximum: float) -> None:
-        """Lowers the ceiling of the scale to the largest power of two at or below `maximum`.
-
-        Raises:
-            SessionError: the plan's floor is above that power of two.
-        """
+        """Lowers the ceiling of the scale to the largest power of two at or below `maximum`."""
         maximum = 2.0 ** math.floor(math.log2(maximum))
         if maximum >= self._schedule.max:
             return
@@ -154,12 +133,7 @@ class DynamicScale:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads what `state_dict` returned, into the present tensors.
-
-        Raises:
-            StateError: the state is of another kind, lacks a key, or has an unknown one or a bad value; nothing was
-                changed.
-        """
+        """Loads what `state_dict` returned, into the present tensors."""
         _check_state(state, self.state_dict())
         for key in ("clean_steps", "overflows_left"):
             if type(state[key]) is not int or not 0 <= state[key] < 2**63:
@@ -189,12 +163,9 @@ _ONE_KERNEL = ("cpu", "cuda")
 def adapt_(
     value: Tensor, clean: Tensor, left: Tensor, found: Tensor, schedule: Schedule, *, count: bool = True
 ) -> None:
-    """Adapts a dynamic scale to one step in place, without a host sync; all tensors are 0-dim, on one device.
-
-    `value` (fp32) is the scale, `clean` (int32) the number of clean steps in a row since it last grew, and `found`
-    (bool) whether this step overflowed. `left` (int32) tells at which overflow the scale backs off: at the next one if
-    1, at the one after that if 2. The new scale is clamped to the range of the schedule.
-    """
+    """Adapts a dynamic scale to one step in place, without a host sync; all tensors are 0-dim, on one device."""
+    # `value` (fp32) is the scale, `clean` (int32) the number of clean steps in a row since it last grew, and `found`
+    # (bool) whether this step overflowed.
     if schedule.hysteresis == 1 and count and value.device.type in _ONE_KERNEL:
         numbers = (schedule.growth, schedule.backoff, schedule.growth_interval)
         update_scale_(value, clean, found.to(torch.float32), *numbers)
@@ -224,11 +195,7 @@ def next_state(  # noqa: PLR0913  # the state, what was found, the schedule, and
     times: Callable[[Any, float], Any],
     count: bool = True,
 ) -> tuple[Any, Any, Any]:
-    """Returns the `value`, `clean` and `left` that `adapt_` would set, but without clamping the scale.
-
-    `value` (the scale), `clean`, `left` and `found` are as in `adapt_`, but scalars of any array library;
-    `select(condition, a, b)` is the `where` of that library, and `times` multiplies a scale by a number.
-    """
+    """Returns the `value`, `clean` and `left` that `adapt_` would set, but without clamping the scale."""
     steps = select(found, clean * 0, clean + int(count))
     grown = ~found & (steps >= schedule.growth_interval) if count else found & ~found
     grown_or_kept = select(grown, times(value, schedule.growth), value)

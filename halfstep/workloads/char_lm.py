@@ -154,13 +154,7 @@ class CharLM(Workload):
 
 
 def read_text(path: Path | None) -> bytes:
-    """Returns the text of a .txt or .txt.gz file; if `path` is None, the Tiny Shakespeare in the package.
-
-    `path` is the file, or a folder with exactly one such file.
-
-    Raises:
-        DataError: the file does not exist, is empty or broken, or the folder has no such file or several.
-    """
+    """Returns the text of a .txt or .txt.gz file; if `path` is None, the Tiny Shakespeare in the package."""
     if path is None:
         packed = resources.files("halfstep.workloads").joinpath("data", "tinyshakespeare.txt.gz").read_bytes()
         return gzip.decompress(packed)

@@ -209,13 +209,7 @@ def augment(pixels: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def read_images(path: Path | None) -> Images:
-    """Returns CIFAR-10, read from torchvision's folder `cifar-10-batches-py` or from an .npz file.
-
-    `path` is that folder or file, or a folder that holds one of them, directly or in a subfolder `cifar10`.
-
-    Raises:
-        DataError: there is no such data, or a file has the wrong layout.
-    """
+    """Returns CIFAR-10, read from torchvision's folder `cifar-10-batches-py` or from an .npz file."""
     if path is None or not path.exists():
         raise DataError(f"cifar_resnet: {'no data given' if path is None else f'{path} does not exist'}; {HOW_TO_GET}")
     for folder in (path, path / "cifar10"):
@@ -275,13 +269,7 @@ def _read_pickle(path: Path) -> Split:
 
 
 def _images(path: Path, train: Split, test: Split, shape: tuple[int, ...]) -> Images:
-    """Returns arrays of images and labels as tensors, after checking their dtypes, shapes and values.
-
-    `train` and `test` are (pixels, labels) pairs, and `shape` is the shape of one image in the file `path`.
-
-    Raises:
-        DataError: an array is empty or has the wrong dtype, shape or labels.
-    """
+    """Returns arrays of images and labels as tensors, after checking their dtypes, shapes and values."""
     return Images(*_tensors(path, "train", train, shape), *_tensors(path, "test", test, shape))
 
 

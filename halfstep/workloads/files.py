@@ -31,11 +31,7 @@ def read_bytes(path: Path, workload: str) -> bytes:
 
 
 def as_text(content: bytes, path: Path, workload: str) -> str:
-    """Returns the content of a file as text; error messages begin with the name `workload`.
-
-    Raises:
-        DataError: the content is not UTF-8.
-    """
+    """Returns the content of a file as text; error messages begin with the name `workload`."""
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -164,14 +164,7 @@ def encode(tokens: Iterable[list[str]], ids: dict[str, int], length: int) -> Ten
 
 
 def read_reviews(path: Path | None) -> tuple[list[Review], list[Review]]:
-    """Returns two lists of (label, text) pairs: the training reviews and the test reviews.
-
-    `path` is an aclImdb folder, or a folder with two files that have one review per line; or it is a folder that holds
-    one of these folders as `aclImdb` or `imdb`.
-
-    Raises:
-        DataError: there are no reviews, a file is broken or empty, or a line has the wrong layout.
-    """
+    """Returns two lists of (label, text) pairs: the training reviews and the test reviews."""
     if path is None or not path.is_dir():
         raise DataError(f"imdb_lstm: {'no data given' if path is None else f'{path} is not a folder'}; {HOW_TO_GET}")
     for folder in (path, path / "aclImdb", path / "imdb"):
