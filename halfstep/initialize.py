@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from typing import Any, get_args
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -57,6 +58,7 @@ def initialize(  # noqa: PLR0913  # the one public entry; each keyword is a docu
     input: PlanInput | None = None,
     frozen: Width | None = None,
     emulate: bool | None = None,
+    process_group: dist.ProcessGroup | None = None,
     sinks: Sequence[Sink] = (),
     on_failure: OnFailure = "raise",
     stepping: Stepping = "session",
@@ -86,6 +88,10 @@ def initialize(  # noqa: PLR0913  # the one public entry; each keyword is a docu
     fp16, such as those of a model from a hub, become fp32 weights at O1, get fp32 masters at O2, and train without fp32
     values at O3; a warning says what was done. For a sharded model, every process must make this call.
 
+    `process_group` are the processes that step together though they hold different models, such as the stages of a
+    pipeline: they agree on each skip, the loss scale and the gradient norm. Stages of torch.distributed.pipelining,
+    replicas and shards are found without it.
+
     Raises:
         PlanError: the plan or a keyword is unknown, contradicts its level or fits no module.
         SetupError: the model or optimizer cannot be trained under the plan, or another process that holds shards of the
@@ -109,6 +115,7 @@ def initialize(  # noqa: PLR0913  # the one public entry; each keyword is a docu
                 frozen=frozen,
             )
             _check_settings(chosen, sinks, on_failure, stepping, emulate)
+            _check_group(process_group, chosen)
             inside = owners(module for model in models for module in unwrap(model).modules())
             earlier = [owner for owner in inside if isinstance(owner, Session)]
             made_low = [p for session in earlier for p in session.low_parameters()]
@@ -124,6 +131,7 @@ def initialize(  # noqa: PLR0913  # the one public entry; each keyword is a docu
                 facts=facts,
                 made_low=made_low,
                 training=optimizer is not None,
+                group=process_group,
             )
             to_be_low = {id(p) for p in decision.stored_low()}
             _refuse_shared(models, others, lambda other: (p for p in other.parameters() if id(p) in to_be_low))
@@ -157,6 +165,20 @@ def _check_settings(plan: Plan, sinks: Any, on_failure: Any, stepping: Any, emul
         raise SetupError(
             f"emulate={emulate} has no effect at {plan.name}, which runs everything as written; leave it out, or use "
             "O1 to O3"
+        )
+
+
+def _check_group(group: Any, plan: Plan) -> None:
+    if group is None:
+        return
+    if not isinstance(group, dist.ProcessGroup):  # what torch gives those outside of a group is none
+        raise SetupError(
+            f"process_group is {short(group)}; expected a torch.distributed.ProcessGroup with this process in it, such "
+            "as torch.distributed.group.WORLD or mesh.get_group()"
+        )
+    if plan.ops == "none":
+        raise SetupError(
+            f"process_group has no effect at {plan.name}, where nothing is scaled or skipped; leave it out"
         )
 
 

@@ -75,8 +75,8 @@ class Status:
     `scales` maps each loss id that was used to its loss scale. `memory` has the bytes of weights, masters (copies, or
     the additional 16 bits of split masters), gradients and optimizer state. `nonfinite_gradients` names the parameters
     whose infinite or NaN gradients caused the last step to be skipped. `spoiled_by` has the ranks of the processes
-    whose own loss was infinite or NaN in the last step; it is empty if one process trains alone, and inside
-    DistributedDataParallel's `join()`.
+    whose own loss (or a gradient of whose own stage of a pipeline) was infinite or NaN in the last step; it is empty if
+    one process trains alone, and inside DistributedDataParallel's `join()`.
     """
 
     level: str

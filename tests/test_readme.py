@@ -30,7 +30,7 @@ NAMES = {
     "mismatch.md": ("mixed", "mixed formats", "outside"),
     "nan.md": ("ask", "the tutorial's verdict"),
     "plans.md": ("plan file", "edited plan"),
-    "processes.md": ("sharded", "load", "gathered"),
+    "processes.md": ("sharded", "pipeline", "load", "gathered"),
     "quickstart.md": ("loop", "evaluation", "checkpoint", "look", "end"),
     "slower.md": ("inspected",),
     "seeing.md": ("observe", "seeing"),
@@ -289,6 +289,14 @@ def test_a_loop_in_apex_form_trains_and_ends_as_an_ordinary_model(names):
     assert type(names["model"]) is Model
     assert not torch.equal(names["model"].head.weight, before)
     assert "apex" not in sys.modules
+
+
+def test_a_stage_of_a_pipeline_trains(names, process_group):
+    names["stage"], names["device"] = names["model"], torch.device("cpu")
+    names |= {"rank": 0, "stages": 1}
+    before = [p.detach().clone() for p in names["stage"].parameters()]
+    exec(BLOCKS["pipeline"], names)
+    assert not all(map(torch.equal, before, names["stage"].parameters()))
 
 
 def test_a_sharded_model_trains(names, process_group):

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from halfstep.errors import SessionError, SetupError
 from halfstep.formats import LOW_DTYPES
+from halfstep.pages import PROCESSES, more
 from halfstep.processes.buckets import WideSums
 from halfstep.processes.findings import Findings
 from halfstep.processes.gone import naming_who_does_not_open, naming_who_is_gone, told_by_all
@@ -82,10 +83,13 @@ class Replicas:
     wrapper after `open`; `search` finds wrappers that were made before.
     """
 
-    def __init__(self, roots: Sequence[nn.Module], replica: Replica) -> None:
+    def __init__(self, roots: Sequence[nn.Module], replica: Replica, given: dist.ProcessGroup | None = None) -> None:
         self._roots = list(roots)
         self._replica = replica
         self._group: dist.ProcessGroup | None = None
+        self._given = given  # who steps together, where the user says so
+        self._stages: dist.ProcessGroup | None = None  # who steps together, if some hold other models
+        self._looked, self._met = False, False  # for stages, and with them
         self.sharded = False  # whether parameters are; then they are not replicas
         self._join: weakref.ref[DistributedDataParallel] | None = None  # who has begun one
         self._agreed: set[tuple[int, ...]] = set()  # parameters that all processes were found to have alike
@@ -158,8 +162,65 @@ class Replicas:
 
     @property
     def size(self) -> int:
-        """The number of processes that train together."""
-        return dist.get_world_size(self._group)
+        """The number of processes that hold replicas or shards of these models."""
+        return 1 if self._group is None else dist.get_world_size(self._group)
+
+    @property
+    def staged(self) -> bool:
+        """Whether some of the processes that step together hold other models, such as other stages of a pipeline."""
+        return self._stages is not None
+
+    @property
+    def _stepping(self) -> dist.ProcessGroup | None:
+        """The processes that step together."""
+        return self._stages or self._group
+
+    def find_stages(self) -> None:
+        """Finds the processes that hold the other stages of a pipeline; looks for them once.
+
+        Raises:
+            SetupError: what was found or passed as `process_group` leaves out processes that hold the models.
+        """
+        if self._looked or not group_is_open():
+            return
+        self._looked = True
+        group = self._given or self._around(stage_groups_of(self._roots))
+        if self._group is not None and group is not None:
+            missing = {*dist.get_process_group_ranks(self._group)} - {*dist.get_process_group_ranks(group)}
+            if missing:
+                raise SetupError(
+                    f"process_group lacks the processes {sorted(missing)}, which hold replicas or shards of this "
+                    "model; pass a group of all processes that hold a stage, each with its replicas and shards"
+                )
+        if group is not None and group != self._group and dist.get_world_size(group) > 1:
+            self._stages, self._is_own = group, None
+
+    def _around(self, found: Sequence[dist.ProcessGroup]) -> dist.ProcessGroup | None:
+        """Returns the group of all processes that hold a stage, a replica or a shard, given groups of stages."""
+        if not found or self._group is None:
+            return found[0] if found else None
+        if dist.get_world_size(found[0]) * self.size == dist.get_world_size():
+            return dist.group.WORLD
+        raise SetupError(
+            f"a pipeline has stages in {dist.get_world_size(found[0])} processes, and this stage is in {self.size}, of "
+            f"{dist.get_world_size()} in all; pass process_group=, the group of all processes that hold a stage, "
+            "each with its replicas and shards, to halfstep.initialize"
+        )
+
+    def refuse_a_stage_alone(self) -> None:
+        """Refuses a scaled backward pass without losses, such as that of a stage, if no other process is known.
+
+        Raises:
+            SessionError: there are other processes.
+        """
+        if self._given is None and self._stepping is None and group_is_open() and dist.get_world_size() > 1:
+            raise SessionError(
+                f"scaling() was entered without losses in one of {dist.get_world_size()} processes, and this session "
+                "knows of no other process: if the gradients come from another stage of a pipeline, the stages must "
+                "agree on overflows and the loss scale. Pass process_group=, the group of their processes, to "
+                "halfstep.initialize, or use bf16, which needs no loss scale; if this process trains alone, pass "
+                f"scaling() its losses; {more(PROCESSES)}"
+            )
 
     @property
     def joining(self) -> bool:
@@ -174,8 +235,8 @@ class Replicas:
     def is_own(self, device: torch.device) -> Tensor:
         """Returns a bool tensor with one entry per process, True only for this process; always the same tensor."""
         if self._is_own is None or self._is_own.device != device:
-            numbers = torch.arange(dist.get_world_size(self._group), device=device)
-            self._is_own = numbers == dist.get_rank(self._group)
+            numbers = torch.arange(dist.get_world_size(self._stepping), device=device)
+            self._is_own = numbers == dist.get_rank(self._stepping)
         return self._is_own
 
     def summing(self) -> bool:
@@ -184,12 +245,13 @@ class Replicas:
         Raises:
             SessionError: the process group was destroyed.
         """
-        if self._group is not None and not group_is_open():
+        if self._stepping is not None and not group_is_open():
+            kind = "a stage of a pipeline" if self.staged else "sharded" if self.sharded else "one of several replicas"
             raise SessionError(
-                f"the model is {'sharded' if self.sharded else 'one of several replicas'}, and its process group was "
+                f"the model is {kind}, and its process group was "
                 "destroyed; save and close the session before torch.distributed.destroy_process_group()"
             )
-        return self._group is not None and not self.joining
+        return self._stepping is not None and not self.joining
 
     def agree(self, own: Findings, parameters: Sequence[nn.Parameter]) -> Findings:
         """Returns what all processes together found in a step, by one all-reduce of what each found (`own`).
@@ -202,17 +264,19 @@ class Replicas:
         """
         total = own.packed()
         with self.naming_who_is_gone("the step"):
-            if (key := tuple(map(id, parameters))) not in self._agreed:
+            if self._group is not None and (key := tuple(map(id, parameters))) not in self._agreed:
                 self._compare(parameters)
                 self._agreed.add(key)
-            dist.all_reduce(total, group=self._group)
+            if self.staged and not self._met:  # not in a backward pass, where a stage may wait for another
+                self._meeting, self._met = told_by_all(secrets.token_hex(8), self._stages)[0], True
+            dist.all_reduce(total, group=self._stepping)
         return own.unpacked(total)
 
     def naming_who_is_gone(self, what: str) -> AbstractContextManager[None]:
         """Returns a context: if a collective operation in `what` fails, the error names the processes that are gone."""
-        if self._group is None and not group_is_open():
+        if self._stepping is None and not group_is_open():
             return nullcontext()
-        return naming_who_is_gone(self._group, what, f"halfstep/failed/{self._meeting}")
+        return naming_who_is_gone(self._stepping, what, f"halfstep/failed/{self._meeting}")
 
     def sampled(self, device: torch.device) -> Tensor:
         """Returns a number (0-dim float64) computed from the bits of a few weights, the same weights in all processes.
@@ -221,7 +285,7 @@ class Replicas:
         or if that is large, one row of it or a part of a row.
         """
         number, self._samples = self._samples, self._samples + 1
-        if not self._alike:
+        if not self._alike or self.staged:
             return torch.zeros((), dtype=torch.float64, device=device)
         turn, index = divmod(number, len(self._alike))
         number_of = _number_of([_part(t, turn) for t in self._held(self._alike[index])])
@@ -483,10 +547,25 @@ def wrappers_of(roots: Sequence[nn.Module]) -> list[DistributedDataParallel]:
     if not group_is_open():
         return []
     own = {id(p) for root in roots for p in root.parameters()}
+    return [each for each in _living(DistributedDataParallel) if any(id(p) in own for p in each.parameters())]
+
+
+def stage_groups_of(roots: Sequence[nn.Module]) -> list[dist.ProcessGroup]:
+    """Returns the groups of the pipelines (`torch.distributed.pipelining`) that the models are stages of."""
+    if "torch.distributed.pipelining" not in sys.modules:
+        return []
+    from torch.distributed.pipelining import PipelineStage
+
+    own = {id(p) for root in roots for p in root.parameters()}
+    kind: Any = PipelineStage.__base__  # also of stages that `build_stage` made
+    stages = (each for each in _living(kind) if any(id(p) in own for p in each.submod.parameters()))
+    return [group for each in stages if (group := each.group or dist.group.WORLD) is not None]
+
+
+def _living(kind: type[T]) -> list[T]:
     objects = gc.get_objects()  # a million, so without a line of Python for each
-    kinds = {kind for kind in set(map(type, objects)) if DistributedDataParallel in kind.__mro__}
-    wrappers = compress(objects, map(kinds.__contains__, map(type, objects))) if kinds else ()
-    return [each for each in wrappers if any(id(p) in own for p in each.parameters())]
+    kinds = {each for each in set(map(type, objects)) if kind in each.__mro__}
+    return list(compress(objects, map(kinds.__contains__, map(type, objects)))) if kinds else []
 
 
 def living_wrappers_of(roots: Sequence[nn.Module]) -> list[DistributedDataParallel]:

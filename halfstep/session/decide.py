@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -52,7 +53,8 @@ class Decision:
     `emulate` says whether products of the low format are computed in a wider format, and `asked` whether the user asked
     for that (True), asked not to (False), or left it to the `facts` of the device. `mixed` is False if the plan casts
     and scales nothing. `stepping` says whose `step` the training loop calls: the session's or the optimizer's.
-    `untrained` has the places of the parameters that no optimizer updates.
+    `untrained` has the places of the parameters that no optimizer updates, `group` the processes that the user said step
+    together.
     """
 
     roots: tuple[nn.Module, ...]
@@ -66,6 +68,7 @@ class Decision:
     mixed: bool
     stepping: Stepping = "session"
     untrained: Places = frozenset()
+    group: dist.ProcessGroup | None = None
 
     def stored_low(self) -> Iterator[nn.Parameter]:
         """Yields the fp32 parameters that the session will store in low precision."""
@@ -86,6 +89,7 @@ def decide(  # noqa: PLR0913  # all that it depends on
     facts: DeviceFacts,
     made_low: Sequence[nn.Parameter] = (),
     training: bool = True,
+    group: dist.ProcessGroup | None = None,
 ) -> Decision:
     """Returns what a session for these models and optimizers will do; adapts the plan to what the optimizers support.
 
@@ -127,6 +131,7 @@ def decide(  # noqa: PLR0913  # all that it depends on
         mixed,
         stepping,
         untrained,
+        group,
     )
 
 

@@ -151,24 +151,30 @@ def agree(
 ) -> Agreed:
     """Returns what the processes that train together found in a step.
 
-    `square` is this process's share of the squared norm (0-dim float64). `stop` requests all processes to stop.
+    Stages of a pipeline have other parameters, so they tell each other only whether any gradient is not finite; the
+    flags of each parameter are then those of this process. `square` is this process's share of the squared norm (0-dim
+    float64). `stop` requests all processes to stop.
     """
     params = [part.accumulator.parameters() for part in parts]
     gradients = [
         _of_all(own, held.params, reading.flags) for own, held, reading in zip(params, collected, readings, strict=True)
     ]
+    bad = torch.cat(gradients)
     losses = _losses(collected, square.device)
     here = replicas.is_own(square.device)
     stops = here if stop else torch.zeros_like(here)
-    same = torch.stack((_number_of([held.scale for held in collected], square.device), replicas.sampled(square.device)))
-    own = Findings(
-        square, torch.cat(gradients), losses, here & losses.any(), stops, torch.where(here, same.view(2, 1), 0.0)
-    )
+    spoils = losses.any() | bad.any() if replicas.staged else losses.any()
+    scales = [held.scale for held in (collected[:1] if replicas.staged else collected)]
+    same = torch.stack((_number_of(scales, square.device), replicas.sampled(square.device)))
+    told = bad.any().view(1) if replicas.staged else bad
+    own = Findings(square, told, losses, here & spoils, stops, torch.where(here, same.view(2, 1), 0.0))
     found = replicas.agree(own, [p for each in params for p in each])
-    flags = list(zip(params, torch.split(found.gradients, list(map(len, params))), strict=True))
+    heard = torch.split(bad if replicas.staged else found.gradients, list(map(len, params)))
+    flags = list(zip(params, heard, strict=True))
+    skips = [found.gradients.any() if replicas.staged else each.any() for each in heard]
     return Agreed(
         [_with(held, found.losses, apart=found.same[0].any()) for held in collected],
-        [Reading(reading.norm, bad.any(), bad) for reading, (_, bad) in zip(readings, flags, strict=True)],
+        [Reading(reading.norm, skip, each) for reading, skip, each in zip(readings, skips, heard, strict=True)],
         found.norm,
         flags,
         found.processes,
@@ -259,8 +265,8 @@ def _say_that_weights_differ(parted: Mapping[str, Sequence[int]]) -> None:
 
 def _scales_differ(ranks: Sequence[int]) -> SessionError:
     return SessionError(
-        f"gradients of process {', '.join(map(str, ranks))} carry another loss scale than those of process 0, so the "
-        "sum of these gradients is meaningless; the step was skipped. Use the same loss_id for a backward pass in all "
+        f"gradients of process {', '.join(map(str, ranks))} carry another loss scale than those of process 0, so they "
+        "do not fit together; the step was skipped. Use the same loss_id for a backward pass in all "
         "processes, and load the same session state in all of them"
     )
 

@@ -147,7 +147,7 @@ class Session:
         self._last: dict[int, LastStep] = {}  # by loss id
         self._first_losses: dict[int, Tensor] = {}  # likewise
         shared = SharedState(plan, self._store, self._scales, lambda: self.optimizers, self._name_of, self._replaced)
-        self._replicas = Replicas(roots, shared)
+        self._replicas = Replicas(roots, shared, decision.group)
         self._spoiled: Tensor | None = None  # in which processes a loss of the last step overflowed
         self.runtime = Runtime(
             plan,

@@ -149,6 +149,8 @@ class MixedTraining:
         """
         scale = self.scales.of(loss_id)
         self._before(loss_id, scale)
+        if not losses and self.scales.active:
+            self.replicas.refuse_a_stage_alone()
         bad = [overflowed(loss) for loss in losses]
         found = bad[0] if len(bad) == 1 else torch.stack(bad).any() if bad else None
         try:
@@ -174,6 +176,7 @@ class MixedTraining:
         if self._unreduced is not None:
             self._unreduced.before_backward(scale.value)
         self._unmade = None
+        self.replicas.find_stages()
         self.replicas.sums.before_backward()
         for part in self.parts:
             part.accumulator.before_backward(loss_id, scale.value)
