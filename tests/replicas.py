@@ -39,6 +39,11 @@ OPTIMIZERS = {
     "SGD": lambda parameters, lr: torch.optim.SGD(parameters, lr=lr, momentum=0.9),
     "NAdam": torch.optim.NAdam,
 }
+DIFFERING = {
+    "plan": ("O2 bf16 split", "O2 bf16 copy"),
+    "level": ("O0", "O1 bf16"),
+    "level of process 1": ("O1 bf16", "O0"),
+}
 WRAPPINGS = {
     "plain": {},
     "unused": {"find_unused_parameters": True},
@@ -235,10 +240,15 @@ def stopping(rank):
 
 def differing(rank, what):
     """Wraps or steps what is not alike in the processes; returns the error."""
+    session = halfstep.initialize(nn.Linear(1, 1), plan="O0")
     try:
-        if what == "plan":
-            model, optimizer, session = opened(0, "O2 bf16 split" if rank == 0 else "O2 bf16 copy")
+        if what in DIFFERING:
+            model, optimizer, session = opened(0, DIFFERING[what][rank])
             DDP(model)
+        elif what == "level, wrapped before":
+            model = network(0)
+            wrapped, optimizer = DDP(model), torch.optim.SGD(model.parameters(), lr=0.1)
+            session = halfstep.initialize(model, optimizer, f"O{rank}", low="bf16")
         else:
             model = network(0)
             trained = list(model.parameters())[rank:]

@@ -28,7 +28,7 @@ CASES = {
     **{f"{setting}, sent": (replicas.collectives, (setting,)) for setting in SETTINGS},
     "spoiler": (replicas.spoiler, (2,)),
     "stopping": (replicas.stopping, ()),
-    "plan": (replicas.differing, ("plan",)),
+    **{what: (replicas.differing, (what,)) for what in (*replicas.DIFFERING, "level, wrapped before")},
     "optimizer": (replicas.differing, ("optimizer",)),
     "scaled": (replicas.scaled, ()),
     "split": (replicas.exact, ("split",)),
@@ -151,6 +151,13 @@ def test_a_verdict_of_one_process_stops_all_at_the_same_step(found):
 def test_what_differs_between_processes_is_said_when_it_is_wrapped(found):
     for each in found:
         assert "process 1 has the plan's master = 'copy', process 0 has the plan's master = 'split'" in each["plan"]
+
+
+@pytest.mark.parametrize("what", ["level", "level of process 1", "level, wrapped before"])
+def test_the_levels_of_processes_are_named_where_one_trains_as_written(found, what):
+    one, other = ("O1", "O0") if what == "level of process 1" else ("O0", "O1")
+    for each in found:
+        assert f"process 1 has the plan's name = '{other}', process 0 has the plan's name = '{one}'" in each[what]
 
 
 def test_what_differs_between_optimizers_is_said_at_the_first_step(found):

@@ -162,6 +162,9 @@ class Casting:
                 own_low = formats.param is not None and formats.param is not FP32
                 explain = door if stored_low or own_low else None
                 reading = reading_of(module, formats, door)
+                if own_low and isinstance(module, ParametrizationList):
+                    stack.callback(entrances.install(module, _refusing(full), door=door, explain=explain))
+                    continue
                 if not formats.boundary and not formats.door:
                     if holds_state(module) and enterable(module):  # copied and saved like the others, without our hooks
                         passive = self._gate(self._engine, formats, full, look)
@@ -171,8 +174,6 @@ class Casting:
                 gate = self._gate(self._engine, formats, full, look)
                 as_root = self._gate(self._engine, _as_root(formats, self._plan), full, look)
                 as_root.cast_out = _called_first(door.device_type, as_root.cast_out, gate.cast_out)
-                if stored_low and isinstance(module, ParametrizationList):
-                    as_root.cast_in = refuse_removal
                 if not formats.boundary:
                     opened = entrances.install(module, first(as_root), door=door, explain=explain, reading=reading)
                     stack.callback(opened)
@@ -328,6 +329,11 @@ class _TellsOfCopies:
     ) -> None:
         if isinstance(error, (RuntimeError, MemoryError)) and is_out_of_memory(error) and self._why not in str(error):
             error.args = (f"{error} ({self._why})", *error.args[1:])
+
+
+def _refusing(full: Callable[[nn.Parameter], Tensor]) -> Gate:
+    """Returns a gate that does nothing but refuse to bake a weight into a parameter that is stored low."""
+    return Gate(nullcontext, lambda: None, lambda _: None, lambda _: None, refuse_removal, None, full)
 
 
 def _as_root(formats: ModuleFormats, plan: Plan) -> ModuleFormats:

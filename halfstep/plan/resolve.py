@@ -295,7 +295,7 @@ def _formats(
     )
     if plan.ops == "none":
         return formats
-    door = _is_door(plan, site.module, decision, fp32)
+    door = not _computes_a_weight(site) and _is_door(plan, site.module, decision, fp32)
     formats = replace(formats, compute=_width(plan, decision.policy.compute), door=door)
     entries = [callers[path] for path in site.paths]
     if _is_uncalled(site.module) or not any(caller is None or decision.enters_from(caller) for caller in entries):
@@ -330,6 +330,14 @@ def _keep(  # all that it depends on
     if not reads or formats.boundary or not enterable(site.module) or "forward" in site.module.__dict__:
         return formats
     return replace(formats, boundary=True, output=plan.low)
+
+
+def _computes_a_weight(site: Site) -> bool:
+    """Returns whether a module is part of a parametrization: code that reads the weight outside of the model calls it.
+
+    Such code, as that which bakes the weight in, gets fp32.
+    """
+    return "parametrizations" in site.name.split(".")
 
 
 def _is_door(plan: Plan, module: nn.Module, decision: _Decision, fp32: Container[int]) -> bool:

@@ -95,6 +95,7 @@ class Replicas:
         self._agreed: set[tuple[int, ...]] = set()  # parameters that all processes were found to have alike
         self._alike: list[nn.Parameter] = []  # what wrappers keep alike
         self._samples = 0
+        self._plain = False
         self._meeting = ""  # what the processes that compare what they train are known by
         self.sums = WideSums()
         self._is_own: Tensor | None = None
@@ -127,8 +128,12 @@ class Replicas:
                         "in all processes"
                     )
 
-    def open(self, *, search: bool) -> None:
-        """Notes each DistributedDataParallel wrapper made from now on; `search` also finds those made before."""
+    def open(self, *, search: bool, plain: bool = False) -> None:
+        """Notes each DistributedDataParallel wrapper made from now on; `search` also finds those made before.
+
+        `plain` is for a session that changes nothing: it only compares its plan with that of other processes.
+        """
+        self._plain = plain
         own = weakref.ref(self)
 
         def registered(owner: nn.Module, name: str, module: nn.Module | None) -> None:
@@ -144,9 +149,13 @@ class Replicas:
 
     def search(self) -> None:
         """Looks for a DDP wrapper of the models that was made before `open`; does nothing if one is known already."""
-        if self._group is None:
-            for wrapper in living_wrappers_of(self._roots):
-                self._attach(wrapper, self._shared(wrapper, wrapper.module))
+        wrappers = living_wrappers_of(self._roots) if self._group is None else []
+        shared = {id(p) for wrapper in wrappers for p in self._shared(wrapper, wrapper.module)}
+        for wrapper in [] if self._plain else wrappers:
+            self._attach(wrapper, self._shared(wrapper, wrapper.module))
+        if shared:  # in the models' order, which all have: the wrappers are found in none
+            own = {id(p): p for root in self._roots for p in root.parameters()}
+            self._compare([p for key, p in own.items() if key in shared], wrappers[0].process_group)
 
     def close(self) -> None:
         """Stops noting new wrappers, and restores torch's own join hooks in the noted ones."""
@@ -310,9 +319,12 @@ class Replicas:
     def _wrapped(self, wrapper: DistributedDataParallel, module: nn.Module | None) -> None:
         """Notes a new wrapper; if it broadcasts weights, first copies masters and optimizer states from process 0."""
         shared = [] if module is None else self._shared(wrapper, module)
-        if shared:
+        if shared and not self._plain:
             self._attach(wrapper, shared)
-            if sends_weights(sys._getframe()):
+        if shared and sends_weights(sys._getframe()):
+            if self._plain:
+                self._compare(shared, wrapper.process_group)
+            else:
                 self._hand_on(shared, 0, sent_again=True)
 
     def _attach(self, wrapper: DistributedDataParallel, shared: Sequence[nn.Parameter]) -> None:
@@ -401,7 +413,7 @@ class Replicas:
             self._replica.take_moments(parameters, states)
             self._replica.take_options(parameters, sent[0][1])
 
-    def _compare(self, parameters: Sequence[nn.Parameter]) -> list[Any]:
+    def _compare(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None = None) -> list[Any]:
         """Checks that all processes have the same plan and parameters; returns the `Replica.state` of each process.
 
         A collective call.
@@ -410,7 +422,7 @@ class Replicas:
             SessionError: the plan or the parameters differ between processes.
         """
         lines = self._replica.described(parameters)
-        found = told_by_all((lines, self._replica.state(), secrets.token_hex(8)), self._group)
+        found = told_by_all((lines, self._replica.state(), secrets.token_hex(8)), group or self._group)
         self._meeting = found[0][2]
         for rank, (theirs, *_) in enumerate(found):
             for other, first in zip(theirs, found[0][0], strict=False):

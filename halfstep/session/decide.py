@@ -53,8 +53,8 @@ class Decision:
     `emulate` says whether products of the low format are computed in a wider format, and `asked` whether the user asked
     for that (True), asked not to (False), or left it to the `facts` of the device. `mixed` is False if the plan casts
     and scales nothing. `stepping` says whose `step` the training loop calls: the session's or the optimizer's.
-    `untrained` has the places of the parameters that no optimizer updates, `group` the processes that the user said step
-    together.
+    `untrained` has the places of the parameters that no optimizer updates, `group` the processes that the user said
+    step together.
     """
 
     roots: tuple[nn.Module, ...]

@@ -194,6 +194,9 @@ class Session:
         self._replicas.meet()
         if self._decision.mixed:  # after all have met, so that what one refuses all have
             self._undo.callback(read_as_planned(self._roots, pairs, self.plan))
+        self._undo.callback(self._replicas.close)
+        full = self.plan.param == "full"  # DDP may wrap first
+        self._replicas.open(search=bool(self._parts) and full, plain=not self._decision.mixed)
         self._training = self._mixed() if self._decision.mixed else self._plain()
         self._undo.callback(self._close_watchers)
 
@@ -205,8 +208,6 @@ class Session:
             hook = CheckpointHook(lambda *_: self._buffers.after_step())
             handle = root.register_load_state_dict_post_hook(hook)  # type: ignore[no-untyped-call]
             self._undo.callback(handle.remove)
-        self._undo.callback(self._replicas.close)
-        self._replicas.open(search=bool(self._parts) and self.plan.param == "full")  # DDP may wrap first
         training = MixedTraining if self._decision.stepping == "session" else TrueGradients
         return training(
             roots=self._roots,
@@ -595,7 +596,7 @@ class Session:
         check_training(optimizers, self._roots, self.plan)
         with ExitStack() as stack:
             parts = [self._make_part(optimizer, stack) for optimizer in optimizers]
-            if self._decision.mixed and self.plan.param == "full":
+            if self.plan.param == "full":
                 self._replicas.search()
             self._undo.callback(stack.pop_all().close)
         for optimizer in optimizers:
