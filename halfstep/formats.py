@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 from dataclasses import dataclass
 
 import torch
@@ -66,7 +67,10 @@ LOW_FORMATS = (BF16, FP16)  # that levels train in
 LOW_DTYPES = tuple(fmt.dtype for fmt in LOW_FORMATS)
 _BY_DTYPE = {fmt.dtype: fmt for fmt in (FP32, BF16, FP16, E4M3, E5M2)}
 
-_MAGNITUDE = 0x7FFFFFFF
+_MAGNITUDE, _INFINITE = 0x7FFFFFFF, 0x7F800000  # of the bits of a float32
+_BITS = {
+    x: struct.unpack("<i", struct.pack("<f", x))[0] for fmt in FORMATS.values() for x in (fmt.max, fmt.smallest_normal)
+}
 
 
 def as_format(value: Format | torch.dtype | str) -> Format:
@@ -140,19 +144,19 @@ def round_nearest(t: Tensor, fmt: Format) -> Tensor:
     drop = FP32.fraction_bits - fmt.fraction_bits
     if drop == 0:
         return t.clone()
-    size = t.view(torch.int32) & _MAGNITUDE
+    # Integers alone, but for subnormals: torch.compile makes vector code of it, and not of copysign, isnan or isinf.
+    bits = t.view(torch.int32)
+    size = bits & _MAGNITUDE
     # Half a step less one, plus the last kept bit: carries exactly where nearest-even goes up, into the exponent too.
     rounded = (size + (1 << (drop - 1)) - 1 + ((size >> drop) & 1)) & -(1 << drop)
-    result = rounded.view(torch.float32)
     if fmt.smallest_normal > FP32.smallest_normal:
         # Next to 2**23 steps the float32 grid is the subnormal grid of `fmt`: the addition rounds to it, to even.
         anchor = fmt.smallest_subnormal * 2.0**FP32.fraction_bits
-        result = torch.where(t.abs() < fmt.smallest_normal, (t.abs() + anchor) - anchor, result)
-    if fmt.has_inf:
-        result = torch.where((result > fmt.max) | t.isinf(), torch.inf, result)
-    else:
-        result = torch.where(t.isinf(), fmt.max, result.clamp(max=fmt.max))
-    return torch.where(t.isnan(), t, result.copysign(t))
+        subnormal = ((t.abs() + anchor) - anchor).view(torch.int32)
+        rounded = torch.where(size < _BITS[fmt.smallest_normal], subnormal, rounded)
+    rounded = torch.where(rounded > _BITS[fmt.max], _INFINITE if fmt.has_inf else _BITS[fmt.max], rounded)
+    rounded = torch.where(size > _INFINITE, size, rounded)  # NaN stays as it is
+    return (rounded | (bits ^ size)).view(torch.float32)
 
 
 def _float32_values(t: Tensor) -> Tensor:
