@@ -14,7 +14,7 @@ import inspect
 import operator
 import os
 import sys
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
@@ -190,7 +190,7 @@ update_scale_: Callable[..., Tensor] = _name("torch._amp_update_scale_")
 parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]] = _attribute("torch.nn.Module._parameters")
 buffers_of: Callable[[nn.Module], dict[str, Tensor | None]] = _attribute("torch.nn.Module._buffers")
 modules_of: Callable[[nn.Module], dict[str, nn.Module | None]] = _attribute("torch.nn.Module._modules")
-state_dict_hooks_of: Callable[[nn.Module], tuple[dict[int, Any], ...]] = operator.attrgetter(  # and those of loading
+state_dict_hooks_of: Callable[[nn.Module], tuple[OrderedDict[int, Any], ...]] = operator.attrgetter(  # also of loading
     "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"
 )
 _name("torch.nn.Module._state_dict_hooks")

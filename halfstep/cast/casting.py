@@ -307,6 +307,11 @@ class Casting:
         finally:
             self._begin_with(own)
 
+    def before_training(self, before: Callable[[], None]) -> None:
+        """Calls `before` from now on where `install` said to call another function."""
+        for gate in self._outermost:
+            gate.before = before
+
     def _begin_with(self, begin: Callable[[], None] | None) -> None:
         self._begin = begin
         for gate in self._outermost:

@@ -271,8 +271,10 @@ def make_class(  # noqa: C901  # two forwards, one of which is a hot path
 
 @functools.cache
 def _writing_through(metaclass: Any) -> Any:
-    """Returns a metaclass for the classes that halfstep makes; it passes attribute writes on to the user's class.
+    """Returns a metaclass for the classes that halfstep makes, which equal the user's class and pass writes on to it.
 
+    Code that compares the class of a layer, or looks it up in a table, as Opacus does, finds what it would find without
+    a session.
     User code, such as `type(self).count += 1`, and torch's parametrizations write to the class of a module. An
     attribute that halfstep's class defines itself, such as `forward`, is an exception: it is written to halfstep's
     class. Otherwise, code that restores a method would put one of halfstep's functions into the user's class. A pickle
@@ -288,7 +290,14 @@ def _writing_through(metaclass: Any) -> Any:
     def delete_attribute(cls: type, name: str) -> None:
         metaclass.__delattr__(cls, name) if own(cls, name) else delattr(vars(cls)[BASE], name)
 
-    through = type(metaclass.__name__, (metaclass,), {"__setattr__": set_attribute, "__delattr__": delete_attribute})
+    def equals(cls: type, other: Any) -> Any:
+        return metaclass.__eq__(plain_class(cls), plain_class(other) if isinstance(other, type) else other)
+
+    def hashed(cls: type) -> int:
+        return metaclass.__hash__(plain_class(cls))  # type: ignore[no-any-return]
+
+    own_methods = {"__setattr__": set_attribute, "__delattr__": delete_attribute, "__eq__": equals, "__hash__": hashed}
+    through = type(metaclass.__name__, (metaclass,), own_methods)
     copyreg.pickle(through, _reduce_class)
     return through
 

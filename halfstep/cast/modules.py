@@ -18,7 +18,7 @@ from halfstep.cast.owners import is_marked
 from halfstep.cast.tree import CASTABLE, cast_floats, first_float_dtype
 from halfstep.errors import SessionError, StateError
 from halfstep.formats import Format
-from halfstep.torch_internals import buffers_of, compiled_inside, metadata_of, parameters_of
+from halfstep.torch_internals import buffers_of, compiled_inside, metadata_of, parameters_of, state_dict_hooks_of
 
 Undo = Callable[[], None]
 _ASSIGN = "assign_to_params_buffers"  # torch's mark of `load_state_dict(assign=True)` in the metadata of a state
@@ -116,6 +116,8 @@ def keep_checkpoints_full(module: nn.Module, values: Values32, given: Given) -> 
         module.register_load_state_dict_pre_hook(CheckpointHook(take)),  # type: ignore[no-untyped-call]
         module.register_load_state_dict_post_hook(CheckpointHook(settle)),  # type: ignore[no-untyped-call]
     ]
+    saving = state_dict_hooks_of(module)[0]
+    saving.move_to_end(handles[0].id, last=False)  # the user's hooks may copy what they find, under other names
 
     def undo() -> None:
         for handle in handles:

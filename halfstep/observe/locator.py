@@ -82,7 +82,7 @@ class Locator:
         self._tensors: dict[int, list[_Known]] = {}  # keyed by memory: several may share a flat piece
         self._identities: list[StorageWeakRef] = []  # these keep the identity of freed memory from being reused
         self._kinds: dict[str, str] = {}  # by file
-        classes = {type(module) for root in roots for module in root.modules()}
+        classes = {id(type(module)): type(module) for root in roots for module in root.modules()}.values()
         defined = [each for c in classes for base in c.__mro__ for each in vars(base).values()]
         methods = [unwrap_function(each) for each in defined if isinstance(each, FunctionType)]
         self._methods = {each.__code__ for each in methods if isinstance(each, FunctionType)}
@@ -164,8 +164,8 @@ class Locator:
         A function that a module holds in an attribute counts as the model's, too.
         """
         modules = [module() for _, module in self._modules.values()]
-        classes = {each for module in modules for each in type(module).__mro__}
-        held = [value for owner in (*classes, *modules) for value in vars(owner).values()]
+        classes = {id(each): each for module in modules for each in type(module).__mro__}
+        held = [value for owner in (*classes.values(), *modules) for value in vars(owner).values()]
         functions = [unwrap_function(getattr(value, "__func__", value)) for value in held if callable(value)]
         waiting = [(f.__code__, f.__globals__) for f in functions if isinstance(f, FunctionType)]
         seen = set()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from halfstep.errors import SetupError, StateError
+from halfstep.errors import SessionError, SetupError, StateError
 from halfstep.formats import LOW_DTYPES
 from halfstep.kernels.batch import is_wrapped
 from halfstep.pages import TRAINERS, more
@@ -29,6 +29,10 @@ FSDP_LINES = (
     "`fully_shard(model, mp_policy=halfstep.fsdp_policy(plan, low=...))`, then make the optimizer from "
     "model.parameters(), then call `halfstep.initialize`"
 )
+_PER_SAMPLE = "autograd_grad_sample_hooks"  # what Opacus's hooks leave on a model
+_EXPANDED = frozenset({"ExpandedWeight", "GradSampleModuleExpandedWeights"})
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_FUNCTORCH = "pass grad_sample_mode='functorch' to make_private"
 _SHOWN = 5
 _DEFAULTS = {each.name: each.default for each in fields(Plan) if isinstance(each.default, str)}
 _LOSS_ID = re.compile("0|[1-9][0-9]{0,17}")  # as `str` writes it: other digits would name one loss twice
@@ -192,6 +196,26 @@ def check_optimizers(optimizers: Sequence[Optimizer], models: Sequence[nn.Module
                     raise SetupError(
                         f"a parameter of shape {tuple(p.shape)} is in two optimizers; pass it to one of them only"
                     )
+
+
+def check_per_sample(root: nn.Module, plan: Plan) -> None:
+    """Refuses gradients per sample, as Opacus takes them, where they would be wrong or cannot be computed.
+
+    Raises:
+        SessionError: they would carry the loss scale; Opacus's hooks would meet a convolution, whose class they compare
+            by identity; or torch's expanded weights would meet two formats, as under torch.autocast.
+    """
+    first = next(root.parameters(), None)
+    if _EXPANDED.intersection((type(first).__name__, type(root).__name__)):
+        raise SessionError(f"torch's expanded weights (grad_sample_mode='ew') take one format only; {_FUNCTORCH}")
+    if _PER_SAMPLE not in vars(root):
+        return
+    if plan.scale.active:
+        raise SessionError("gradients per sample (Opacus) would carry fp16's loss scale; use bf16, which needs none")
+    layers = [m for m in root.modules() if isinstance(m, _CONVOLUTIONS) and "ft_compute_sample_grad" not in vars(m)]
+    if layers:
+        name = type(layers[0]).__name__
+        raise SessionError(f"Opacus's hooks do not know the {name} of a session by its class; {_FUNCTORCH}")
 
 
 def check_parameters(optimizers: Sequence[Optimizer], models: Sequence[nn.Module], plan: Plan) -> None:

@@ -249,7 +249,7 @@ class GradientAccumulator:
         return bool(left)
 
     def _set_wide(self, param: Parameter, grad: Tensor) -> None:
-        param.grad_dtype = torch.float32
+        param.grad_dtype = None  # any: code that makes gradients itself assigns them in the parameter's dtype
         param.grad = grad
         self._widened.add(param)
 

@@ -37,7 +37,7 @@ from halfstep.optim.guard import forbid_step, lend_weights, send_step
 from halfstep.optim.hooks import watch_steps
 from halfstep.optim.masters import MasterStore
 from halfstep.optim.state import exact_state_loading, widen_states
-from halfstep.plan.compatibility import STATE_SCHEMA, as_list, check_optimizers, check_state
+from halfstep.plan.compatibility import STATE_SCHEMA, as_list, check_optimizers, check_per_sample, check_state
 from halfstep.plan.io import to_dict
 from halfstep.plan.plan import Plan
 from halfstep.plan.resolve import Assignment, ModuleFormats, resolve
@@ -184,7 +184,7 @@ class Session:
         gates = self._casting.install(
             pairs,
             full=self._store.full,
-            before=self._buffers.refresh,
+            before=self._before_forward,
             look=self._look_for_fp16_losses if caps else None,
             lent=self.full_weights,
         )
@@ -199,6 +199,13 @@ class Session:
         self._replicas.open(search=bool(self._parts) and full, plain=not self._decision.mixed)
         self._training = self._mixed() if self._decision.mixed else self._plain()
         self._undo.callback(self._close_watchers)
+
+    def _before_forward(self) -> None:
+        for root in self._roots:
+            check_per_sample(root, self.plan)
+        self._buffers.refresh()
+        if self._steps:  # who takes gradients per sample does so from the start
+            self._casting.before_training(self._buffers.refresh)
 
     def _plain(self) -> Training:
         return PlainTraining(self._roots, self._parts, self._probes, self._device)
