@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.cast.probabilities import carrying, probability
+from halfstep.cast.probabilities import carrying, probability, widen
 from halfstep.cast.tree import CASTABLE
 from halfstep.errors import OpError
 from halfstep.formats import LOW_DTYPES
@@ -247,6 +247,16 @@ def _full(site: OpSite) -> Act:
     return act
 
 
+def _full_of_logits(site: OpSite) -> Act:
+    """Returns a function that computes in fp32 from what a sigmoid was given: a low one is 1 from small logits on."""
+
+    def act(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = args if torch.compiler.is_dynamo_compiling() else (widen(args[0]), *args[1:])
+        return site.excluded(*site.cast_all(given, kwargs, torch.float32))
+
+    return act
+
+
 def _full_by_dtype(site: OpSite) -> Act:
     """Returns a function that makes an op compute in fp32 by passing the op's argument `dtype`, if the caller does not.
 
@@ -349,7 +359,8 @@ def _refuse(site: OpSite) -> Act:
         if args[0].dtype in LOW_DTYPES and site.is_here(args[0]):
             raise OpError(
                 f"{site.name} got {args[0].dtype} probabilities inside a halfstep region: in low precision a sigmoid "
-                f"rounds to 0 or 1, whose logarithm is infinite; use {instead} on the logits, or pass input.float()"
+                f"rounds to 0 or 1, whose logarithm is infinite; use {instead} on the logits, or pass "
+                f"ops={{'deny': ['{site.name}']}}, which computes it in fp32 from what the sigmoid was given"
             )
         return site.excluded(*site.cast_all(args, kwargs, torch.float32))
 
@@ -399,6 +410,7 @@ _MAKERS: dict[Action, Callable[[OpSite], Act]] = {
     "norm": _norm,
     "gather": _gather,
     "refuse": _refuse,
+    "logits": _full_of_logits,
     "pass": lambda site: site.below,
     "infer": _infer,
     "probability": probability,

@@ -19,10 +19,13 @@ from halfstep.errors import PlanError
 from halfstep.plan.plan import Plan
 from halfstep.torch_internals import FunctionSchema, all_op_names, has_kernel, has_kernel_for, schemas_of_op
 
-Action = Literal["low", "full", "promote", "norm", "gather", "refuse", "pass", "infer", "probability", "carry"]
+Action = Literal[
+    "low", "full", "promote", "norm", "gather", "refuse", "logits", "pass", "infer", "probability", "carry"
+]
 """What happens to an overload: "pass" runs it as written, its parts by their own rows; "infer" runs both as written.
 
 So do "probability" and "carry", which also keep how to compute the result in fp32, in case it leaves the model.
+"logits" is "full", but computes a low sigmoid again, in fp32 from what it was given.
 """
 
 Source = Literal["torch", "halfstep"]
@@ -297,7 +300,7 @@ def effective(plan: Plan) -> Mapping[str, Action]:
                 f"use {REFUSED[op]}, or deny it, so that it computes in fp32"
             )
         overloads = (op,) if ":" in op else find(op)
-        action = "infer" if category == "infer" else _BY_CATEGORY[category]
+        action = "infer" if category == "infer" else "logits" if op in REFUSED else _BY_CATEGORY[category]
         actions.update((overload, action) for overload in overloads)
     for action, names in (("probability", PROBABILITIES), ("carry", CARRIED)):
         actions.update((name, action) for name in names if actions.get(name, "pass") == "pass")

@@ -42,6 +42,7 @@ WRITES = (
 GUARDS = (*WRITES, "clamp", "clamp_", "clamp_min", "clamp_min_", "maximum", "fmax")
 CASTS = ("_to_copy", "copy_")
 MADE = ("lift_fresh", "lift_fresh_copy", "_to_copy", "full", "scalar_tensor", "detach", "clone", "copy_")
+PROBABILITIES = ("sigmoid", "_softmax", "_log_softmax")
 _HINT = re.compile(rf" \(\w+: {re.escape(INSIDE)}\)")  # to make this check
 BLAME = "halfstep.blame(session, closure) finds the operation and a cure"
 UNTRIED = "so no edit could be tried; make the closure use the same batch on every call"
@@ -211,7 +212,35 @@ class StepTracer(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class 
             _constant(name, value or note.scalars[0], note, self, fmt, self._cure(note, roots), vanishes=vanishes)
             for (name, _, _, value), (note, fmt, vanishes) in self._constants.items()
         ]
-        return constants + (list(self._streams.findings()) if self._plan.param == "low" else [])
+        streams = list(self._streams.findings()) if self._plan.param == "low" else []
+        return [*constants, *streams, *self._probabilities()]
+
+    def _probabilities(self) -> Iterator[Finding]:
+        """Yields a finding for each place whose low probabilities left the model, and were computed in fp32."""
+        made: dict[tuple[str, Note | None], Note] = {}
+        left: dict[str, tuple[Note, Format]] = {}
+        for note in self.notes:
+            name, source = note.aten.rstrip("_"), next(iter(note.sources), None)
+            if name not in PROBABILITIES or source is None or note.dtype is None:
+                continue
+            if note.dtype in LOW_DTYPES:
+                made.setdefault((name, source), note)
+                continue
+            while source is not None and source.aten in (*CASTS, "clone"):
+                source = next(iter(source.sources), None)
+            first = made.get((name, source))
+            if first is not None and first.dtype is not None:
+                left[place_of(first.module, self.line(first))] = first, as_format(first.dtype)
+        for place, (note, fmt) in left.items():
+            yield Finding(
+                "note",
+                "probability leaves the model",
+                place,
+                f"{self.operator(note)} of {fmt} values leaves the model, and is computed in fp32"
+                f"{which_model(note.module)}",
+                "nothing to change for a loss outside, though one on the logits is exact from larger logits on; code "
+                "inside the model computes with rounded values",
+            )
 
     def _cure(self, note: Note, roots: Sequence[torch.nn.Module]) -> tuple[Rule, ...]:
         name = in_model(note.module)[1]

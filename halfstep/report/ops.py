@@ -19,6 +19,7 @@ WORDS: Mapping[Action | None, str] = {
     "norm": "fp32 where formats mix",
     "gather": "as stored; on cpu gradients of low weights add up in fp32",
     "refuse": "refused on low",
+    "logits": "fp32, from what a sigmoid was given",
     "pass": "as stored",
     "infer": "as its inputs",
     "probability": "as stored; fp32 where it leaves the model",

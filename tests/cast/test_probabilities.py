@@ -137,6 +137,19 @@ def test_the_gradient_of_a_saturated_one_is_that_of_fp32():
     torch.testing.assert_close(model.layer.bias.grad, expected, rtol=0.01, atol=0)
 
 
+@pytest.mark.parametrize("low", ["bf16", "fp16"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_denied_binary_cross_entropy_inside_is_computed_from_the_logits(level, low):
+    model = Model(lambda z: F.binary_cross_entropy(torch.sigmoid(z), torch.zeros(3, 4)), scale=1.0)
+    nn.init.zeros_(model.layer.weight)
+    nn.init.constant_(model.layer.bias, 9.0)  # a low sigmoid is 1 there, and the loss 100
+    with opened(model, level, low, ops={"deny": ["binary_cross_entropy"]}):
+        loss = model(X)
+        loss.backward()
+    assert loss.item() == pytest.approx(9.0, abs=1e-3)
+    assert model.layer.bias.grad.sum().item() == pytest.approx(1.0, rel=0.01)
+
+
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_what_is_computed_inside_stays_as_the_table_says(level):
     seen = {}

@@ -211,7 +211,7 @@ def test_a_changed_function_belongs_to_the_table_under_its_own_name():
 def test_a_refused_op_may_be_denied_and_nothing_else():
     plan = level("O1", BF16)
     denied = replace(plan, op_changes=OpChanges(deny=("binary_cross_entropy",)))
-    assert effective(denied)["binary_cross_entropy"] == "full"
+    assert effective(denied)["binary_cross_entropy"] == "logits"
     for category in ("allow", "infer", "promote"):
         with pytest.raises(PlanError, match="use binary_cross_entropy_with_logits, or deny it"):
             effective(replace(plan, op_changes=OpChanges(**{category: ("binary_cross_entropy",)})))

@@ -299,6 +299,28 @@ def test_what_fails_is_named_and_its_cure_cures(row):
     check_row(row)
 
 
+class Scores(nn.Module):
+    """Returns probabilities of three kinds, and computes with a fourth."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.gate, self.head, self.act = nn.Linear(8, 8), nn.Sigmoid(), nn.Softmax(-1), nn.Sigmoid()
+
+    def forward(self, x):
+        h = self.layer(x)
+        h = h * self.gate(h)
+        return {"p": self.head(self.layer(h)), "q": self.act(h)[:, :2].clone(), "r": self.layer(h).sigmoid_()}
+
+
+@pytest.mark.parametrize("plan", ["O1", "O2"])
+def test_where_probabilities_leave_the_model_is_said(plan):
+    model = Scores()
+    session = opened(model, plan, low="bf16")
+    found = halfstep.check(session, lambda: sum(value.sum() for value in model(torch.randn(4, 8)).values()))
+    places = [each.place.partition(",")[0] for each in found if each.code == "probability leaves the model"]
+    assert places == (["head", "act", "(model)"] if plan == "O2" else ["act", "(model)"])  # O1's softmax is fp32
+
+
 RIGHT = torch.ones(8, 8)
 
 
