@@ -154,7 +154,7 @@ def round_nearest(t: Tensor, fmt: Format) -> Tensor:
         anchor = fmt.smallest_subnormal * 2.0**FP32.fraction_bits
         subnormal = ((t.abs() + anchor) - anchor).view(torch.int32)
         rounded = torch.where(size < _BITS[fmt.smallest_normal], subnormal, rounded)
-    rounded = torch.where(rounded > _BITS[fmt.max], _INFINITE if fmt.has_inf else _BITS[fmt.max], rounded)
+        rounded = torch.where(rounded > _BITS[fmt.max], _INFINITE if fmt.has_inf else _BITS[fmt.max], rounded)
     rounded = torch.where(size > _INFINITE, size, rounded)  # NaN stays as it is
     return (rounded | (bits ^ size)).view(torch.float32)
 
