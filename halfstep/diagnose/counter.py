@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfstep.later import Later, is_capturing
+
 WINDOW = 8  # steps, a power of two: as many skips in a row divide a dynamic scale by 256
 _LONGEST_PAUSE = 64 * WINDOW  # steps
 _OFTEN, _SPAN = 4, 80  # 4 skips in 80 steps, one in twenty: the rate of a scale that lives at its floor
@@ -53,27 +55,27 @@ class Counter:
     """
 
     def __init__(self, device: torch.device, floor: float, growth: float = 1.0) -> None:
-        self._on_cuda = device.type == "cuda"
+        self._device = device
         self._floor, self._near = floor, floor * growth
         self._steps: list[_Step] = []
-        self._coming: tuple[list[_Step], torch.cuda.Event | None] | None = None
+        self._coming: tuple[list[_Step], Later] | None = None
         self._runs: dict[Watched, _Streak] = {}  # empty until a step is skipped
 
     def count(self, parts: Sequence[object], skipped: Tensor, scales: Scales) -> Watched | None:
         """Counts a step of the optimizers `parts`; returns the optimizers and the loss that raise an alarm, or None."""
         # Steps inside a CUDA graph capture are not counted, because a later read would give the values of replays.
-        if self._on_cuda and torch.cuda.is_current_stream_capturing():
+        if is_capturing(self._device):
             self._steps, self._coming = [], None
             return None
         found = None
         if self._coming is not None:
-            steps, event = self._coming
-            if event is None or event.query():  # type: ignore[no-untyped-call]
+            steps, numbers = self._coming
+            if numbers.arrived():
                 self._coming = None
-                found = self._look(steps)
+                found = self._look(steps, numbers.read())
         self._steps.append((parts, skipped, scales))
         if self._coming is None and len(self._steps) >= WINDOW:
-            self._coming = _to_host(self._steps) if self._on_cuda else (self._steps, None)
+            self._coming = self._steps, Later(_numbers(self._steps, self._device))
             self._steps = []
         return found
 
@@ -86,21 +88,22 @@ class Counter:
         """Tells whether gradients of the loss in `watched` overflow whenever the loss scale grows from its floor."""
         return watched in self._runs and self._runs[watched].lives_at_floor
 
-    def _look(self, steps: Sequence[_Step]) -> Watched | None:
-        skips = [_number(skipped) for _, skipped, _ in steps]
-        if not self._runs and not any(skips):
+    def _look(self, steps: Sequence[_Step], host: Sequence[Tensor]) -> Watched | None:
+        numbers = iter(host[0].tolist() if host[0].dim() else map(_number, host))
+        values = [(parts, bool(next(numbers)), dict(zip(scales, numbers, strict=False))) for parts, _, scales in steps]
+        if not self._runs and not any(skipped for _, skipped, _ in values):
             return None
         found = None
-        for (parts, _, scales), skipped in zip(steps, skips, strict=True):
+        for parts, skipped, scales in values:
             who = tuple(map(id, parts))
             for loss_id, scale in scales.items():
                 run = self._runs.setdefault((who, loss_id), _Streak())
                 run.length = run.length + 1 if skipped else 0
                 run.left_out -= 1
                 run.steps += 1
-                if run.length == 1 and self._floor < _number(scale) <= self._near:
+                if run.length == 1 and self._floor < scale <= self._near:
                     run.near.append(run.steps)
-                at_floor = _number(scale) <= self._floor or run.lives_at_floor
+                at_floor = scale <= self._floor or run.lives_at_floor
                 alarming = run.length >= WINDOW or (skipped and at_floor)
                 if alarming and run.left_out < 0:
                     found = found or (who, loss_id)
@@ -109,18 +112,10 @@ class Counter:
         return found
 
 
-def _to_host(steps: Sequence[_Step]) -> tuple[list[_Step], torch.cuda.Event]:
-    """Returns the steps with their tensors copied to the host, and the event after which the copies are complete."""
-    skips = torch.stack([skipped for _, skipped, _ in steps]).to(torch.float32)
-    both = torch.cat((skips, torch.stack([t for _, _, scales in steps for t in scales.values()])))
-    own = both.to("cpu", non_blocking=True).unbind()
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record()
-    values = iter(own[len(steps) :])
-    arriving: list[_Step] = []
-    for (parts, _, scales), skipped in zip(steps, own, strict=False):
-        arriving.append((parts, skipped, dict(zip(scales, values, strict=False))))
-    return arriving, event
+def _numbers(steps: Sequence[_Step], device: torch.device) -> list[Tensor]:
+    """Returns whether each step was skipped, followed by its scales: as they are on a CPU, elsewhere as one tensor."""
+    numbers = [t for _, skipped, scales in steps for t in (skipped, *scales.values())]
+    return numbers if device.type == "cpu" else [torch.stack([t.float() for t in numbers])]
 
 
 def _number(t: Tensor) -> float:

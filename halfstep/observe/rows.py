@@ -12,6 +12,7 @@ from torch import Tensor
 from halfstep.formats import BF16, E4M3, E5M2, FP16, FP32
 from halfstep.kernels.stats import add_stats, empty_rows, is_sampled
 from halfstep.kernels.update_stats import Updates
+from halfstep.later import Later
 from halfstep.observe.stats import read_rows
 from halfstep.records import Observation, TensorStats
 from halfstep.torch_internals import version_of
@@ -80,20 +81,12 @@ class StepRows:
 
     def pending(self, step: int) -> Pending:
         """Starts copying the rows to the host and returns them; waits for nothing."""
-        parts = [
-            (list(self._places[device]), _on_its_way(buffer[: len(self._places[device])]))
-            for device, buffer in self._buffers.items()
-        ]
+        rows = [list(self._places[device]) for device in self._buffers]
+        parts = [buffer[: len(self._places[device])] for device, buffer in self._buffers.items()]
         device = self._scales[0].device if self._scales else torch.device("cpu")
         one = torch.ones((), dtype=torch.float32, device=device)
         values = [one, *(scale.to(device, non_blocking=True) for scale in self._scales)]
-        scales = _on_its_way(torch.stack(values)) if self._scales else None
-        events = []
-        for found in {buffer.device for buffer in [*self._buffers.values(), *self._scales] if buffer.is_cuda}:
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(torch.cuda.current_stream(found))
-            events.append(event)
-        return Pending(step, parts, scales, events)
+        return Pending(step, rows, Later([torch.stack(values), *parts]))
 
     def _place(self, t: Tensor, subject: Subject) -> int:
         device = t.device
@@ -113,25 +106,23 @@ class Pending:
     """The statistics of one step while they are being copied to the host, and its absorbed overflows."""
 
     step: int
-    parts: list[tuple[list[_Row], Tensor]]
-    scales: Tensor | None
-    events: list[torch.cuda.Event]
+    rows: list[list[_Row]]
+    numbers: Later
     absorbed: Sequence[Observation] = ()
 
     def __len__(self) -> int:
-        return sum(len(rows) for rows, _ in self.parts) + len(self.absorbed)
+        return sum(map(len, self.rows)) + len(self.absorbed)
 
     def arrived(self) -> bool:
         """Tells whether `read` would return without waiting."""
-        return all(event.query() for event in self.events)  # type: ignore[no-untyped-call]
+        return self.numbers.arrived()
 
     def read(self) -> list[Observation]:
         """Returns the observations; if the copy to the host is not complete, waits for it."""
-        for event in self.events:
-            event.synchronize()
-        scales = [1.0] if self.scales is None else self.scales.tolist()
+        given, *parts = self.numbers.read()
+        scales = given.tolist()
         found: dict[tuple[object, ...], Observation] = {}
-        for rows, values in self.parts:
+        for rows, values in zip(self.rows, parts, strict=True):
             for row, stats in zip(rows, read_rows(values), strict=True):
                 new = _observation(self.step, row, scales[row.subject.scale], stats)
                 key = new.module, new.kind, new.name, new.format, new.scale
@@ -149,11 +140,6 @@ def format_name(dtype: torch.dtype) -> str:
     ('bf16', 'complex64')
     """
     return _NAMES.get(dtype, str(dtype).removeprefix("torch."))
-
-
-def _on_its_way(values: Tensor) -> Tensor:
-    """Starts copying CUDA values to the host and returns the unfinished copy; returns other values unchanged."""
-    return values.to("cpu", non_blocking=True) if values.is_cuda else values
 
 
 def _observation(step: int, row: _Row, scale: float, stats: TensorStats) -> Observation:

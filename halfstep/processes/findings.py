@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from halfstep.later import Later, is_capturing
+
 LAG = 8  # steps
 LOSSES = 64  # flags for losses in the sum: one for each `loss_id` below this
 SCALE_BITS, WEIGHT_BITS = 32, 19  # of what processes are compared by
@@ -99,21 +101,17 @@ class LateNumbers:
     """
 
     def __init__(self) -> None:
-        self._coming: deque[tuple[Tensor, torch.cuda.Event]] = deque()
+        self._coming: deque[Later] = deque()
 
     def read(self, flags: Tensor) -> list[int]:
         """Takes the flags of this step; returns the indices of the flags set in the step that is due to be read now."""
         if flags.device.type == "cuda":
-            if torch.cuda.is_current_stream_capturing():
+            if is_capturing(flags.device):
                 return []
-            host = flags.to("cpu", non_blocking=True)
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record()
-            self._coming.append((host, event))
+            self._coming.append(Later([flags]))
             if len(self._coming) <= LAG:
                 return []
-            flags, event = self._coming.popleft()
-            event.synchronize()
+            (flags,) = self._coming.popleft().read()
         found = [number for number, flag in enumerate(flags.tolist()) if flag]
         if found:
             self._coming.clear()  # who wanted it has been heard

@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from halfstep import later
+from halfstep.diagnose import counter
 from halfstep.diagnose.counter import WINDOW, Counter
 
 PARTS = (object(),)
@@ -33,24 +35,21 @@ def test_one_skip_is_enough_where_the_scale_lies_at_its_floor(scale, looks):
     assert counted(Counter(torch.device("cpu"), 1.0), [0, 1] + [0] * 20, scale) == looks
 
 
-class Late:
-    """An event on a device that comes when it is told to."""
+class Late(later.Later):
+    """Numbers of a device that come when they are told to."""
 
     come = False
 
-    def record(self):
-        pass
-
-    def query(self):
+    def arrived(self):
         return Late.come
 
 
 def test_what_is_still_on_its_way_from_a_gpu_is_not_waited_for(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "Event", Late)
+    monkeypatch.setattr(counter, "Later", Late)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(Late, "come", False)
-    counter = Counter(torch.device("cuda"), 1.0)
-    assert counted(counter, [0] + [1] * (3 * WINDOW), 2.0) == []
+    counts = Counter(torch.device("cuda"), 1.0)
+    assert counted(counts, [0] + [1] * (3 * WINDOW), 2.0) == []
     monkeypatch.setattr(Late, "come", True)
-    assert counted(counter, [0], 2.0) == []  # the first window, with one step that was fine
-    assert counted(counter, [0], 2.0) == [1]  # all that came meanwhile, in one piece
+    assert counted(counts, [0], 2.0) == []  # the first window, with one step that was fine
+    assert counted(counts, [0], 2.0) == [1]  # all that came meanwhile, in one piece

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import tracemalloc
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -273,7 +272,7 @@ def late(monkeypatch):
         def add(self, record):
             super().add(record)
             events.append(Arrival())
-            self._copies[-1] = replace(self._copies[-1], done=events[-1])
+            self._coming[-1][-1]._done = [events[-1]]
 
     monkeypatch.setattr(halfstep.report.log, "AsyncReader", Reader)
     return events

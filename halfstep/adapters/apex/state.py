@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch.optim import Optimizer
 from halfstep.adapters.apex.properties import Properties
 from halfstep.cast.casting import Casting
 from halfstep.edits import OpChange
+from halfstep.later import Later, is_capturing
 from halfstep.records import StepRecord
 from halfstep.session.parts import Part
 from halfstep.session.session import Session
@@ -91,23 +91,6 @@ class AmpState:
         )
 
 
-@dataclass(frozen=True, eq=False)
-class _Coming:
-    """Numbers that tell whether a step was skipped, and how its loss scales changed; they are being copied to the host.
-
-    `numbers` holds 1 if the step was skipped (else 0), then the scale of each loss in `loss_ids` before the step, then
-    the scale of each after the step. `arrived` is a CUDA event that marks the end of the copy, or None if no copy is
-    needed.
-    """
-
-    numbers: Tensor
-    loss_ids: tuple[int, ...]
-    arrived: torch.cuda.Event | None
-
-    def has_arrived(self) -> bool:
-        return self.arrived is None or bool(self.arrived.query())  # type: ignore[no-untyped-call]
-
-
 class Trained:
     """One call of `initialize`: its session, and the steps whose overflow has not been printed yet.
 
@@ -122,7 +105,7 @@ class Trained:
         self.session = session
         self.num_losses = num_losses
         self.casts = casts
-        self._coming: deque[_Coming] = deque()
+        self._coming: deque[tuple[tuple[int, ...], Later]] = deque()
         for optimizer in session.optimizers:
             vars(optimizer).update({_STASH: SimpleNamespace(lazy_init_called=True), **dict.fromkeys(_LAZY, _nothing)})
         session.watchers.append(self)
@@ -138,12 +121,12 @@ class Trained:
         Then prints the overflows of this and earlier steps, if their numbers have been copied to the host. `scales` has
         the scales before the step, by loss id. `parts` and `stopping`, which all watchers get, are not used.
         """
-        if STATE.verbosity > 0 and scales and not _is_capturing(record.skipped):
+        if STATE.verbosity > 0 and scales and not is_capturing(record.skipped.device):
             now = [self.session.runtime.scales.of(loss_id).value for loss_id in scales]
             numbers = [number.to(record.skipped.device) for number in (record.skipped.float(), *scales.values(), *now)]
-            self._coming.append(_Coming(*_sent(torch.stack(numbers), tuple(scales))))
-        while self._coming and self._coming[0].has_arrived():
-            self._say(self._coming.popleft())
+            self._coming.append((tuple(scales), Later([torch.stack(numbers)])))
+        while self._coming and self._coming[0][1].arrived():
+            self._say(*self._coming.popleft())
 
     def close(self) -> None:
         """Does nothing; a watcher of a session must have this method."""
@@ -171,12 +154,13 @@ class Trained:
             }
         self.session.load_state_dict(state)
 
-    def _say(self, coming: _Coming) -> None:
-        skipped, *scales = coming.numbers.tolist()
+    def _say(self, loss_ids: tuple[int, ...], numbers: Later) -> None:
+        # Whether the step was skipped, then the scale of each loss before the step, then after it.
+        skipped, *scales = numbers.read()[0].tolist()
         if not skipped:
             return
-        count = len(coming.loss_ids)
-        steps = list(zip(coming.loss_ids, scales[:count], scales[count:], strict=True))
+        count = len(loss_ids)
+        steps = list(zip(loss_ids, scales[:count], scales[count:], strict=True))
         lowered = [(loss_id, now) for loss_id, before, now in steps if now < before]
         for loss_id, now in lowered:
             maybe_print(f"Gradient overflow.  Skipping step, loss scaler {loss_id} reducing loss scale to {now}")
@@ -190,24 +174,6 @@ def _nothing() -> None:
 
     Optimizers get it under the names of apex's methods that create masters, because some scripts call these methods.
     """
-
-
-def _is_capturing(t: Tensor) -> bool:
-    return t.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def _sent(numbers: Tensor, loss_ids: tuple[int, ...]) -> tuple[Tensor, tuple[int, ...], torch.cuda.Event | None]:
-    """Starts a copy of numbers to the host; returns the copy, `loss_ids`, and a CUDA event that marks its end.
-
-    Numbers that are not on a CUDA device are returned as they are, with None for the event.
-    """
-    if numbers.device.type != "cuda":
-        return numbers, loss_ids, None
-    host = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
-    host.copy_(numbers, non_blocking=True)
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record()
-    return host, loss_ids, event
 
 
 class LossScaler:
