@@ -103,10 +103,7 @@ class _Reading:
 
 
 def _check_policy(module: Any, plan: Plan, *, is_root: bool) -> None:
-    """Raises a SetupError if the casts that a module's `mp_policy` asks FSDP2 to make contradict the plan.
-
-    `is_root` says that the module is the whole model, whose outputs the plan may cast to fp32.
-    """
+    """Raises a SetupError if the casts that a module's `mp_policy` asks FSDP2 to make contradict the plan."""
     policy = policy_of(module)
     given = policy.param_dtype if policy.cast_forward_inputs else None
     for option, what, to, full in (

@@ -16,13 +16,9 @@ from halfstep.machine import WideBackward
 
 
 def wide_attention(stock: Any, limits: Callable[[], WideBackward]) -> Callable[..., Any]:
-    """Returns a kernel for the backward pass of CPU attention, which computes in fp32 if that is faster.
-
-    The kernel calls torch's own kernel, `stock`. `limits()` returns the sizes up to which fp32 is faster (see
-    `goes_wide`). Up to these sizes, low tensors are cast to fp32 before the call, and the gradients are rounded to low
-    after it. The forward pass stays in low precision: torch's forward kernel is faster in it, and a forward in fp32
-    would keep more memory for the backward pass.
-    """
+    """Returns a kernel for the backward pass of CPU attention, which computes in fp32 if that is faster."""
+    # The kernel calls torch's own kernel, `stock`. The forward pass stays in low precision: torch's forward kernel is
+    # faster in it, and a forward in fp32 would keep more memory for the backward pass.
 
     def kernel(keyset: Any, grad: Tensor, query: Tensor, key: Tensor, *rest: Any, **kwargs: Any) -> Sequence[Tensor]:
         low = query.dtype

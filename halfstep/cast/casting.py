@@ -58,13 +58,7 @@ class Casting:
         return engine, Emulation(low) if emulate else None  # a mode for who looks at operations
 
     def emulate(self, on: bool) -> None:
-        """Emulates low-precision products from here on, or no longer; compiled code is compiled anew.
-
-        Deep copies that were made of the models leave the session.
-
-        Raises:
-            PlanError: too many sessions with different op tables are open; then nothing has changed.
-        """
+        """Emulates low-precision products from here on, or no longer; compiled code is compiled anew."""
         before = self._engine, self._emulation
         try:
             self._start_again(*self._made(on))
@@ -115,17 +109,7 @@ class Casting:
         look: Callable[[Tensor], Tensor] | None,
         lent: Callable[[], Mode] = nullcontext,
     ) -> Undo:
-        """Puts a gate around the forward of each module; returns a function that removes the gates.
-
-        A gate casts the inputs and outputs of its module, and runs the forward under the plan. `modules` lists parents
-        before their children. A module that user code calls directly, and not through the model's forward, also runs
-        under the plan: its inputs and outputs are cast as those of the whole model are.
-
-        `before` is called before each training forward of the model or of a module that user code calls directly.
-        `full` returns the fp32 value of a stored parameter. `look` is called with each output tensor that a gate casts
-        to fp32, before the cast, and returns the tensor to cast. In the context `lent()` parameters are stored in fp32;
-        methods that save a model run in it.
-        """
+        """Puts a gate around the forward of each module; returns a function that removes the gates."""
         self._lent = lent
         self._install = partial(self._put_gates, list(modules), full, before, look)
         self._installed.callback(self._install())
@@ -219,10 +203,7 @@ class Casting:
         )
 
     def emulating(self) -> Mode:
-        """Returns a context in which each emulated product is one operation, while somebody looks at operations.
-
-        At other times the op engine's kernels emulate, as several operations.
-        """
+        """Returns a context in which each emulated product is one operation, while somebody looks at operations."""
         if self._emulation is None:
             return nullcontext()
         return self._wrapped(self._emulation) if self._over else self._tells
@@ -254,10 +235,7 @@ class Casting:
 
     @contextmanager
     def as_written(self) -> Iterator[None]:
-        """Returns a context without the plan's casts: ops run in the formats of their inputs.
-
-        This also holds for forwards and `autocast()` blocks that begin inside. Such contexts may be nested.
-        """
+        """Returns a context without the plan's casts: ops run in the formats of their inputs."""
         if self._engine is None:
             yield
             return
@@ -269,10 +247,8 @@ class Casting:
             self._as_written -= 1
 
     def backward(self) -> Mode:
-        """Returns a context for one backward pass, in which the op table and the emulation (if there is one) act.
-
-        The op table is needed because activation checkpoints repeat parts of the forward in the backward pass.
-        """
+        """Returns a context for one backward pass, in which the op table and the emulation (if there is one) act."""
+        # The op table is needed because activation checkpoints repeat parts of the forward in the backward pass.
         region = nullcontext() if self._engine is None else self._engine.backward()
         return region if self._emulation is None else self._emulated(region)
 
@@ -342,24 +318,15 @@ def _refusing(full: Callable[[nn.Parameter], Tensor]) -> Gate:
 
 
 def _as_root(formats: ModuleFormats, plan: Plan) -> ModuleFormats:
-    """Returns a module's formats for calls from outside of the model's forward.
-
-    Its inputs and outputs are then cast as those of the whole model are.
-    """
+    """Returns a module's formats for calls from outside of the model's forward."""
     output = None if plan.output == "keep" else FP32 if plan.output == "full" else plan.low
     takes = formats.input if formats.boundary else plan.low if plan.input == "low" else None
     return replace(formats, input=takes, output=output)
 
 
 def _called_first(device_type: str, cast: CastOut | None, again: CastOut | None) -> CastOut | None:
-    """Returns an output cast for a module that is called from outside of the model's forward.
-
-    The output cast applies `cast`, except in one case. If a backward pass runs outside of `session.backward`, an
-    activation checkpoint may repeat a call from inside the model. The repeated call looks like a call from outside, but
-    its output must have the same format as in the forward, so `again` is applied. A repeated call is recognized by two
-    facts together: autocast is on for the device, and a backward pass is running. Autocast alone is not enough, because
-    a caller outside of the model may have switched it on.
-    """
+    """Returns an output cast for a module that is called from outside of the model's forward."""
+    # Autocast alone is not enough, because a caller outside of the model may have switched it on.
     if cast is None and again is None:
         return None
 

@@ -61,10 +61,8 @@ class StandIn:
 
 
 def deep_copy_of(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """Deep-copies a module; parameters that are stored low copy themselves as fp32 (`MasterStore`).
-
-    A copy may hold an average of the weights, which would lose every small update if it were stored low.
-    """
+    """Deep-copies a module; parameters that are stored low copy themselves as fp32 (`MasterStore`)."""
+    # A copy may hold an average of the weights, which would lose every small update if it were stored low.
     own = _own(type(self), "__deepcopy__", deep_copy_of)
     if own is not None:
         copied: nn.Module = own(self, memo)
@@ -79,10 +77,7 @@ def deep_copy_of(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def copy_of(self: nn.Module) -> nn.Module:
-    """Returns a shallow copy of a module; the classes that halfstep makes have this function as `__copy__`.
-
-    If the user's class defines `__copy__`, that is called.
-    """
+    """Returns a shallow copy of a module; the classes that halfstep makes have this function as `__copy__`."""
     own = _own(type(self), "__copy__", copy_of)
     if own is not None:
         copied: nn.Module = own(self)
@@ -93,10 +88,8 @@ def copy_of(self: nn.Module) -> nn.Module:
 
 
 def _own(cls: type, name: str, ours: Callable[..., Any]) -> Callable[..., Any] | None:
-    """Returns the first method called `name` of a class and its bases that is not `ours`; None if there is none.
-
-    `ours` need not be the first: torch's parametrizations put a class of their own above halfstep's.
-    """
+    """Returns the first method called `name` of a class and its bases that is not `ours`; None if there is none."""
+    # `ours` need not be the first: torch's parametrizations put a class of their own above halfstep's.
     found = (vars(each).get(name) for each in cls.__mro__)
     return next((method for method in found if method is not None and method is not ours), None)
 
@@ -108,11 +101,7 @@ def plain_class(cls: type) -> type:
 
 
 def plain_copies(models: Iterable[nn.Module], *, shared: Iterable[Tensor] = ()) -> list[nn.Module]:
-    """Returns copies of models as ordinary fp32 models without a session; what the models share, their copies share.
-
-    Attributes that are computed tensors, such as a loss that forward stores, are copied without their graph. Tensors in
-    `shared` are not copied.
-    """
+    """Returns copies of models as ordinary fp32 models without a session; what the models share, their copies share."""
     models = list(models)
     attributes = [value for model in models for module in model.modules() for value in vars(module).values()]
     computed = [t for t in tree_leaves(attributes) if isinstance(t, Tensor) and t.grad_fn is not None]
@@ -128,12 +117,9 @@ def plain_copies(models: Iterable[nn.Module], *, shared: Iterable[Tensor] = ()) 
 
 
 def reduction_of(self: nn.Module, protocol: Any) -> Any:
-    """Pickles the module as an ordinary fp32 module of the user's class, which loads without halfstep.
-
-    Parameters and buffers are not copied, so that an optimizer in the same pickle still refers to the same tensors as
-    the model. Those that are stored low pickle themselves as fp32 (`MasterStore`). But a process that is being spawned
-    gets the memory of tensors, whatever their own methods are, so for it they are replaced by fp32 copies.
-    """
+    """Pickles the module as an ordinary fp32 module of the user's class, which loads without halfstep."""
+    # Parameters and buffers are not copied, so that an optimizer in the same pickle still refers to the same tensors
+    # as the model.
     gate: Gate | None = self.__dict__.get(GATE)
     process = get_spawning_popen()
     shared = [p for p in self.parameters() if process is None or gate is None or gate.full(p).dtype is p.dtype]
@@ -147,13 +133,7 @@ def reduction_of(self: nn.Module, protocol: Any) -> Any:
 
 
 def class_of(self: nn.Module) -> type:
-    """Returns the class of the module, or the user's class if the pickler asks for it.
-
-    This is the getter of `__class__` in the classes that halfstep makes. `weights_only` loads a pickle only if it
-    rebuilds the module from the module's class alone. Before the pickler writes such a pickle, it reads `__class__`
-    once and checks that it is the class to write, here the user's class. `reduction_of` marks the module, and the next
-    read in the same thread returns the user's class.
-    """
+    """Returns the class of the module, or the user's class if the pickler asks for it."""
     if self.__dict__.get(_PICKLED) == threading.get_ident():
         del self.__dict__[_PICKLED]
         return plain_class(type(self))

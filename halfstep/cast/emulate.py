@@ -143,11 +143,7 @@ class Emulation(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Computes a product of `low` operands in fp32, and runs everything else as it is.
-
-        An operation on a tensor subclass, such as a nested tensor, is left to the subclass; the operations on its inner
-        tensors come back here.
-        """
+        """Computes a product of `low` operands in fp32, and runs everything else as it is."""
         if any(map(_dispatches, types)):
             traced = any(map(holds_shapes, types))  # as DTensor asks for shapes
             return func(*args, **(kwargs or {})) if traced else NotImplemented
@@ -167,10 +163,7 @@ class Emulation(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         return as_called(func, args, named)
 
     def _is_low(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Tells whether every operand of a product has the low format.
-
-        Masks and statistics of attention and the workspace of an LSTM do not count.
-        """
+        """Tells whether every operand of a product has the low format."""
         low = self._dtype
         operands = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
         if func in _MIXING:
@@ -196,11 +189,8 @@ class Emulation(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         return self._product(func, args, kwargs)
 
     def _lstm(self, x: Tensor, *args: Any) -> Any:
-        """Computes an LSTM layer: as one fp32 operation if gradients are on, otherwise time step by time step.
-
-        With gradients, the backward pass needs the workspace of the whole layer; torch then calls this operation only
-        in bf16. Without gradients, results are rounded in each time step, as in torch without oneDNN's LSTM kernel.
-        """
+        """Computes an LSTM layer: as one fp32 operation if gradients are on, otherwise time step by time step."""
+        # Without gradients, results are rounded in each time step, as in torch without oneDNN's LSTM kernel.
         weight_ih, weight_hh, bias_ih, bias_hh, hidden, cell, reverse = args[:7]
         if torch.is_grad_enabled():
             return self._product(_LSTM, (x, *args), {})

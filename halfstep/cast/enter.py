@@ -65,15 +65,10 @@ SHARD_FIRST = (
 
 
 def _set_class(self: nn.Module, cls: type) -> None:
-    """Sets the class of a module; this is the setter of `__class__` in the classes that halfstep makes.
-
-    When torch removes a module's last parametrization, it sets the class to the base of the module's class. In a
-    session that base is torch's own parametrized class; the module then gets a new class of halfstep's, made from the
-    class that torch had parametrized.
-
-    Raises:
-        SessionError: `fully_shard` was called on a module in a session.
-    """
+    """Sets the class of a module; this is the setter of `__class__` in the classes that halfstep makes."""
+    # When torch removes a module's last parametrization, it sets the class to the base of the module's class. In a
+    # session that base is torch's own parametrized class; the module then gets a new class of halfstep's, made from
+    # the class that torch had parametrized.
     own = type(self)
     if is_sharding(cls) and not is_sharding(own):
         raise SessionError(SHARD_FIRST)
@@ -94,12 +89,7 @@ def _parameters(self: nn.Module, recurse: bool = True) -> Iterator[nn.Parameter]
 
 
 def _explaining(methods: dict[str, FunctionType], inside: Inside) -> dict[str, FunctionType]:
-    """Returns wrappers of the methods, by name, that add advice to torch's errors about mixed formats.
-
-    Advice is added if a method is called outside the model's forward: autocast is off there, so no inputs are cast.
-    Methods that save the model run with fp32 weights instead: they note the format of what they save, as
-    `save_pretrained` does in its config.
-    """
+    """Returns wrappers of the methods, by name, that add advice to torch's errors about mixed formats."""
     is_on = torch.is_autocast_enabled
 
     def saving(method: FunctionType) -> FunctionType:
@@ -141,11 +131,7 @@ def _methods(base: type[nn.Module]) -> dict[str, FunctionType]:
 
 
 def _around_call(base: type[nn.Module], door: Inside) -> Callable[..., Any]:
-    """Returns the `__call__` of a door, a module whose call from outside of the model's forward enters the plan.
-
-    This `__call__` enters the plan in place of `forward`. It is used if hooks compute the module's weight or if the
-    forward is set on the instance.
-    """
+    """Returns the `__call__` of a door, a module whose call from outside of the model's forward enters the plan."""
     base_call = base.__call__
     is_on, dtype_of = torch.is_autocast_enabled, torch.get_autocast_dtype
 
@@ -167,10 +153,7 @@ def _around_call(base: type[nn.Module], door: Inside) -> Callable[..., Any]:
 
 
 def _around_hooks(base: type[nn.Module]) -> Callable[..., Any]:
-    """Returns a `__call__` that runs a module's hooks under the plan, because they compute the module's weight.
-
-    The module must be a boundary: a module whose inputs and outputs the plan casts.
-    """
+    """Returns a `__call__` that runs a module's hooks under the plan, because they compute the module's weight."""
     base_call = base.__call__
     is_on = torch.is_autocast_enabled
 
@@ -199,17 +182,7 @@ def make_class(  # noqa: C901  # two forwards, one of which is a hot path
     at_call: bool = False,
     reading: Reading | None = None,
 ) -> type[nn.Module]:
-    """Returns a subclass of `base`, with the same name, whose forward uses the instance's stand-in or gate.
-
-    A stand-in is a function that is called in place of the forward. A gate casts inputs and outputs, and runs the
-    user's forward under the plan.
-
-    `door` is for modules that go through their gate only if they are called from outside of the model's forward; in
-    other calls, the forward only checks two autocast bits of the thread. With `explain`, the other methods of the
-    user's class explain errors about mixed formats. With `at_call`, `__call__` enters the plan in place of the forward;
-    this is for modules whose hooks compute their weight, and for doors whose forward is set on the instance. `reading`
-    has the weights that the module's code reads low.
-    """
+    """Returns a subclass of `base`, with the same name, whose forward uses the instance's stand-in or gate."""
     base_forward = base.forward  # not super(): zero-argument super inside two `with` trips an assertion in dynamo
     is_on = torch.is_autocast_enabled
     run = run_generator if inspect.isgeneratorfunction(base_forward) else run_eager
@@ -309,10 +282,8 @@ def _reduce_class(cls: type) -> Any:
 
 
 def _subclass(base: type[nn.Module], namespace: dict[str, Any]) -> type[nn.Module]:
-    """Returns a subclass of `base` with the attributes in `namespace`.
-
-    The `__init_subclass__` and the metaclass of `base` are not called, because they may keep registries of classes.
-    """
+    """Returns a subclass of `base` with the attributes in `namespace`."""
+    # The `__init_subclass__` and the metaclass of `base` are not called, because they may keep registries of classes.
     written: Any = type(base)
     metaclass: Any = _writing_through(written)
     swapped: type[nn.Module]
@@ -325,10 +296,7 @@ def _subclass(base: type[nn.Module], namespace: dict[str, Any]) -> type[nn.Modul
 
 
 def put_in_place(stand_ins: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> Callable[[], None]:
-    """Makes calls of each module go to the function paired with it; returns a function that undoes this.
-
-    Copies of the modules are not affected.
-    """
+    """Makes calls of each module go to the function paired with it; returns a function that undoes this."""
     classes: dict[type[nn.Module], type[nn.Module]] = {}
     with ExitStack() as stack:
         for module, forward in stand_ins:
@@ -361,11 +329,7 @@ class Entrances:
         explain: Inside | None = None,
         reading: Reading | None = None,
     ) -> Callable[[], None]:
-        """Puts a gate around the module's forward; returns a function that removes it.
-
-        With `door`, a call goes through the gate only if the plan is not entered yet. With `explain`, advice is added
-        to errors about mixed formats in the module's other methods. `reading` has the weights that its code reads low.
-        """
+        """Puts a gate around the module's forward; returns a function that removes it."""
         base = type(module)
         at_call = makes_weights(module) or (door is not None and "forward" in module.__dict__)
         key = base, door, explain, at_call, reading

@@ -45,10 +45,7 @@ def call_as(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Calls a Python function as an op of one list (allow, deny, infer or promote): casts its floating arguments.
-
-    Autocast is off inside the function.
-    """
+    """Calls a Python function as an op of one list (allow, deny, infer or promote): casts its floating arguments."""
     dtypes = {"allow": switch.low, "deny": torch.float32}
     dtype = _widest(args, kwargs) if category == "promote" else dtypes.get(category)
     if dtype is not None:
@@ -95,14 +92,9 @@ class _Attribute:
 
 
 def patch_functions(changes: OpChanges, engine: OpEngine) -> Undo:
-    """Makes Python functions ("module:function") follow their op list in `changes` inside the engine's regions.
-
-    Returns a function that undoes this. Autocast is off inside the functions. torch's losses that consist of several
-    operations run in fp32, unless `changes` names them. No function is replaced before all have been found.
-
-    Raises:
-        PlanError: a module that cannot be imported, or that has no such function.
-    """
+    """Makes Python functions ("module:function") follow their op list in `changes` inside the engine's regions."""
+    # Autocast is off inside the functions. torch's losses that consist of several operations run in fp32, unless
+    # `changes` names them.
     asked = _functions(changes)
     wanted = [(*_find(op), _Patch(engine.switch, category)) for category, op in asked]
     places = [
@@ -173,10 +165,7 @@ def _find(op: str) -> tuple[Any, str]:
 
 
 def _place(holder: Any, name: str, patch: _Patch) -> _Attribute:
-    """Adds a patch to the function `holder.name` and returns its `_Attribute`.
-
-    If the function has no patch yet, a wrapper replaces it.
-    """
+    """Adds a patch to the function `holder.name` and returns its `_Attribute`."""
     with _LOCK:
         current = getattr(holder, name)
         place = getattr(current, "_halfstep_place", None)

@@ -155,11 +155,7 @@ def explain(error: RuntimeError, where: str, why: str) -> None:
 
 
 def run_in_region(gate: Gate, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Runs a module's `__call__` under the plan, so that its hooks run there too.
-
-    This function only enters the plan. `__call__` then runs the forward, which goes through the gate: there inputs and
-    outputs are cast, and `begin` and `before` are called.
-    """
+    """Runs a module's `__call__` under the plan, so that its hooks run there too."""
     with nullcontext() if gate.around is None else gate.around():
         return _entered(gate, call, module, *args, **kwargs)
 
@@ -200,10 +196,7 @@ def _run_part(gate: Gate, go_on: Callable[[Any], Any], given: Any, called_with: 
 
 @compiled_inside
 def run_traced(gate: Gate, forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Runs a forward under the plan with the gate's casts, in a form that torch.compile can trace.
-
-    The gate's `begin`, `before` and `around` are not called.
-    """
+    """Runs a forward under the plan with the gate's casts, in a form that torch.compile can trace."""
     given = args, kwargs
     if gate.cast_in is not None:
         args, kwargs = gate.cast_in(args, kwargs)
@@ -213,18 +206,7 @@ def run_traced(gate: Gate, forward: Callable[..., Any], module: nn.Module, args:
 
 
 def stays_as_written(module: nn.Module, args: Any, kwargs: Any, *, inside: bool) -> bool:
-    """Returns whether a call runs as written, without the plan, because the model's own code has changed autocast.
-
-    This function is called if the thread does not have all the settings of `Inside`. `inside` says whether the plan's
-    marker is on. In a forward, the marker is on only inside the plan, where only the model's own code can have changed
-    autocast.
-
-    In a backward pass, the marker does not tell where a call comes from: it may be on outside of every forward, and off
-    while an activation checkpoint repeats a call from inside the plan. There, the gate's record of calls tells how the
-    call ran in the forward, and the repeated call runs in the same way. The marker decides only for a repeated call
-    that is not on record. A call that no checkpoint repeats, such as one in the backward of a user's own function,
-    enters the plan.
-    """
+    """Returns whether a call runs as written, without the plan, because the model's own code has changed autocast."""
     gate: Any = module._halfstep_gate
     if gate is None or torch.compiler.is_compiling():
         return inside
@@ -238,11 +220,9 @@ def stays_as_written(module: nn.Module, args: Any, kwargs: Any, *, inside: bool)
 
 
 def with_marker(marker: str, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Makes a call with the plan's marker on, so that modules inside do not take it for a call from outside.
-
-    It is for calls that run as written because the model's own code has changed autocast. Without the marker, a module
-    inside would enter the plan.
-    """
+    """Makes a call with the plan's marker on, so that modules inside do not take it for a call from outside."""
+    # It is for calls that run as written because the model's own code has changed autocast. Without the marker, a
+    # module inside would enter the plan.
     if torch.is_autocast_enabled(marker):
         return call(module, *args, **kwargs)
     try:

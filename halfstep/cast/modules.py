@@ -36,10 +36,7 @@ def inputs_to(dtype: torch.dtype) -> Values:
 
 
 def outputs_to(output: Format | Literal["input"]) -> CastOut:
-    """Returns a function of (output, args, kwargs) that returns the output cast to a format.
-
-    "input" stands for the format of the first floating input.
-    """
+    """Returns a function of (output, args, kwargs) that returns the output cast to a format."""
     if isinstance(output, Format):
         dtype = output.dtype
         return compiled_inside(lambda out, args, kwargs: cast_floats(out, dtype))
@@ -61,10 +58,7 @@ class Values32(Protocol):
         """Returns the fp32 value of a parameter."""
 
     def load(self, parameter: nn.Parameter, entry: Tensor) -> Tensor:
-        """Takes an entry of a state dict as a parameter's fp32 value; returns the low tensor to store.
-
-        The entry must have the parameter's shape.
-        """
+        """Takes an entry of a state dict as a parameter's fp32 value; returns the low tensor to store."""
 
     def loaded(self, parameter: nn.Parameter) -> None:
         """Called after the tensor from `load` was copied into the parameter; the fp32 value stays as `load` set it."""
@@ -88,11 +82,8 @@ class Given:
 
 
 def keep_checkpoints_full(module: nn.Module, values: Values32, given: Given) -> Undo:
-    """Makes `state_dict` of one module (not its children) return fp32 values, and `load_state_dict` accept them.
-
-    The modules of a model share one `given`, so that tied weights are one tensor in a state dict, as in torch. Returns
-    a function that removes the hooks.
-    """
+    """Makes `state_dict` of one module (not its children) return fp32 values, and `load_state_dict` accept them."""
+    # The modules of a model share one `given`, so that tied weights are one tensor in a state dict, as in torch.
     taken: list[nn.Parameter] = []
 
     def give(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
@@ -127,11 +118,8 @@ def keep_checkpoints_full(module: nn.Module, values: Values32, given: Given) -> 
 
 
 def _adopt_entries(module: nn.Module, state: dict[str, Any], prefix: str, values: Values32) -> list[nn.Parameter]:
-    """Takes entries of `state` as the fp32 values of the module's own parameters that are in `values`.
-
-    Each such entry is replaced in `state` by the low tensor that torch then loads. Returns the parameters whose entry
-    was taken; an entry of another shape is left for torch to report.
-    """
+    """Takes entries of `state` as the fp32 values of the module's own parameters that are in `values`."""
+    # Each such entry is replaced in `state` by the low tensor that torch then loads.
     taken: list[nn.Parameter] = []
     for name, parameter in _kept(module, values):
         if prefix + name not in state:
@@ -146,11 +134,8 @@ def _adopt_entries(module: nn.Module, state: dict[str, Any], prefix: str, values
 
 
 def _check_entries(module: nn.Module, state: dict[str, Any], prefix: str, values: Values32) -> None:
-    """Raises a StateError if an entry for a parameter of `module`, or of a module below it, holds no readable value.
-
-    torch loads module by module. To refuse a state dict before anything is loaded, the first module that is loaded must
-    check the entries of all modules below it.
-    """
+    """Raises a StateError if an entry for a parameter of `module`, or of a module below it, holds no readable value."""
+    # torch loads module by module.
     for name, parameter in module.named_parameters(prefix.removesuffix("."), remove_duplicate=False):
         if name not in state or parameter not in values:
             continue
@@ -175,11 +160,8 @@ def holds_state(module: nn.Module) -> bool:
 
 
 def keep_parameters(module: nn.Module) -> Undo:
-    """Makes `load_state_dict(assign=True)` of one module raise a StateError before it changes anything.
-
-    A load with `assign=True` would replace the Parameters that the optimizer updates. It may begin at any module, so
-    every module that holds state needs this. Returns a function that allows such loads again.
-    """
+    """Makes `load_state_dict(assign=True)` of one module raise a StateError before it changes anything."""
+    # A load with `assign=True` would replace the Parameters that the optimizer updates.
 
     def refuse(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *rest: Any) -> None:
         if not is_marked(module) or not metadata.get(_ASSIGN, False):

@@ -108,12 +108,10 @@ class OpSite:
         return call_by_key(self.overload)(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
     def _below_traced(self, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Does what `below` does, in code that torch.compile traces.
-
-        A redispatch would skip decompositions that are written in Python, so these are called directly. An op without
-        parts runs with autocast excluded: the tracing dispatcher starts again from all keys, so a key set without
-        autocast would have no effect.
-        """
+        """Does what `below` does, in code that torch.compile traces."""
+        # A redispatch would skip decompositions that are written in Python, so these are called directly. An op
+        # without parts runs with autocast excluded: the tracing dispatcher starts again from all keys, so a key set
+        # without autocast would have no effect.
         if not self._composite:
             return self.excluded(args, kwargs)
         decompose = kernels_in_python(self.overload).get(_COMPOSITE)
@@ -177,11 +175,9 @@ class OpSite:
 
 
 def _fastest_call(overload: OpOverload) -> Callable[..., Any]:
-    """Returns the function by which Python calls an overload in the shortest time.
-
-    That is the function of torch's own bindings if there is one; it reads its arguments faster than a call of the
-    overload does. It takes no None in a list of tensors, as the indices of `index_put` may have.
-    """
+    """Returns the function by which Python calls an overload in the shortest time."""
+    # That is the function of torch's own bindings if there is one; it reads its arguments faster than a call of the
+    # overload does.
     schema = schema_of(overload)
     found = getattr(torch, schema.name.removeprefix("aten::"), None)
     takes_all = all(str(argument.type) != "List[Optional[Tensor]]" for argument in schema.arguments)
@@ -215,13 +211,10 @@ def _low(site: OpSite) -> Act:
 
 
 def _recurrent(site: OpSite) -> Act:
-    """Returns a function that runs an RNN with its sequences and states cast to low.
-
-    Autocast casts the weights later, in the products of which the RNN consists, and caches the result. Sequences are
-    cast here because in fp16 on a CPU, an fp32 sequence would select a oneDNN kernel that the CPU may not have. On
-    CUDA, torch's autocast casts the arguments of a cuDNN RNN to fp16 whatever the region's format
-    (ATen/cudnn/AutocastRNN.cpp), so for bf16 all arguments are cast here.
-    """
+    """Returns a function that runs an RNN with its sequences and states cast to low."""
+    # Sequences are cast here because in fp16 on a CPU, an fp32 sequence would select a oneDNN kernel that the CPU may
+    # not have. On CUDA, torch's autocast casts the arguments of a cuDNN RNN to fp16 whatever the region's format
+    # (ATen/cudnn/AutocastRNN.cpp), so for bf16 all arguments are cast here.
     weights = next(i for i, name in enumerate(site.arguments) if name in ("params", "w_ih"))
     device_type = site.device_type
     by_cudnn = device_type == "cuda" and not site.name.endswith("_cell")
@@ -287,11 +280,9 @@ def _promote(site: OpSite) -> Act:
 
 
 def _norm(site: OpSite) -> Act:
-    """Returns a function that runs a norm in fp32 if its parameters and its input have different formats.
-
-    The result has the input's format. On a CPU some norms run in fp32 even if the formats agree, because torch would
-    sum the gradients of low parameters in the low format.
-    """
+    """Returns a function that runs a norm in fp32 if its parameters and its input have different formats."""
+    # On a CPU some norms run in fp32 even if the formats agree, because torch would sum the gradients of low
+    # parameters in the low format.
     on_cpu = site.device_type == "cpu"
     mixed, low_sums = on_cpu and site.name in _MIXED_ON_CPU, on_cpu and site.name in _LOW_SUMS_ON_CPU
     first = site.arguments.index("weight")
@@ -323,11 +314,8 @@ def _as_chosen(site: OpSite) -> Act:
 
 
 def _statistics(site: OpSite, action: Action) -> Act:
-    """Returns a function that runs a norm with running statistics; `action` decides how its input is cast.
-
-    Weights are cast to the format of the running statistics. The statistics are never cast, because the norm writes
-    them in place.
-    """
+    """Returns a function that runs a norm with running statistics; `action` decides how its input is cast."""
+    # The statistics are never cast, because the norm writes them in place.
     weights = [site.arguments.index(name) for name in ("weight", "bias")]
     running = site.arguments.index("running_mean")
     device_type = site.device_type
@@ -368,13 +356,11 @@ def _refuse(site: OpSite) -> Act:
 
 
 def _gather(site: OpSite) -> Act:
-    """Returns a function for ops that read rows of a low weight, such as embedding: gradients are summed in fp32.
-
-    The function casts the weight to fp32, runs the op and casts the rows to low. The backward pass then sums the
-    gradients of a row in fp32. torch's CPU kernels for low weights add them one by one in the low format, where for
-    example a bf16 sum of ones stops at 256. Ops with sparse gradients run as written, because the optimizer's step sums
-    these gradients. Ops that index an activation run as written too, because they seldom read a row twice.
-    """
+    """Returns a function for ops that read rows of a low weight, such as embedding: gradients are summed in fp32."""
+    # The backward pass then sums the gradients of a row in fp32. torch's CPU kernels for low weights add them one by
+    # one in the low format, where for example a bf16 sum of ones stops at 256. Ops with sparse gradients run as
+    # written, because the optimizer's step sums these gradients. Ops that index an activation run as written too,
+    # because they seldom read a row twice.
     sparse = site.arguments.index("sparse") if "sparse" in site.arguments else None
     weighted = site.name == "embedding_bag"  # by the samples
 

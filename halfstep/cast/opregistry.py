@@ -74,10 +74,7 @@ class Table:
         return self.device_type == "cpu" and bool(self.wide_backward)
 
     def digest(self) -> str:
-        """Returns a short hash of what decides the casts in compiled code: torch keeps such code on disk.
-
-        It is the same in every process of one version of halfstep.
-        """
+        """Returns a short hash of what decides the casts in compiled code: torch keeps such code on disk."""
         held = (__version__, self.device_type, sorted(self.actions), self.emulate)
         return hashlib.sha256(repr(held).encode()).hexdigest()[:16]
 
@@ -151,11 +148,7 @@ class _Device:
 
 @marked_constant
 def reach(marker: str, on: bool = True) -> bool:
-    """Makes the operations of this thread meet the kernels that have the marker's key, while the marker is on.
-
-    With `on=False` they do not, whatever the marker. Compiled code does not call this function: torch.compile calls it
-    once, in the thread that traces. Returns `on`.
-    """
+    """Makes the operations of this thread meet the kernels that have the marker's key, while the marker is on."""
     set_key_included(_keys()[marker], on)
     return on
 
@@ -166,11 +159,9 @@ def _keys() -> dict[str, Any]:
 
 
 def may_be_repeated() -> bool:
-    """Tells whether an activation checkpoint may compute again what runs now.
-
-    A non-reentrant checkpoint calls its function under saved-tensor hooks, a reentrant one inside an autograd function,
-    with gradients off.
-    """
+    """Tells whether an activation checkpoint may compute again what runs now."""
+    # A non-reentrant checkpoint calls its function under saved-tensor hooks, a reentrant one inside an autograd
+    # function, with gradients off.
     if saved_tensor_hooks(True) is not None:
         return True
     return not torch.is_grad_enabled() and _is_inside_function()
@@ -212,11 +203,7 @@ class Registry:
         self._cache_tag: Any = ""
 
     def acquire(self, table: Table) -> str:
-        """Registers the kernels of a table; returns its marker, the device type whose autocast bit switches them on.
-
-        Raises:
-            PlanError: other tables use all markers.
-        """
+        """Registers the kernels of a table; returns its marker, the device type whose autocast bit switches them on."""
         with self._lock:
             marker = self._marker(table)
             if not self._slots:
@@ -303,10 +290,7 @@ class Registry:
         )  # it computes whole layers as it likes, on a CPU even under autocast
 
     def _tag_caches(self) -> None:
-        """Adds hashes of the open tables to the tag of torch.compile's disk caches.
-
-        The caches themselves know only markers, and one marker may stand for different tables at different times.
-        """
+        """Adds hashes of the open tables to the tag of torch.compile's disk caches."""
         tables = [f"{marker}={slot.table.digest()}" for marker, slot in sorted(self._slots.items())]
         before = self._cache_tag if isinstance(self._cache_tag, str) else ""
         set_cache_tag(",".join([before, *tables]) if tables else self._cache_tag)
@@ -337,11 +321,9 @@ class Registry:
             self._register_backward(self._backward)
 
     def _let_others_pass(self, place: str) -> None:
-        """Makes operations without a kernel at a marker's key go on to the next key, as at every key of autocast.
-
-        This stays when the last engine closes, because a session may be closed inside of its own region, where the key
-        is still on.
-        """
+        """Makes operations without a kernel at a marker's key go on to the next key, as at every key of autocast."""
+        # This stays when the last engine closes, because a session may be closed inside of its own region, where the
+        # key is still on.
         if place not in self._passing and not has_fallback(parsed_key(place)):
             library = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
             library.fallback(torch.library.fallthrough_kernel, place)  # type: ignore[no-untyped-call]
@@ -355,10 +337,7 @@ class Registry:
             device.library.impl(FLASH_ATTENTION_CPU_BACKWARD, kernel, "CPU", with_keyset=True)  # type: ignore[no-untyped-call]
 
     def _wide_backward(self) -> WideBackward:
-        """Returns pairs (head width, length), the limits within which attention runs its backward pass in fp32.
-
-        They come from the table whose marker is on in this thread; without such a table, the result is ().
-        """
+        """Returns pairs (head width, length), the limits within which attention runs its backward pass in fp32."""
         on = torch.is_autocast_enabled
         return next((slot.table.wide_backward for marker, slot in self._slots.items() if on(marker)), ())
 
@@ -389,11 +368,8 @@ def find_overload(name: str) -> OpOverload | None:
 
 
 def _deviates(name: str, action: Action, own: Action | None) -> bool:
-    """Tells whether the op `name` needs a kernel of halfstep's to do `action`.
-
-    `own` is what torch's autocast does to the op, None if it does nothing. If torch promotes the op, a kernel is always
-    needed: torch's own raises an error on a third format, such as fp16 in a bf16 region.
-    """
+    """Tells whether the op `name` needs a kernel of halfstep's to do `action`."""
+    # `own` is what torch's autocast does to the op, None if it does nothing.
     if action == "infer" and own is None:
         return is_composite(name)
     return own == "promote" or action != (own or "pass")

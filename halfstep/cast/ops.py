@@ -62,11 +62,7 @@ class OpEngine:
         self._marker = ""
 
     def open(self) -> None:
-        """Registers the kernels of the op table with torch's dispatcher.
-
-        Raises:
-            PlanError: too many sessions with different op tables are open.
-        """
+        """Registers the kernels of the op table with torch's dispatcher."""
         if not self._marker:
             self._marker = REGISTRY.acquire(self._table)
             reach(self._marker)  # for a graph of backend="eager", which enters regions by torch's own functions alone
@@ -87,10 +83,7 @@ class OpEngine:
 
     @contextmanager
     def region(self, enabled: bool = True) -> Iterator[None]:
-        """Returns a context manager that casts ops by the table, and that torch.compile can trace.
-
-        With `enabled=False`, ops inside run as written.
-        """
+        """Returns a context manager that casts ops by the table, and that torch.compile can trace."""
         marker = self._open_marker()
         if not enabled:
             with TorchAutocast(self.device_type, dtype=self.low, enabled=False):
@@ -110,12 +103,9 @@ class OpEngine:
         return self._kept(partial(self.enter, enabled=enabled))
 
     def backward(self) -> AbstractContextManager[None]:
-        """Returns a context manager for a backward pass, in which checkpoints compute parts of the forward again.
-
-        It turns on the table, whose kernels are met only if one of them has run under such a checkpoint: else every
-        operation of the backward pass that has a kernel would pass through it. Autocast for the device is not switched
-        on: checkpoints restore it as it was in the forward, and gradients need no casts.
-        """
+        """Returns a context manager for a backward pass, in which checkpoints compute parts of the forward again."""
+        # It turns on the table, whose kernels are met only if one of them has run under such a checkpoint: else every
+        # operation of the backward pass that has a kernel would pass through it.
         return self._kept(self._turn_on_backward)
 
     def _turn_on_backward(self, token: Token) -> None:
@@ -149,10 +139,7 @@ class OpEngine:
         return on(device_type), torch.get_autocast_dtype(device_type), marker, on(marker), others, nesting
 
     def enter(self, token: Token, enabled: bool = True) -> None:
-        """Does what entering `region` does, faster, in eager code; `token` is what `read` returned just before.
-
-        Callers call `leave` with the same token, also if this method raises.
-        """
+        """Does what entering `region` does, faster, in eager code; `token` is what `read` returned just before."""
         was_on, dtype, *_ = token
         torch.autocast_increment_nesting()
         if dtype is not self.low:
@@ -165,11 +152,7 @@ class OpEngine:
             _turn_on(token)
 
     def leave(self, token: Token) -> None:
-        """Restores the settings that `read` returned; may be called again, if a Ctrl-C has come in the middle.
-
-        Also drops the low weights that autocast has cached, if no autocast region is left or the surrounding one has
-        another format.
-        """
+        """Restores the settings that `read` returned; may be called again, if a Ctrl-C has come in the middle."""
         was_on, dtype, marker, marker_was_on, others, nesting = token
         reach(marker)  # for the rest of a region around a backward pass
         torch.set_autocast_enabled(self.device_type, was_on)

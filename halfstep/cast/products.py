@@ -108,10 +108,7 @@ _LEVELS = _Levels()
 
 @contextmanager
 def _one_level_of_functorch() -> Iterator[None]:
-    """Returns a context in which kernels for products do nothing.
-
-    A transform runs each operation again on the tensors inside its own, under the caller's autocast.
-    """
+    """Returns a context in which kernels for products do nothing."""
     _LEVELS.inside = True
     try:
         yield

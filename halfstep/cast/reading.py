@@ -34,11 +34,7 @@ class Reading:
 
 
 def reading_of(module: nn.Module, formats: ModuleFormats, inside: Inside) -> Reading | None:
-    """Returns which weights the code of a module reads low; None if there are none.
-
-    These are weights that stay in fp32 for want of an optimizer, in modules that compute low, but for embeddings, whose
-    rows are cast when they are read, and for modules whose operations cast their weights themselves.
-    """
+    """Returns which weights the code of a module reads low; None if there are none."""
     if not formats.kept or isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         return None
     by_torch = type(module).forward.__module__.startswith("torch.nn.modules.")
@@ -116,11 +112,7 @@ def _share_memory(one: Tensor, other: Tensor) -> bool:
 
 
 def attributes(base: type[nn.Module], reading: Reading) -> dict[str, Any]:
-    """Returns the attributes of a class above `base` whose instances read some weights low: a property for each.
-
-    Code inside the plan may compute another Parameter from the low form of such a weight, and put it in its place. That
-    one is fp32 too, and is read in fp32.
-    """
+    """Returns the attributes of a class above `base` whose instances read some weights low: a property for each."""
     inside = reading.inside
 
     def set_attribute(self: nn.Module, name: str, value: Any) -> None:

@@ -33,12 +33,7 @@ class Calls:
         self._room = _MANY
 
     def note(self, args: Any, kwargs: Any, *, entered: bool) -> None:
-        """Records whether a call entered the plan, if an activation checkpoint may repeat the call.
-
-        A non-reentrant checkpoint makes its calls under saved-tensor hooks. A reentrant one makes them with gradients
-        off, and repeats a call only if an argument requires gradients. Any other call, such as one in an evaluation, is
-        not recorded.
-        """
+        """Records whether a call entered the plan, if an activation checkpoint may repeat the call."""
         hooked = saved_tensor_hooks(True) is not None
         if not hooked and (torch.is_grad_enabled() or not _asks_for_gradients(args, kwargs)):
             return

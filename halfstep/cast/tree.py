@@ -75,11 +75,9 @@ def first_float_dtype(args: Any, kwargs: Any = None) -> torch.dtype | None:
 
 
 def tensors_of(obj: Any, inside: tuple[int, ...] = ()) -> list[Tensor]:
-    """Returns the tensors that `map_tensors` finds, in order.
-
-    `inside` has the ids of the objects that contain `obj`. They are not searched again, so that the search ends even if
-    an object contains itself.
-    """
+    """Returns the tensors that `map_tensors` finds, in order."""
+    # `inside` has the ids of the objects that contain `obj`. They are not searched again, so that the search ends even
+    # if an object contains itself.
     if isinstance(obj, Tensor):
         return [obj]
     if isinstance(obj, _LEAVES) or id(obj) in inside:
@@ -88,12 +86,10 @@ def tensors_of(obj: Any, inside: tuple[int, ...] = ()) -> list[Tensor]:
 
 
 def _change(fn: Change, obj: Any, convert: Convert | None, inside: tuple[int, ...]) -> Any:
-    """Returns `obj` with `fn` applied to each tensor in it, or None if nothing in it changes.
-
-    None is returned in place of `obj` because torch.compile cannot compare tuples by `is`. `convert` is called with
-    custom batches in which no tensor is found. `inside` has the ids of the dataclasses and custom batches that contain
-    `obj`. They are not searched again, so that the search ends even if one of them contains itself.
-    """
+    """Returns `obj` with `fn` applied to each tensor in it, or None if nothing in it changes."""
+    # None is returned in place of `obj` because torch.compile cannot compare tuples by `is`. `inside` has the ids of
+    # the dataclasses and custom batches that contain `obj`. They are not searched again, so that the search ends even
+    # if one of them contains itself.
     if isinstance(obj, Tensor):
         return _unless_same(fn(obj), obj)
     if isinstance(obj, (tuple, list)):

@@ -21,13 +21,7 @@ _WORTH = 1.1  # a format that is faster by less is not recommended for speed
 
 
 def examine(device: torch.device, *, tell: Callable[[str], None] = lambda _: None, keep: bool = False) -> Examination:
-    """Measures a device in under 30 seconds; `tell` is called with the name of each measurement before it starts.
-
-    `keep` saves the measured facts in `halfstep.saved.saved_path()`, and later sessions on this machine use them.
-
-    Raises:
-        HalfstepError: the measurements cannot be saved.
-    """
+    """Measures a device in under 30 seconds; `tell` is called with the name of each measurement before it starts."""
     if keep:
         if device.type != "cpu":
             raise HalfstepError(f"--save works only for the CPU, got device {device}; add --device cpu")
@@ -69,11 +63,9 @@ def examine(device: torch.device, *, tell: Callable[[str], None] = lambda _: Non
 
 
 def recommend(rates: Rates) -> tuple[str, str, str]:
-    """Returns the recommendation as (level, format, reason).
-
-    The format is the one in which matrix products and convolutions gain most; if none gains, the level is O0.
-    bf16 is preferred to fp16, since it needs no loss scale, unless fp16 is faster by a factor of more than `_WORTH`.
-    """
+    """Returns the recommendation as (level, format, reason)."""
+    # The format is the one in which matrix products and convolutions gain most; if none gains, the level is O0. bf16
+    # is preferred to fp16, since it needs no loss scale, unless fp16 is faster by a factor of more than `_WORTH`.
     gains = {low: _gain(rates, low) for low in ("bf16", "fp16")}
     best = "fp16" if gains["fp16"] > _WORTH * gains["bf16"] else "bf16"
     other = "fp16" if best == "bf16" else "bf16"
@@ -97,11 +89,7 @@ def recommend(rates: Rates) -> tuple[str, str, str]:
 
 
 def _gain(rates: Rates, low: str, *works: str) -> float:
-    """Returns the speed of a low format relative to fp32 in the kind of work that gains least.
-
-    `works` are the kinds of work to look at, by default matrix products and convolutions. The result is 0 if the format
-    was not measured in one of them.
-    """
+    """Returns the speed of a low format relative to fp32 in the kind of work that gains least."""
     found = [rates.get((work, low, NATIVE)) for work in works or (PRODUCT, CONVOLUTION)]
     return min(0.0 if rate is None or rate.vs_fp32 is None else rate.vs_fp32 for rate in found)
 

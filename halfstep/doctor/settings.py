@@ -28,10 +28,7 @@ def read_settings(device: torch.device, *, seconds: float) -> tuple[Setting, ...
 
 
 def _threads(seconds: float) -> Setting:
-    """Returns torch's number of threads as a setting, with what it costs if it is not the number of available cores.
-
-    The cost is the time of a matrix product relative to its time on all cores.
-    """
+    """Returns torch's number of threads as a setting, with what it costs if it is not the number of available cores."""
     taken, cores = torch.get_num_threads(), _cores()
     name, value = "threads", f"{taken} of {cores} cores"
     if taken == cores:
@@ -138,10 +135,8 @@ def _cuda_settings() -> Iterator[Setting]:
 
 
 def read_tools(device: torch.device) -> dict[str, str]:
-    """Returns a dict from the name of each tool that halfstep's fast kernels need to a text on what was found.
-
-    The tools are a C++ compiler and Triton; for a CUDA device the dict also has its driver.
-    """
+    """Returns a dict from the name of each tool that halfstep's fast kernels need to a text on what was found."""
+    # The tools are a C++ compiler and Triton; for a CUDA device the dict also has its driver.
     compiler = find_compiler()
     driver = {} if device.type != "cuda" else {"CUDA driver": _driver()}
     return driver | {

@@ -13,11 +13,7 @@ _KEY = "halfstep/processor"
 
 
 def agreed(facts: DeviceFacts) -> DeviceFacts:
-    """Returns the facts of a CPU with the measurements of the process of this run that asked first.
-
-    So all processes emulate, or none, though a measurement may differ a little from process to process, and a lot from
-    machine to machine. Nobody waits: the first to ask leaves its figures in the store in which the processes have met.
-    """
+    """Returns the facts of a CPU with the measurements of the process of this run that asked first."""
     if facts.kind != "cpu" or not group_is_open():
         return facts
     row = facts.processor

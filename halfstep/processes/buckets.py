@@ -52,10 +52,7 @@ class WideSums:
         return WideSums, ()  # wrappers keep their hooks in copies and pickles, where they are not called
 
     def add(self, wrapper: DistributedDataParallel, parameters: Iterable[nn.Parameter]) -> None:
-        """Notes a wrapper that has low parameters; the next `take_over` registers this hook with the wrapper.
-
-        If the wrapper already has a communication hook, it keeps that one.
-        """
+        """Notes a wrapper that has low parameters; the next `take_over` registers this hook with the wrapper."""
         low = [p for p in parameters if p.dtype in LOW_DTYPES and p.requires_grad]
         if low:
             self._pending.append((weakref.ref(wrapper), low))
@@ -91,11 +88,7 @@ class WideSums:
         return False
 
     def hold(self, parameter: nn.Parameter) -> None:
-        """Moves a parameter's fp32 gradient out of `p.grad`, so that the next backward pass can put a low one there.
-
-        If the wrapper allows unused parameters, sets `p.grad` to low zeros: the wrapper needs a gradient there even if
-        only an earlier pass has used the parameter.
-        """
+        """Moves a parameter's fp32 gradient out of `p.grad`, so that the next backward pass can put a low one there."""
         assert parameter.grad is not None
         self._held[parameter], parameter.grad = parameter.grad, None
         parameter.grad_dtype = parameter.dtype
@@ -127,11 +120,7 @@ class WideSums:
             self._has_data = True
 
     def add_held(self, bucket: Any) -> None:
-        """Adds the held gradients to a bucket of low gradients, except those that are the same in all processes.
-
-        The sum is computed in fp32 and rounded once, to the format that is sent. Also notes for `release` that the
-        gradients of the bucket are reduced.
-        """
+        """Adds the held gradients to a bucket of low gradients, except those that are the same in all processes."""
         parameters = bucket.parameters()
         self._reduced.update(parameters)
         for p, gradient in zip(parameters, bucket.gradients(), strict=True):
@@ -159,12 +148,8 @@ def mean_of_bucket(
     sums: WideSums,
     bucket: dist.GradBucket,  # type: ignore[name-defined]
 ) -> torch.futures.Future[Tensor]:
-    """Computes the mean of a bucket of gradients over the processes; DistributedDataParallel calls it as a hook.
-
-    Returns a future of the mean, which replaces the gradients in the bucket. On a GPU the collectives run on a separate
-    stream while the backward pass continues; `wait()` of the future synchronizes with that stream. On a CPU this
-    function waits for the collectives, so that all processes run them in the order of the buckets.
-    """
+    """Computes the mean of a bucket of gradients over the processes; DistributedDataParallel calls it as a hook."""
+    # On a CPU this function waits for the collectives, so that all processes run them in the order of the buckets.
     buffer = bucket.buffer()
     if buffer.device.type != "cuda":
         done: torch.futures.Future[Tensor] = torch.futures.Future()
@@ -188,10 +173,7 @@ def _mean(sums: WideSums, bucket: Any) -> Tensor:
 
 
 def _low_mean_(t: Tensor, divisor: Tensor | int, group: dist.ProcessGroup | None) -> Tensor:
-    """Replaces a 1-D low tensor by its sum over the processes divided by `divisor`.
-
-    Each process sums one share of the elements in fp32 and rounds the result once.
-    """
+    """Replaces a 1-D low tensor by its sum over the processes divided by `divisor`."""
     size = dist.get_world_size(group)
     share = -(-t.numel() // size)
     sent = pad(t, (0, share * size - t.numel())) if t.numel() % size else t

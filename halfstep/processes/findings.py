@@ -69,12 +69,7 @@ class Findings:
 
     @property
     def norm(self) -> Tensor:
-        """The L2 norm of the gradients (0-dim fp32), which is the square root of `square`.
-
-        If each of n processes adds one n-th of the square of the same fp32 norm, the result is exactly that norm. The
-        square is exact in float64. The sum of its n shares has a relative error below n / 2**53, which is too small to
-        change the norm once it is rounded to fp32.
-        """
+        """The L2 norm of the gradients (0-dim fp32), which is the square root of `square`."""
         return self.square.sqrt().float()
 
 
@@ -85,11 +80,7 @@ def _room(size: int) -> tuple[int, int]:
 
 
 def _folded(t: Tensor, bits: int) -> Tensor:
-    """Returns a hash of `bits` bits (int64) of float64 numbers: 0 for 0, and different for different powers of two.
-
-    Multiplicative hashing: the highest bits of the product with an odd number from the golden ratio (Knuth, TAOCP 3,
-    6.4).
-    """
+    """Returns a hash of `bits` bits (int64) of float64 numbers: 0 for 0, and different for different powers of two."""
     return (t.view(torch.int64) * -0x61C8864680B583EB >> 64 - bits) & ((1 << bits) - 1)
 
 

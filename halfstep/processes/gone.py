@@ -22,15 +22,8 @@ _OPENINGS = count()
 
 @contextmanager
 def naming_who_is_gone(group: dist.ProcessGroup | None, what: str, meeting: str) -> Iterator[None]:
-    """Raises an error that names the processes that are gone, if a collective operation inside the context fails.
-
-    To find them, each process that is still running writes a key that begins with `meeting` to the group's store. After
-    a restart by torchrun, use another `meeting`, since the store still has the keys from before the restart. `what`
-    names the operation in the error.
-
-    Raises:
-        SessionError: a connection to other processes was closed or timed out in `what`.
-    """
+    """Raises an error that names the processes that are gone, if a collective operation inside the context fails."""
+    # After a restart by torchrun, use another `meeting`, since the store still has the keys from before the restart.
     try:
         yield
     except RuntimeError as error:
@@ -44,19 +37,13 @@ def naming_who_is_gone(group: dist.ProcessGroup | None, what: str, meeting: str)
 
 
 def naming_who_does_not_open(group: dist.ProcessGroup) -> AbstractContextManager[None]:
-    """Returns the context `naming_who_is_gone` for one call of `halfstep.initialize`.
-
-    The keys in the store contain the number of the call, so all processes must have called this function equally often.
-    """
+    """Returns the context `naming_who_is_gone` for one call of `halfstep.initialize`."""
     return naming_who_is_gone(group, "halfstep.initialize", f"halfstep/failed/initialize/{next(_OPENINGS)}")
 
 
 @contextmanager
 def telling_of_errors(models: Sequence[nn.Module]) -> Iterator[None]:
-    """Reports an error inside the context to the processes that hold shards of the models.
-
-    Those processes wait in `told_by_all` for this process, so the report is a collective call.
-    """
+    """Reports an error inside the context to the processes that hold shards of the models."""
     try:
         yield
     except Exception as error:
@@ -70,11 +57,7 @@ def telling_of_errors(models: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def told_by_all(value: Any, group: dist.ProcessGroup | None, failed: str | None = None) -> list[Any]:
-    """Returns the `value` of each process of a group; waits for all of them.
-
-    Raises:
-        SetupError: a process passed the text of an error as `failed`.
-    """
+    """Returns the `value` of each process of a group; waits for all of them."""
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, (value, failed), group=group)
     for rank, (_, error) in enumerate(found):
@@ -84,10 +67,8 @@ def told_by_all(value: Any, group: dist.ProcessGroup | None, failed: str | None 
 
 
 def absent(group: dist.ProcessGroup | None, meeting: str) -> list[int]:
-    """Returns the processes of a failed group that do not check in within `ROLL_CALL` seconds.
-
-    They check in through the group's store, which answers even if the group no longer works.
-    """
+    """Returns the processes of a failed group that do not check in within `ROLL_CALL` seconds."""
+    # They check in through the group's store, which answers even if the group no longer works.
     own = dist.get_rank()
     missing = [rank for rank in dist.get_process_group_ranks(group) if rank != own]
     until = time.monotonic() + ROLL_CALL

@@ -16,10 +16,7 @@ T = TypeVar("T")
 
 
 def full_state(root: nn.Module, rank: int) -> dict[str, Tensor]:
-    """Returns the state dict of a model with whole tensors in process `rank`, and an empty dict in the others.
-
-    A collective call, which gathers one tensor at a time.
-    """
+    """Returns the state dict of a model with whole tensors in process `rank`, and an empty dict in the others."""
     found = {}
     for name, value in root.state_dict().items():
         whole = value.full_tensor() if is_sharded(value) else value
@@ -29,11 +26,7 @@ def full_state(root: nn.Module, rank: int) -> dict[str, Tensor]:
 
 
 def run_on_rank(run: Callable[[], T], rank: int, group: dist.ProcessGroup) -> T:
-    """Calls `run` in process `rank` and returns its result in all processes of a group; a collective call.
-
-    Raises:
-        SessionError: `run` has raised (process `rank` raises the original error), or its result cannot be pickled.
-    """
+    """Calls `run` in process `rank` and returns its result in all processes of a group; a collective call."""
     failed: Exception | None = None
     sent: list[Any] = [None, None]
     if dist.get_rank() == rank:

@@ -40,10 +40,7 @@ class Replica(Protocol):
         """Describes what the processes must have in common to train these parameters, one line for each fact."""
 
     def held(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-        """Returns the parameters that have a master or a remainder, each followed by its master or remainder.
-
-        A remainder is an int16 tensor that, together with the bf16 weight, gives the fp32 value of a `split` master.
-        """
+        """Returns the parameters that have a master or a remainder, each followed by its master or remainder."""
 
     def moments(self, parameters: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
         """Returns the optimizer state of each of these parameters, by name; empty for a parameter without state."""
@@ -102,14 +99,7 @@ class Replicas:
         self._undo = ExitStack()
 
     def meet(self) -> None:
-        """Checks that plan, parameters and `mp_policy` are the same in all processes; does nothing without shards.
-
-        A collective call.
-
-        Raises:
-            SessionError: the plan or the parameters differ between processes, or a process is gone.
-            SetupError: the `mp_policy` of a module differs between processes, or a process has raised an error.
-        """
+        """Checks that plan, parameters and `mp_policy` are the same in all processes; does nothing without shards."""
         if own_shards := sharded_parameters(self._roots):
             self._group, self.sharded = group_of(own_shards), True
             with naming_who_does_not_open(self._group):
@@ -129,10 +119,7 @@ class Replicas:
                     )
 
     def open(self, *, search: bool, plain: bool = False) -> None:
-        """Notes each DistributedDataParallel wrapper made from now on; `search` also finds those made before.
-
-        `plain` is for a session that changes nothing: it only compares its plan with that of other processes.
-        """
+        """Notes each DistributedDataParallel wrapper made from now on; `search` also finds those made before."""
         self._plain = plain
         own = weakref.ref(self)
 
@@ -163,10 +150,7 @@ class Replicas:
 
     @property
     def reduced(self) -> bool:
-        """Whether DistributedDataParallel reduces the gradients.
-
-        It reduces them in the format in which the parameters are stored.
-        """
+        """Whether DistributedDataParallel reduces the gradients."""
         return self._group is not None and not self.sharded
 
     @property
@@ -185,11 +169,7 @@ class Replicas:
         return self._stages or self._group
 
     def find_stages(self) -> None:
-        """Finds the processes that hold the other stages of a pipeline; looks for them once.
-
-        Raises:
-            SetupError: what was found or passed as `process_group` leaves out processes that hold the models.
-        """
+        """Finds the processes that hold the other stages of a pipeline; looks for them once."""
         if self._looked or not group_is_open():
             return
         self._looked = True
@@ -217,11 +197,7 @@ class Replicas:
         )
 
     def refuse_a_stage_alone(self) -> None:
-        """Refuses a scaled backward pass without losses, such as that of a stage, if no other process is known.
-
-        Raises:
-            SessionError: there are other processes.
-        """
+        """Refuses a scaled backward pass without losses, such as that of a stage, if no other process is known."""
         if self._given is None and self._stepping is None and group_is_open() and dist.get_world_size() > 1:
             raise SessionError(
                 f"scaling() was entered without losses in one of {dist.get_world_size()} processes, and this session "
@@ -233,11 +209,9 @@ class Replicas:
 
     @property
     def joining(self) -> bool:
-        """Whether a wrapper is within `join()`, where processes may have run out of data.
-
-        Such processes take part only in the collective operations of DistributedDataParallel, not in the sum of a step.
-        So within `join()` the only news from other processes is the result of the gradient reduction.
-        """
+        """Whether a wrapper is within `join()`, where processes may have run out of data."""
+        # Such processes take part only in the collective operations of DistributedDataParallel, not in the sum of a
+        # step.
         wrapper = None if self._join is None else self._join()
         return wrapper is not None and is_joining(wrapper)
 
@@ -249,11 +223,7 @@ class Replicas:
         return self._is_own
 
     def summing(self) -> bool:
-        """Tells whether a step sums its findings over several processes.
-
-        Raises:
-            SessionError: the process group was destroyed.
-        """
+        """Tells whether a step sums its findings over several processes."""
         if self._stepping is not None and not group_is_open():
             kind = "a stage of a pipeline" if self.staged else "sharded" if self.sharded else "one of several replicas"
             raise SessionError(
@@ -263,14 +233,7 @@ class Replicas:
         return self._stepping is not None and not self.joining
 
     def agree(self, own: Findings, parameters: Sequence[nn.Parameter]) -> Findings:
-        """Returns what all processes together found in a step, by one all-reduce of what each found (`own`).
-
-        `parameters` are those that the step updates. The first step with these parameters also checks that all
-        processes have the same plan and parameters.
-
-        Raises:
-            SessionError: the plan or the parameters differ between processes, or a process is gone.
-        """
+        """Returns what all processes together found in a step, by one all-reduce of what each found (`own`)."""
         total = own.packed()
         with self.naming_who_is_gone("the step"):
             if self._group is not None and (key := tuple(map(id, parameters))) not in self._agreed:
@@ -301,10 +264,7 @@ class Replicas:
         return number_of.double().to(device, non_blocking=True)  # exact: below 2**53
 
     def parted(self) -> dict[str, list[int]]:
-        """Returns the parameters that differ between processes, by name, with the ranks that differ from process 0.
-
-        A collective call, which waits for the device.
-        """
+        """Returns the parameters that differ between processes, by name, with the ranks that differ from process 0."""
         numbers = [int(_number_of(self._held(p))) for p in self._alike]
         found = told_by_all(numbers, self._group)
         others = {
@@ -346,20 +306,16 @@ class Replicas:
         self._undo.callback(_retire, weakref.ref(wrapper), [p for p in shared if p.dtype in LOW_DTYPES])
 
     def begin_join(self, wrapper: DistributedDataParallel, *, by_initial: bool) -> None:
-        """Begins `join()`: from now on processes may run out of data at different times.
-
-        `by_initial`: gradients are divided by the number of all processes, not of those that still have data.
-        """
+        """Begins `join()`: from now on processes may run out of data at different times."""
         self._join = weakref.ref(wrapper)
         self.sums.take_over()  # a process without any data makes no backward pass, and answers the others'
         self.sums.counts = not by_initial
 
     def end_join(self, wrapper: DistributedDataParallel, is_last: bool) -> None:
-        """Ends `join()`: sends the weights and masters of the last process that had data to all others.
-
-        Optimizer states are sent too: processes that ran out of data have older states, with which the next step would
-        make the weights differ again. torch itself sends only the stored weights, of one of the last processes.
-        """
+        """Ends `join()`: sends the weights and masters of the last process that had data to all others."""
+        # Optimizer states are sent too: processes that ran out of data have older states, with which the next step
+        # would make the weights differ again. torch itself sends only the stored weights, of one of the last
+        # processes.
         self._join, self.sums.counts = None, False
         last = torch.tensor(dist.get_rank(self._group) if is_last else -1, device=wrapper.join_device)
         dist.all_reduce(last, dist.ReduceOp.MAX, group=self._group)
@@ -373,12 +329,9 @@ class Replicas:
 
     @torch.no_grad()
     def _hand_on(self, parameters: Sequence[nn.Parameter], source: int, *, sent_again: bool) -> None:
-        """Copies the session's state of these parameters from process `source` to all others, bit for bit.
-
-        The state is the weights that have masters, the masters, the optimizer states, and the loss scales. Pass
-        `sent_again` if DistributedDataParallel will write the same weights once more, so that its write does not count
-        as a change of the weights.
-        """
+        """Copies the session's state of these parameters from process `source` to all others, bit for bit."""
+        # Pass `sent_again` if DistributedDataParallel will write the same weights once more, so that its write does
+        # not count as a change of the weights.
         states = self._compare(parameters)
         for tensor in self._replica.held(parameters):
             bits = tensor.detach()
@@ -414,13 +367,7 @@ class Replicas:
             self._replica.take_options(parameters, sent[0][1])
 
     def _compare(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None = None) -> list[Any]:
-        """Checks that all processes have the same plan and parameters; returns the `Replica.state` of each process.
-
-        A collective call.
-
-        Raises:
-            SessionError: the plan or the parameters differ between processes.
-        """
+        """Checks that all processes have the same plan and parameters; returns the `Replica.state` of each process."""
         lines = self._replica.described(parameters)
         found = told_by_all((lines, self._replica.state(), secrets.token_hex(8)), group or self._group)
         self._meeting = found[0][2]
@@ -451,11 +398,7 @@ class _Retired:
         self._made_for = [(weakref.ref(p), p.dtype) for p in made_for]
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        """Checks the parameters before a forward.
-
-        Raises:
-            SessionError: the dtype of a parameter has changed.
-        """
+        """Checks the parameters before a forward."""
         if not (module.training and torch.is_grad_enabled()):
             return
         if any(
@@ -480,11 +423,7 @@ class _Like:
 
     @classmethod
     def of(cls, value: Any, parameter: nn.Parameter) -> Any:
-        """Returns what to send first for a value of the parameter's optimizer state.
-
-        For a tensor on the parameter's device, this is a `_Like`, and the tensor is sent later. A 0-dim tensor, or a
-        tensor on another device, is returned as a CPU tensor. A value that is not a tensor is returned itself.
-        """
+        """Returns what to send first for a value of the parameter's optimizer state."""
         if not isinstance(value, Tensor):
             return value
         return cls(value.shape, value.dtype) if value.dim() and value.device == parameter.device else value.cpu()
@@ -581,10 +520,8 @@ def _living(kind: type[T]) -> list[T]:
 
 
 def living_wrappers_of(roots: Sequence[nn.Module]) -> list[DistributedDataParallel]:
-    """Returns the wrappers that `wrappers_of` finds after garbage collection: only those that are still in use.
-
-    Without the collection, processes could differ: some would still find wrappers that others have already freed.
-    """
+    """Returns the wrappers that `wrappers_of` finds after garbage collection: only those that are still in use."""
+    # Without the collection, processes could differ: some would still find wrappers that others have already freed.
     if wrappers_of(roots):  # to collect takes half a second
         gc.collect()
     return wrappers_of(roots)

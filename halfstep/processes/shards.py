@@ -44,10 +44,8 @@ def local(t: Tensor) -> Tensor:
 
 
 def like(t: Tensor, part: Tensor) -> Tensor:
-    """Returns a DTensor sharded like `t` whose shard in this process is `part`; returns `part` if `t` is plain.
-
-    Shape and stride are taken from `t`: what torch computes from the shard is wrong if shards differ in size.
-    """
+    """Returns a DTensor sharded like `t` whose shard in this process is `part`; returns `part` if `t` is plain."""
+    # Shape and stride are taken from `t`: what torch computes from the shard is wrong if shards differ in size.
     if not is_sharded(t):
         return part
     from torch.distributed.tensor import DTensor
@@ -65,10 +63,7 @@ def spread(value: Tensor, t: Tensor) -> Tensor:
 
 
 def part_of(grad: Tensor, p: Tensor) -> Tensor:
-    """Returns this process's shard of the gradient `grad` of a parameter `p`.
-
-    If `grad` is not sharded in the same way as `p`, returns `grad` itself.
-    """
+    """Returns this process's shard of the gradient `grad` of a parameter `p`."""
     placed = is_sharded(grad) and is_sharded(p) and grad.placements == p.placements
     return local(grad) if placed else grad
 
@@ -137,11 +132,7 @@ class Unreduced:
         self._carried: tuple[Tensor, int] | None = None  # the scale of the last backward pass, and the writes to it
 
     def before_backward(self, scale: Tensor) -> None:
-        """Notes the scale of the next backward pass.
-
-        Raises:
-            SessionError: unreduced gradients carry another scale.
-        """
+        """Notes the scale of the next backward pass."""
         before, self._carried = self._carried, (scale, version_of(scale))
         if before is None or (before[0] is scale and before[1] == self._carried[1]):
             return
@@ -155,11 +146,7 @@ class Unreduced:
 
 
 def group_of(parameters: Sequence[nn.Parameter]) -> dist.ProcessGroup:
-    """Returns the group of the processes that hold shards of these parameters; a collective call the first time.
-
-    Raises:
-        SetupError: this process holds no shards.
-    """
+    """Returns the group of the processes that hold shards of these parameters; a collective call the first time."""
     meshes: list[DeviceMesh] = list({id(p.device_mesh): p.device_mesh for p in parameters if is_sharded(p)}.values())
     ranks = sorted({int(rank) for mesh in meshes for rank in mesh.mesh.flatten().tolist()})
     if dist.get_rank() not in ranks:

@@ -136,10 +136,7 @@ def decide(  # noqa: PLR0913  # all that it depends on
 
 
 def emulates_after(decision: Decision, saved: bool | None) -> bool:
-    """Returns whether a session emulates products once it has loaded a state, and logs where that was otherwise.
-
-    `saved` says whether the session that saved the state did; None in states that do not say.
-    """
+    """Returns whether a session emulates products once it has loaded a state, and logs where that was otherwise."""
     if saved is None or saved is decision.emulate or not decision.mixed:
         return decision.emulate
     low, kinds = decision.plan.low, {True: "emulated", False: "native"}
@@ -226,10 +223,7 @@ def say_what_steps_itself(decision: Decision, optimizers: Sequence[Optimizer]) -
 
 
 def say_how_products_run(decision: Decision, *, told: bool) -> None:
-    """Logs, once per process, that products are emulated by default, or what the wish not to do so costs.
-
-    If `told`, a notice about the format has said by now that products are emulated.
-    """
+    """Logs, once per process, that products are emulated by default, or what the wish not to do so costs."""
     low, processor = decision.plan.low, decision.facts.processor
     gain = processor.gain(low)
     if not decision.mixed or decision.facts.kind != "cpu":
@@ -266,11 +260,7 @@ def _say_that_it_steps_itself(name: str) -> None:
 
 
 def check_training(optimizers: Sequence[Optimizer], models: Sequence[nn.Module], plan: Plan) -> None:
-    """Refuses optimizers that cannot train their parameters under a plan.
-
-    Raises:
-        SetupError: an optimizer does not fit the plan because of its parameters, their shards, or its closure.
-    """
+    """Refuses optimizers that cannot train their parameters under a plan."""
     check_parameters(optimizers, models, plan)
     _refuse_whole_rows(optimizers, plan)
     check_closures([optimizer for optimizer in optimizers if needs_closure(optimizer)], plan)

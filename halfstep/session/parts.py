@@ -73,11 +73,7 @@ def make_part(
     replicas: Replicas,
     name_of: Callable[[nn.Parameter], str],
 ) -> Part:
-    """Returns the `Part` of one optimizer; if `plain`, the optimizer's own `step` makes its updates.
-
-    `full_accumulate`: gradients of several backward passes are summed in fp32. `replicas` knows whether gradients are
-    reduced over processes; `name_of` returns the name of a parameter, for messages.
-    """
+    """Returns the `Part` of one optimizer; if `plain`, the optimizer's own `step` makes its updates."""
     return Part(
         optimizer,
         GradientAccumulator(lambda: updated_by(optimizer), full_accumulate, lambda: replicas.reduced, replicas.sums),
@@ -106,13 +102,7 @@ def _bytes(t: Tensor) -> int:
 
 
 def parts_to_step(parts: Sequence[Part], awaiting: Sequence[Part], optimizer: Optimizer | None) -> list[Part]:
-    """Returns the parts to step: those in `awaiting`, which had a backward pass since their last step.
-
-    If `optimizer` is passed, only its part is returned.
-
-    Raises:
-        SessionError: no part is awaiting a step, `optimizer` is not one of the session's, or one needs a closure.
-    """
+    """Returns the parts to step: those in `awaiting`, which had a backward pass since their last step."""
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         raise SessionError(
             f"step() expected one of the session's optimizers, got {type(optimizer).__name__}; it takes no closure"
@@ -148,11 +138,7 @@ class Replacements:
         self._idle: set[nn.Parameter] = set()
 
     def look(self, absent: Sequence[nn.Parameter]) -> None:
-        """Checks, before a step, the parameters that have no gradient.
-
-        Raises:
-            SessionError: some of these parameters are no longer in any model, and others have taken their place.
-        """
+        """Checks, before a step, the parameters that have no gradient."""
         if self._idle.issuperset(absent):
             return
         reshard(self._roots)
@@ -175,12 +161,7 @@ class Replacements:
 
 
 def step_each(updates: Sequence[Update]) -> tuple[int, BaseException | None]:
-    """Runs updates in order; returns how many were made, and the first error (None: there was no error).
-
-    An update is a function that changes the weights of one part. It returns None, or an error that a hook raised after
-    the weights had changed. If it raises an error itself, it was not made, and the following updates do not run. An
-    error that the first update raises is raised here.
-    """
+    """Runs updates in order; returns how many were made, and the first error (None: there was no error)."""
     count, failed = 0, None
     try:
         for update in updates:

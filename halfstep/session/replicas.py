@@ -132,10 +132,8 @@ class Agreed:
     apart: Tensor | None = None
 
     def rest(self, count: int) -> Agreed:
-        """Returns a copy without the first `count` parts, whose optimizers have stepped.
-
-        `stops` and `apart` of the copy are None, since the session has acted on them.
-        """
+        """Returns a copy without the first `count` parts, whose optimizers have stepped."""
+        # `stops` and `apart` of the copy are None, since the session has acted on them.
         collected, readings, flags = self.collected[count:], self.readings[count:], self.flags[count:]
         return replace(self, collected=collected, readings=readings, flags=flags, stops=None, apart=None)
 
@@ -149,12 +147,7 @@ def agree(
     *,
     stop: bool,
 ) -> Agreed:
-    """Returns what the processes that train together found in a step.
-
-    Stages of a pipeline have other parameters, so they tell each other only whether any gradient is not finite; the
-    flags of each parameter are then those of this process. `square` is this process's share of the squared norm (0-dim
-    float64). `stop` requests all processes to stop.
-    """
+    """Returns what the processes that train together found in a step."""
     params = [part.accumulator.parameters() for part in parts]
     gradients = [
         _of_all(own, held.params, reading.flags) for own, held, reading in zip(params, collected, readings, strict=True)
@@ -184,11 +177,7 @@ def agree(
 
 
 def read_by_shards(held: Collected, device: torch.device, scratch: Scratch) -> tuple[Reading, list[tuple[int, Tensor]]]:
-    """Returns the reading of this process's gradients, and their norms, one for each number of shards.
-
-    The norms are a list of (number, norm): the norm is taken over all gradients whose parameters are cut into that
-    number of different shards, which is 1 for a parameter that is not sharded.
-    """
+    """Returns the reading of this process's gradients, and their norms, one for each number of shards."""
     numbers = [shards(p) for p in held.params]
     kinds = sorted(set(numbers)) or [1]
     if len(kinds) == 1:
@@ -208,12 +197,7 @@ def read_by_shards(held: Collected, device: torch.device, scratch: Scratch) -> t
 
 
 def share_of_square(norms: Sequence[tuple[int, Tensor]], size: int) -> Tensor:
-    """Returns what this process adds to the squared norm over `size` processes (0-dim float64).
-
-    `norms` are pairs (number, norm) from `read_by_shards`: the number of different shards, and the norm of this
-    process's shards of the gradients. Each shard is held by `size / number` processes. So each process adds its squared
-    norm times `number / size`, and the sum over all processes counts each shard once.
-    """
+    """Returns what this process adds to the squared norm over `size` processes (0-dim float64)."""
     shares = [norm.double().square() * (number / size) for number, norm in norms]
     return shares[0] if len(shares) == 1 else torch.stack(shares).sum()
 
@@ -232,11 +216,7 @@ class Hearing:
         self.stopping: list[int] = []
 
     def hear(self, agreed: Agreed) -> SessionError | None:
-        """Takes the reports of a step and reads those that are due now, on a GPU those of some steps ago.
-
-        Returns an error if loss scales differ between processes. If weights differ, warns once, with the names of the
-        parameters and the processes.
-        """
+        """Takes the reports of a step and reads those that are due now, on a GPU those of some steps ago."""
         self.stopping = []
         if agreed.stops is None or agreed.apart is None:
             return None
@@ -285,11 +265,7 @@ def _of_all(parameters: Sequence[nn.Parameter], present: Sequence[nn.Parameter],
 
 
 def _losses(collected: Sequence[Collected], device: torch.device) -> Tensor:
-    """Returns `LOSSES` flags (bool): entry i tells whether the loss with `loss_id` i has overflowed.
-
-    Raises:
-        SessionError: a `loss_id` is `LOSSES` or more; raised before this process waits for the others.
-    """
+    """Returns `LOSSES` flags (bool): entry i tells whether the loss with `loss_id` i has overflowed."""
     flags = torch.zeros(LOSSES, dtype=torch.bool, device=device)
     for held in collected:
         for loss_id in held.losses:
@@ -304,11 +280,7 @@ def _losses(collected: Sequence[Collected], device: torch.device) -> Tensor:
 
 
 def _with(held: Collected, losses: Tensor, *, apart: Tensor) -> Collected:
-    """Returns what this process collected for a step, with flags on which all processes agree.
-
-    `losses` tells which losses overflowed in any process, and `apart` whether loss scales differ between processes; if
-    any of these is true, the step is skipped.
-    """
+    """Returns what this process collected for a step, with flags on which all processes agree."""
     return replace(held, found=losses.any() | apart, flags={loss_id: losses[loss_id] for loss_id in held.losses})
 
 

@@ -60,15 +60,9 @@ class Runtime:
             yield
 
     def whole_products(self) -> AbstractContextManager[None]:
-        """Returns a context in which each emulated product is one operation, forward and backward.
-
-        A pass that checkpoints repeat must begin and end inside.
-        """
+        """Returns a context in which each emulated product is one operation, forward and backward."""
         return self.casting.over_emulation(lambda emulation: emulation)
 
     def under(self, mode: TorchDispatchMode) -> AbstractContextManager[None]:
-        """Returns a context in which the dispatch mode `mode` sees operations before emulation changes them.
-
-        The context is reentrant.
-        """
+        """Returns a context in which the dispatch mode `mode` sees operations before emulation changes them."""
         return self.casting.over_emulation(lambda emulation: Recorded(emulation, mode))

@@ -98,10 +98,7 @@ class Watcher(Protocol):
     def after_step(
         self, record: StepRecord, parts: Sequence[Part], scales: Mapping[int, Tensor], stopping: Sequence[int]
     ) -> None:
-        """Looks at a step of `parts`; `scales` has the loss scale of each loss whose gradients it used, by loss id.
-
-        `stopping` are the processes with a `pending` error; if there are any, all processes raise an error now.
-        """
+        """Looks at a step of `parts`; `scales` has the loss scale of each loss whose gradients it used, by loss id."""
 
     def close(self) -> None:
         """Ends what the watcher has started for the next step, such as a recording."""
@@ -258,10 +255,9 @@ class Session:
         self._undo.callback(keep_checkpoints_full(module, self._store, self._given))
 
     def _joins(self, parameter: nn.Parameter) -> bool:
-        """Tells whether a weight that an optimizer updates for the first time is now stored as trained weights are.
-
-        Under DistributedDataParallel, whose buckets have the formats of the weights that it wrapped, it trains in fp32.
-        """
+        """Tells whether a weight that an optimizer updates for the first time is now stored as trained weights are."""
+        # Under DistributedDataParallel, whose buckets have the formats of the weights that it wrapped, it trains in
+        # fp32.
         if id(parameter) not in self._untrained or is_sharded(parameter) or self._replicas.reduced:
             return False
         before = self.assignment
@@ -646,10 +642,7 @@ class Session:
         )
 
     def _nonfinite_gradients(self) -> tuple[str, ...]:
-        """Returns the names of the parameters whose gradients were infinite or NaN in the last step.
-
-        They come from flags that the step has read, so the gradients are not read again.
-        """
+        """Returns the names of the parameters whose gradients were infinite or NaN in the last step."""
         bad = {
             id(p) for params, flags in self._overflows for p, flag in zip(params, flags.tolist(), strict=True) if flag
         }
@@ -826,11 +819,7 @@ class Session:
         self.close()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuses to copy or pickle a session.
-
-        Raises:
-            SessionError: always.
-        """
+        """Refuses to copy or pickle a session."""
         raise SessionError(
             "a session cannot be copied or pickled, because it belongs to its model and optimizer: save "
             "session.state_dict() beside theirs, or copy the model and call halfstep.initialize for the copy"
@@ -876,10 +865,7 @@ def _full(store: MasterStore, casting: Casting) -> Iterator[None]:
 
 
 def _told(failed: BaseException | None, tell: Callable[..., object], *args: Any) -> BaseException | None:
-    """Calls `tell` with `args`; returns the error that it raises, or the earlier error `failed` if it raises none.
-
-    If the new error has no context of its own, `failed` becomes its context.
-    """
+    """Calls `tell` with `args`; returns the error that it raises, or the earlier error `failed` if it raises none."""
     try:
         tell(*args)
     except BaseException as error:

@@ -143,10 +143,7 @@ class MixedTraining:
 
     @contextmanager
     def scaling(self, losses: Sequence[Tensor], loss_id: int, *, unscale: bool = True) -> Iterator[Tensor]:
-        """Yields the loss scale (0-dim fp32) for a backward pass that the caller runs inside the context.
-
-        The gradients stay scaled. Only `TrueGradients` unscales them at the end, unless `unscale` is False.
-        """
+        """Yields the loss scale (0-dim fp32) for a backward pass that the caller runs inside the context."""
         scale = self.scales.of(loss_id)
         self._before(loss_id, scale)
         if not losses and self.scales.active:
@@ -163,11 +160,8 @@ class MixedTraining:
         self._after(loss_id, scale, found, unscale)
 
     def _sent(self, scale: Tensor, not_finite: Tensor | None) -> Tensor:
-        """Returns the scale to multiply losses by: `scale`, or NaN within `join()` if a loss is not finite.
-
-        Within DistributedDataParallel's `join()`, processes exchange only gradients. So NaN gradients have to tell the
-        other processes that a loss was not finite.
-        """
+        """Returns the scale to multiply losses by: `scale`, or NaN within `join()` if a loss is not finite."""
+        # Within DistributedDataParallel's `join()`, processes exchange only gradients.
         if not_finite is None or not self.replicas.joining:
             return scale
         return scale.masked_fill(not_finite.to(scale.device), math.nan)
@@ -198,11 +192,7 @@ class MixedTraining:
     def step(
         self, parts: list[Part], number: int, *, max_norm: float | None, loss: Tensor | None, stop: bool
     ) -> Stepped:
-        """Reads the gradients once, and updates the weights in one pass if all gradients are finite.
-
-        `number` and `loss` go into the record of the step; `stop` requests all processes to stop after it.
-        An error before the first part has stepped is raised here; a later error is in the result.
-        """
+        """Reads the gradients once, and updates the weights in one pass if all gradients are finite."""
         self.casting.weights_changed()
         collected = [part.accumulator.collect() for part in parts]
         self._replacements.look([p for held in collected for p in held.absent])
@@ -247,10 +237,7 @@ class MixedTraining:
     def _agreed(
         self, parts: list[Part], collected: list[Collected], *, stop: bool
     ) -> tuple[Agreed, list[Tensor | None]]:
-        """Reads the gradients once; returns what all processes found together, and a factor for each part.
-
-        The factor unscales the gradients of the part; it is None if nothing is scaled.
-        """
+        """Reads the gradients once; returns what all processes found together, and a factor for each part."""
         summing, sharded = self.replicas.summing(), self.replicas.sharded
         readings: list[Reading] = []
         norms: list[tuple[int, Tensor]] = []  # with the number of different shards
@@ -311,11 +298,9 @@ def updates_of(
 def watched(
     probes: Probes, part: Part, held: Collected, factor: Tensor | None, found: Tensor, store: MasterStore
 ) -> Update:
-    """Returns a function that updates the weights of one optimizer (a part) and lets the probes measure the updates.
-
-    `held` has the parameters and their gradients, which are multiplied by `factor` (None for no factor); `found` tells
-    whether the step is skipped because a gradient is not finite.
-    """
+    """Returns a function that updates the weights of one optimizer (a part) and lets the probes measure the updates."""
+    # `held` has the parameters and their gradients, which are multiplied by `factor` (None for no factor); `found`
+    # tells whether the step is skipped because a gradient is not finite.
 
     def update() -> BaseException | None:
         watch = partial(UpdateWatch, part.optimizer, part.stepper, store, found)
