@@ -100,6 +100,7 @@ class Conversion:
         self._made: dict[int, _Made] = {}  # by id, in the order in which the script made them
         self._opened: list[int] = []  # the keys of those in the session
         self._stale = False  # whether one of them is gone
+        self._in_use = 1  # how many optimizers there were after the last garbage collection
         self._session: Session | None = None
         self._own: weakref.ref[Session] | None = None  # of the script's
         self._undo = ExitStack()  # of what goes with the session
@@ -235,8 +236,12 @@ class Conversion:
         if self._session is not None:
             del kept, replaced
             self.close()
-            gc.collect()  # models that hold their optimizer themselves were held by the session
             kept, replaced = newest(self._alive())
+            if len(kept) > 2 * self._in_use:  # models that hold their optimizer in a cycle were held by the session
+                del kept, replaced
+                gc.collect()  # seldom: it takes as long as a thousand small steps
+                kept, replaced = newest(self._alive())
+                self._in_use = len(kept)
         trained = trained_by(kept)
         roots = roots_of(trained, called)
         self._initialize(roots, kept, strays=unowned(trained, roots))
