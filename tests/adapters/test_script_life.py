@@ -392,3 +392,21 @@ def test_an_optimizer_state_of_a_dropped_optimizer_is_loaded_into_the_next():
         trainer.fit()
         assert trainer.optimizer.state_dict()["state"][0]["step"] == 3
     assert run.trained.steps == 3
+
+
+def test_a_task_of_reptile_collects_no_garbage(monkeypatch):
+    """A full collection takes as long as a thousand steps of a small model."""
+    with under_run("O2", "bf16") as run:
+        model = nn.Linear(4, 1)
+        outer = SGD(model.parameters(), lr=0.5)
+        collected = []
+        monkeypatch.setattr(gc, "collect", lambda: collected.append(None))
+        for _ in range(5):
+            inner = copy.deepcopy(model)
+            optimizer = SGD(inner.parameters(), lr=0.1)
+            inner(X).mean().backward()
+            optimizer.step()
+        assert collected == []
+        assert len(outer.param_groups) == 1
+        monkeypatch.undo()
+    assert run.trained.steps == 5

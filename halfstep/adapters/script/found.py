@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Collection, Iterable, Sequence
-from itertools import compress
 from typing import Any
 
 import torch
@@ -117,10 +116,8 @@ def roots_of(parameters: Sequence[Tensor], called: nn.Module) -> list[nn.Module]
     not list frozen objects (`gc.freeze`), so `called`, the module being called, is always considered.
     """
     places = {id(p): place for place, p in reversed(list(enumerate(parameters)))}
-    objects = gc.get_objects()  # a million, so without a line of Python for each
-    kinds = dict(zip(map(id, map(type, objects)), map(type, objects), strict=True))
-    wanted = {key for key, kind in kinds.items() if issubclass(kind, nn.Module) and not issubclass(kind, Strays)}
-    modules = list(compress(objects, map(wanted.__contains__, map(id, map(type, objects)))))
+    modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]  # a million objects, so no more
+    modules = [each for each in modules if not isinstance(each, Strays)]
     if not any(each is called for each in modules):
         modules.append(called)
     inner: set[int] = set()
