@@ -145,17 +145,20 @@ def round_nearest(t: Tensor, fmt: Format) -> Tensor:
     if drop == 0:
         return t.clone()
     # Integers alone, but for subnormals: torch.compile makes vector code of it, and not of copysign, isnan or isinf.
+    # Half a step less one, plus the last kept bit: carries exactly where nearest-even goes up, into the exponent too.
+    half, kept = (1 << (drop - 1)) - 1, -(1 << drop)
     bits = t.view(torch.int32)
     size = bits & _MAGNITUDE
-    # Half a step less one, plus the last kept bit: carries exactly where nearest-even goes up, into the exponent too.
-    rounded = (size + (1 << (drop - 1)) - 1 + ((size >> drop) & 1)) & -(1 << drop)
-    if fmt.smallest_normal > FP32.smallest_normal:
-        # Next to 2**23 steps the float32 grid is the subnormal grid of `fmt`: the addition rounds to it, to even.
-        anchor = fmt.smallest_subnormal * 2.0**FP32.fraction_bits
-        subnormal = ((t.abs() + anchor) - anchor).view(torch.int32)
-        rounded = torch.where(size < _BITS[fmt.smallest_normal], subnormal, rounded)
-        rounded = torch.where(rounded > _BITS[fmt.max], _INFINITE if fmt.has_inf else _BITS[fmt.max], rounded)
-    rounded = torch.where(size > _INFINITE, size, rounded)  # NaN stays as it is
+    if fmt.smallest_normal == FP32.smallest_normal:  # beyond `max` the carry makes infinity
+        rounded = (bits + half + ((bits >> drop) & 1)) & kept
+        return torch.where(size > _INFINITE, bits, rounded).view(torch.float32)  # NaN stays as it is
+    rounded = (size + half + ((size >> drop) & 1)) & kept
+    # Next to 2**23 steps the float32 grid is the subnormal grid of `fmt`: the addition rounds to it, to even.
+    anchor = fmt.smallest_subnormal * 2.0**FP32.fraction_bits
+    subnormal = ((t.abs() + anchor) - anchor).view(torch.int32)
+    rounded = torch.where(size < _BITS[fmt.smallest_normal], subnormal, rounded)
+    rounded = torch.where(rounded > _BITS[fmt.max], _INFINITE if fmt.has_inf else _BITS[fmt.max], rounded)
+    rounded = torch.where(size > _INFINITE, size, rounded)
     return (rounded | (bits ^ size)).view(torch.float32)
 
 
