@@ -30,10 +30,9 @@ class BenchRun:
 
     `train_loss` (the mean of the last tenth of the steps), `validation` (for each figure, such as loss or accuracy),
     `skipped` (the number of skipped steps) and `scale` (the final one) have one entry per seed. `losses`, in a sweep
-    only, has the loss of each step, and `joules` is the energy of one step. If several processes measured the run,
-    `processes` says how many of `times_ms` each of them measured. `error` says why the run did not start or what ended
-    it; the figures are then those up to that point. `slow` says how many times O0's step one of its steps takes, if it
-    was therefore timed over a few steps and not trained. A figure is None if it was not measured.
+    only, has the loss of each step. `error` says why the run did not start or what ended it; the figures are then those
+    up to that point. `slow` says how many times O0's step one of its steps takes, if it was therefore timed over a few
+    steps and not trained. A figure is None if it was not measured.
     """
 
     name: str
@@ -54,8 +53,6 @@ class BenchRun:
     error: str | None = None
     compiled: bool = False
     losses: tuple[float, ...] = ()
-    joules: float | None = None
-    processes: tuple[int, ...] = ()
     slow: float | None = None
 
     @property
@@ -129,40 +126,6 @@ class Largest:
 
 
 @dataclass(frozen=True)
-class BenchChange:
-    """How one row of a benchmark differs from the same row of a saved benchmark.
-
-    `verdict` is "alike", "slower", "faster", "too few steps", or "new" if the saved benchmark has no such row. A row
-    that worked in the saved benchmark can also be "gone", "failed" or "diverged" (its loss is not finite). A row that
-    failed in both is "failed before too".
-
-    `time` is the step time divided by the saved step time; its 95% confidence interval is from `low` to `high`. So that
-    the speed of the machine cancels out, each step time is first divided by that of the row `yardstick` in the same
-    benchmark. If `yardstick` is None, the step times are compared in milliseconds. `memory` is the peak memory divided
-    by the saved peak memory, and 1.0 if they differ by at most 1%.
-    """
-
-    name: str
-    verdict: str
-    yardstick: str | None
-    time: float | None = None
-    low: float | None = None
-    high: float | None = None
-    memory: float | None = None
-
-    @property
-    def is_worse(self) -> bool:
-        """Whether the row takes more time or memory than before, or no longer works."""
-        broken = self.verdict in {"slower", "gone", "failed", "diverged"}
-        return broken or (self.memory is not None and self.memory > 1)
-
-    @property
-    def is_judged(self) -> bool:
-        """Whether both benchmarks have enough measured steps of the row to compare it."""
-        return self.verdict not in {"new", "too few steps", "failed before too"}
-
-
-@dataclass(frozen=True)
 class Rate:
     """How fast a device does one kind of work in one format.
 
@@ -184,12 +147,11 @@ class Rate:
 
 @dataclass(frozen=True)
 class Footprint:
-    """The bytes that a matrix, the weights of a model, and its forward pass (weights included) take in one format."""
+    """What AdamW holds at one level: bytes a parameter, by weights, masters, gradients and optimizer."""
 
-    format: str
-    matrix: int
-    weights: int
-    forward: int
+    level: str
+    low: str
+    bytes: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -231,6 +193,7 @@ class Examination:
     processor: str
     source: str
     rates: tuple[Rate, ...]
+    memory: tuple[Footprint, ...]
     settings: tuple[Setting, ...]
     choices: tuple[Choice, ...]
     tools: dict[str, str]

@@ -10,7 +10,6 @@ from typing import Protocol
 import msgspec
 import torch
 
-from halfstep.bench.limits import energy_meter
 from halfstep.bench.memory import CpuBytes, CudaBytes, counting
 from halfstep.bench.tally import next_batch
 from halfstep.bench.variants import Entry, Variant, timed_step
@@ -28,11 +27,10 @@ class Begun(msgspec.Struct, frozen=True):
 
 
 class Step(msgspec.Struct, frozen=True):
-    """The loss of a training step, its milliseconds, and its energy if the device counts that."""
+    """The loss of a training step, and its milliseconds."""
 
     loss: float
     ms: float
-    joules: float | None = None
 
 
 class End(msgspec.Struct, frozen=True):
@@ -102,7 +100,6 @@ class Local:
     def __init__(self, entry: Entry, deal: Deal) -> None:
         self._entry, self._deal = entry, deal
         self._workload, self._device = deal.workload, deal.device
-        self._energy = energy_meter(deal.device)
         self._open, self._counting = ExitStack(), ExitStack()
         self._variant: Variant | None = None
 
@@ -130,13 +127,12 @@ class Local:
             batch = self._deal.batch(self._seed, number)
             if self._count is not None and self._made < COUNTED:
                 self._count.restart()
-            with self._energy:
-                loss, took = timed_step(variant, batch, self._lr, self._workload.lr_factor(number, steps))
+            loss, took = timed_step(variant, batch, self._lr, self._workload.lr_factor(number, steps))
             variant.observe()
             self._made += 1
             if self._made == COUNTED:
                 self._counting.close()
-            return Step(float(loss), took, self._energy.joules)
+            return Step(float(loss), took)
 
     def gauge(self) -> float:
         """Returns about how many seconds a validation takes, from the time of its first batch."""

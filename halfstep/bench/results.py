@@ -12,19 +12,18 @@ import msgspec
 
 from halfstep.bench.sweep import SCHEMA, data_name
 from halfstep.errors import WorkloadError
-from halfstep.measurements import BenchResult, Sweep
+from halfstep.measurements import Sweep
 
 
-def read_sweep(path: Path, option: str = "--json") -> Sweep | None:
-    """Returns the sweep that a file holds, or None if the file does not exist; `option` is named in error messages.
+def read_sweep(path: Path) -> Sweep | None:
+    """Returns the sweep that a file holds, or None if the file does not exist.
 
     Raises:
         WorkloadError: the file cannot be read, is not a sweep, or was written by another version of halfstep.
     """
     if path.exists() and not path.is_file():
         raise WorkloadError(
-            f"{path} is not a regular file, but a sweep keeps what it has measured in one; name a regular file with "
-            f"{option}"
+            f"{path} is not a regular file, but a sweep keeps what it has measured in one; pass one to --json"
         )
     try:
         text = path.read_bytes()
@@ -47,14 +46,9 @@ def read_sweep(path: Path, option: str = "--json") -> Sweep | None:
     except (ValueError, KeyError, TypeError, RecursionError, msgspec.MsgspecError) as error:
         why = f"{type(error).__name__}: {error}"
     raise WorkloadError(
-        f"{path} holds no sweep that this halfstep version can read ({why}); pass another file to {option} "
+        f"{path} holds no sweep that this halfstep version can read ({why}); pass another file to --json "
         "(nothing was written to this one)"
     )
-
-
-def read_bench(path: Path) -> BenchResult:
-    """Returns the benchmark result in a file that `halfstep bench --json FILE` of this halfstep version wrote."""
-    return msgspec.json.decode(path.read_bytes(), type=BenchResult, strict=False)
 
 
 def replace_text(path: Path, text: str) -> None:

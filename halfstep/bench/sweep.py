@@ -216,13 +216,10 @@ def _measure(asked: Asked, model: str, workload: Workload, tick: Callable[[str],
 
 
 def _take(tally: Tally, made: Step, *, timed: bool) -> None:
-    """Adds a step to a row's tally: the loss and, if the step is timed, its time and energy."""
+    """Adds a step to a row's tally: the loss and, if the step is timed, its time."""
     tally.losses.append(made.loss)
     if timed:
         tally.times_ms.append(made.ms)
-    if timed and made.joules is not None:
-        count = len(tally.times_ms)
-        tally.joules = ((tally.joules or 0.0) * (count - 1) + made.joules) / count
 
 
 def _end(tally: Tally, end: End) -> None:

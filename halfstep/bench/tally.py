@@ -46,7 +46,6 @@ class Tally:
     memory: dict[str, int] = field(default_factory=dict)
     peak: int | None = None
     losses: list[float] = field(default_factory=list)
-    joules: float | None = None
     error: str | None = None
     slow: float | None = None
 
@@ -89,7 +88,6 @@ class Tally:
             error=self.error,
             compiled=self.entry.compiled,
             losses=tuple(self.losses),
-            joules=self.joules,
             slow=self.slow,
         )
 

@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
 
-from halfstep.bench.against import check_comparable, compare, load_saved
-from halfstep.bench.bench import STEPS, Progress
+from halfstep.bench.bench import STEPS
 from halfstep.bench.bench import bench as run_bench
 from halfstep.bench.budget import SLOW, TIMED
-from halfstep.bench.repeat import repeat
 from halfstep.bench.sweep import Asked
-from halfstep.bench.tally import settings_of
 from halfstep.bench.variants import Entry, compiled, entries
 from halfstep.bench.worker import Origin
-from halfstep.cli.against import end, print_changes
-from halfstep.cli.compute import KINDS, run_compute
 from halfstep.cli.options import (
     Data,
     Device,
@@ -34,16 +28,14 @@ from halfstep.cli.options import (
     sizes,
     write_json,
 )
-from halfstep.cli.screen import progress_bar, stdout
+from halfstep.cli.screen import end, progress_bar, stdout
 from halfstep.cli.sweep import run_largest, run_sweep
 from halfstep.errors import WorkloadError
 from halfstep.formats import as_format
 from halfstep.machine import read_facts, read_machine
-from halfstep.measurements import BenchResult
 from halfstep.report.bench import bench_table
 from halfstep.report.json import bench_json
 from halfstep.workloads.load import MODELS, WORKLOADS, load_workload, parse_settings
-from halfstep.workloads.workload import Workload
 
 DEFAULT = "char_lm"
 COMPILE = {"off": (False,), "on": (True,), "both": (False, True)}
@@ -66,9 +58,6 @@ Seconds = Annotated[
         f"more than {SLOW:g} times that of O0 is timed over {TIMED} steps and not trained.",
     ),
 ]
-Processes = Annotated[
-    int, typer.Option("--processes", min=1, help="Repeat the benchmark in this many processes and join their steps.")
-]
 Seeds = Annotated[int, typer.Option("--seeds", min=1, help="Number of seeds, counting from 0.")]
 Peer = Annotated[bool, typer.Option("--peer/--no-peer", help="Also train a plain torch.amp loop.")]
 Models = Annotated[
@@ -89,52 +78,49 @@ LargestBatch = Annotated[
         help="Find the largest batch that fits into this much memory, for example 2GiB.",
     ),
 ]
-Against = Annotated[
-    Path | None,
-    typer.Option(
-        "--against",
-        help="Compare the result, or a sweep, with this file saved by --json; exits with 3 if a row is worse, fails or "
-        "is missing, with 1 if no row can be judged. On an idle machine 150 steps show a change of 5%; on a shared one "
-        "add --processes 8 to both runs.",
-    ),
-]
 
 
-def bench(  # noqa: C901, PLR0913  # each is an option of the command, described above
-    context: typer.Context,
+def _gone(option: typer.CallbackParam, value: str | None) -> None:
+    if value is not None:
+        raise WorkloadError(f"--{option.name} is gone: keep the results that --json writes, and compare them with asv")
+
+
+Gone = Annotated[str | None, typer.Option(hidden=True, callback=_gone)]
+
+
+def bench(  # noqa: PLR0913  # each is an option of the command, described above
     workload: Name = None,
     levels: Levels = "O0,O1,O2,O3",
     low: Lows = "bf16,fp16",
     steps: Steps = None,
     seconds: Seconds = None,
     seeds: Seeds = 1,
-    processes: Processes = 1,
     settings: Settings = [],  # noqa: B006  # read only; typer's way
     data: Data = None,
     device: Device = "auto",
     json: Json = None,
-    against: Against = None,
     peer: Peer = True,
     model: Models = "",
     batch_size: Batches = "",
     compile: Compile = "off",
     page: PageFile = None,
     largest_batch: LargestBatch = None,
+    against: Gone = None,
+    processes: Gone = None,
 ) -> None:
     """Train a workload under several levels and under torch.amp, one step of each in turn, and print one table."""
     place = device_of(device)
-    if workload in KINDS:
-        _refuse(context, workload, {"workload", "device", "json", "page"})
-        check_writable(json)
-        run_compute(workload, place, command=_command(), json=json, page=page)
-        return
+    if workload in ("matmul", "memory"):
+        raise WorkloadError(
+            f"`halfstep bench {workload}` is gone: `halfstep doctor` prints products and memory by format"
+        )
     name = DEFAULT if workload is None else workload
     rows = entries(names(levels), [as_format(name) for name in names(low)], read_facts(place), peer=peer)
     check_writable(json)
     count = STEPS if steps is None else steps
     if model or batch_size or compile != "off" or page is not None or largest_batch is not None:
-        if seeds != 1 or processes != 1:
-            raise WorkloadError("a sweep runs each row with one seed in one process; leave out --seeds and --processes")
+        if seeds != 1:
+            raise WorkloadError("a sweep runs each row with one seed; leave out --seeds")
         if seconds is not None:
             raise WorkloadError("a sweep makes the same steps at each point; leave out --seconds, and pass --steps")
         if model and workload is not None:
@@ -146,30 +132,23 @@ def bench(  # noqa: C901, PLR0913  # each is an option of the command, described
             parse_settings(settings), data, command=_command(),
         )  # fmt: skip
         if largest_batch is not None:
-            if against is not None:
-                raise WorkloadError("--against cannot compare results of --largest-batch; leave out one of them")
             run_largest(asked, bytes_of(largest_batch), json=json, page=page)
         else:
-            run_sweep(asked, json=json, page=page, against=against)
+            run_sweep(asked, json=json, page=page)
         return
     given = parse_settings(settings)
     job = load_workload(name, given, data=data)
-    if processes != 1 and seconds is not None:
-        raise WorkloadError("--processes repeats the same steps; leave out --seconds, and pass --steps")
-
-    def run(progress: Progress) -> BenchResult:
-        if processes == 1:
-            origin = Origin(name, given, None if data is None else str(data))
-            return run_bench(
-                job, rows, steps=steps, seconds=seconds, seeds=range(seeds), device=place, origin=origin,
-                command=_command(), progress=progress,
-            )  # fmt: skip
-        again = ["--levels", levels, "--low", low, "--steps", str(count), "--seeds", str(seeds), "--device", device]
-        again += [*([] if peer else ["--no-peer"]), *(["--data", str(data)] if data is not None else [])]
-        again += [each for setting in settings for each in ("--set", setting)]
-        return repeat([name, *again], processes, command=_command(), progress=progress)
-
-    _side_by_side(job, run, json=json, against=against, first=_first_line(name, rows, steps, seconds, place))
+    origin = Origin(name, given, None if data is None else str(data))
+    with progress_bar(first=_first_line(name, rows, steps, seconds, place)) as progress:
+        result = run_bench(
+            job, rows, steps=steps, seconds=seconds, seeds=range(seeds), device=place, origin=origin,
+            command=_command(), progress=progress,
+        )  # fmt: skip
+    screen = stdout()
+    screen.print(bench_table(result, width=screen.width))
+    if json is not None:
+        write_json(json, bench_json(result))
+    end(result.runs, complete=result.complete)
 
 
 def _first_line(name: str, rows: list[Entry], steps: int | None, seconds: float | None, device: torch.device) -> str:
@@ -186,37 +165,6 @@ def _first_line(name: str, rows: list[Entry], steps: int | None, seconds: float 
         else machine.device
     )
     return f"{facts} ({chip}), {units} units: {name} at {what}, for {', '.join(long)}"
-
-
-def _side_by_side(
-    job: Workload, run: Callable[[Progress], BenchResult], *, json: Path | None, against: Path | None, first: str
-) -> None:
-    """Trains one workload, then prints the table and what changed since the result saved in `against`."""
-    saved = None if against is None else load_saved(against)
-    if saved is not None:
-        check_comparable(saved, job.name, settings_of(job))
-    with progress_bar(first=first) as progress:
-        result = run(progress)
-    screen = stdout()
-    screen.print(bench_table(result, width=screen.width))
-    changes = None
-    if saved is not None and against is not None:
-        changes = compare(saved, result)
-        print_changes(changes, against, saved.machine)
-    if json is not None:
-        write_json(json, bench_json(result))
-    end(result.runs, changes, complete=result.complete)
-
-
-def _refuse(context: typer.Context, workload: str, taken: set[str]) -> None:
-    """Refuses options on the command line that are not in `taken`, the options that `workload` uses."""
-    given = [
-        name
-        for name in context.params
-        if name not in taken and (source := context.get_parameter_source(name)) and source.name == "COMMANDLINE"
-    ]
-    if given:
-        raise WorkloadError(f"{workload} does not use --{given[0].replace('_', '-')}; leave it out")
 
 
 def _compiled(rows: list[Entry], compile: str) -> tuple[Entry, ...]:

@@ -1,16 +1,28 @@
-"""The consoles on which commands print, and their progress bar."""
+"""The consoles on which commands print, their progress bar, and how a benchmark ends."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from time import perf_counter
 
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from halfstep.measurements import BenchRun
+
+FAILED, INTERRUPTED = 1, 130  # exit codes; 128 + SIGINT, as shells have it
 WIDE = 200  # a file or pipe has no width; a table keeps its lines there
+
+
+def end(runs: Iterable[BenchRun], *, complete: bool) -> None:
+    """Ends `halfstep bench` with 130 if it is not `complete`, with 1 if all rows failed; otherwise returns."""
+    if not complete:
+        raise typer.Exit(INTERRUPTED)
+    if all(run.error is not None for run in runs):
+        raise typer.Exit(FAILED)
 
 
 def stdout() -> Console:

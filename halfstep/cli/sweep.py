@@ -6,14 +6,11 @@ from pathlib import Path
 
 import typer
 
-from halfstep.bench.against import check_comparable_sweep, compare_sweeps, load_saved_sweep
 from halfstep.bench.largest import largest_batches
 from halfstep.bench.results import read_sweep
 from halfstep.bench.sweep import Asked, check_same, sweep
-from halfstep.cli.against import FAILED, INTERRUPTED, end, print_changes
 from halfstep.cli.options import check_page, write_json, write_page
-from halfstep.cli.screen import progress_bar, stderr, stdout
-from halfstep.errors import WorkloadError
+from halfstep.cli.screen import FAILED, INTERRUPTED, end, progress_bar, stderr, stdout
 from halfstep.measurements import Sweep
 from halfstep.report.json import sweep_json, to_json
 from halfstep.report.largest import HEADER, largest_charts, largest_headline, largest_rows, largest_table, largest_words
@@ -28,16 +25,9 @@ from halfstep.report.sweep import (
 )
 
 
-def run_sweep(asked: Asked, *, json: Path | None, page: Path | None, against: Path | None = None) -> None:
+def run_sweep(asked: Asked, *, json: Path | None, page: Path | None) -> None:
     """Measures the points of a sweep that the file `json` does not have yet, and prints the whole sweep."""
     check_page(page, json)
-    if against is not None and json is not None and against.resolve() == json.resolve():
-        raise WorkloadError(
-            f"--against and --json are both {json}, in which this sweep is saved; pass another file as --json"
-        )
-    saved = None if against is None else load_saved_sweep(against)
-    if saved is not None:
-        check_comparable_sweep(saved, asked.points())
     done = None if json is None else read_sweep(json)
     if done is not None:
         check_same(done.asked, asked.words())
@@ -53,12 +43,8 @@ def run_sweep(asked: Asked, *, json: Path | None, page: Path | None, against: Pa
     stdout().print(sweep_table(found))
     if page is not None:
         write_sweep_page(page, found)
-    changes = None
-    if saved is not None and against is not None:
-        changes = compare_sweeps(saved, found)
-        print_changes(changes, against, saved.points[0].result.machine)
     runs = (run for point in found.points for run in point.result.runs)
-    end(runs, changes, complete=len(found.points) == found.total)
+    end(runs, complete=len(found.points) == found.total)
 
 
 def write_sweep_page(page: Path, found: Sweep) -> None:

@@ -9,7 +9,7 @@ from time import perf_counter
 import torch
 
 from halfstep.doctor.choices import Rates, compare, gain, wide_backward
-from halfstep.doctor.rates import CONVOLUTION, NATIVE, PRODUCT, by_kind, measure
+from halfstep.doctor.rates import CONVOLUTION, NATIVE, PRODUCT, by_kind, footprints, measure
 from halfstep.doctor.settings import read_settings, read_tools
 from halfstep.errors import HalfstepError
 from halfstep.machine import model_name, read_facts, read_machine, read_processor, table_row
@@ -50,6 +50,7 @@ def examine(device: torch.device, *, tell: Callable[[str], None] = lambda _: Non
         processor=facts.processor.name,
         source=read_processor().source,
         rates=tuple(rates),
+        memory=tuple(footprints(device)),
         settings=settings,
         choices=choices,
         tools=read_tools(device),

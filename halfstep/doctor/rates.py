@@ -1,10 +1,11 @@
-"""Times matrix products, convolutions, attention, copies and casts in each format, in turn with fp32."""
+"""Times matrix products, convolutions, attention, copies and casts in each format, and counts memory by level."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from statistics import median
 from typing import Any
 
@@ -14,8 +15,10 @@ from torch.nn import functional as F
 
 from halfstep.cast.emulate import Emulation
 from halfstep.formats import BF16, FP16, FP32, TF32, as_format
+from halfstep.initialize import initialize
 from halfstep.machine import FIRST_CAPABILITY, read_facts
-from halfstep.measurements import Rate
+from halfstep.measurements import Footprint, Rate
+from halfstep.plan.levels import LEVELS, level
 from halfstep.timing import STEADY, speedup, spread, take_turns
 
 NATIVE, EMULATED = "native", "emulated"
@@ -195,3 +198,17 @@ def _measure_casts(numbers: Tensor, device: torch.device, seconds: float) -> lis
 def by_kind(rates: list[Rate]) -> Mapping[tuple[str, str, str], Rate]:
     """Returns the rates by kind of work (without its size), format and way (native, emulated or TF32)."""
     return {(rate.work.partition(",")[0], rate.format, rate.how): rate for rate in rates}
+
+
+def footprints(device: torch.device) -> Iterator[Footprint]:
+    """Yields what AdamW holds for a parameter between two steps, at each level and low format."""
+    for name, low in product(LEVELS, _LOW):
+        weights = torch.nn.Linear(64, 64, bias=False, dtype=torch.float32, device=device)
+        optimizer = torch.optim.AdamW(weights.parameters())
+        with initialize(
+            weights, optimizer, level(name, low), emulate=None if device.type == "cpu" else False
+        ) as session:
+            session.backward(weights(torch.ones(1, 64, dtype=torch.float32, device=device)).sum())
+            session.step()
+            held = session.status().memory
+        yield Footprint(name, low, {use: size / 64**2 for use, size in held.items()})

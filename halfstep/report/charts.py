@@ -68,24 +68,6 @@ def lines(name: str, title: str, given: Sequence[tuple[str, str, Sequence[float]
     return Chart(name, title, traces, {"xaxis": {"title": {"text": "step"}}, "yaxis": {"title": {"text": "loss"}}})
 
 
-def curves(
-    name: str, title: str, x: Sequence[float], rows: Mapping[str, Sequence[float | None]], axes: tuple[str, str]
-) -> Chart:
-    """Returns a chart with a line for each entry of `rows`: its values over `x`, with a logarithmic x axis."""
-    traces = [
-        {
-            "type": "scatter", "mode": "lines+markers", "name": key, "x": list(x), "y": _drawn(row),
-            "line": {"color": _colour(at)},
-        }
-        for at, (key, row) in enumerate(rows.items())
-    ]  # fmt: skip
-    layout = {
-        "xaxis": {"title": {"text": axes[0]}, "type": "log", "tickvals": list(x)},
-        "yaxis": {"title": {"text": axes[1]}, "rangemode": "tozero"},
-    }
-    return Chart(name, title, traces, layout)
-
-
 def _colour(at: int) -> str:
     return COLOURS[at % len(COLOURS)]
 

@@ -13,14 +13,16 @@ from halfstep.report.tables import plain_table
 
 
 def doctor_report(found: Examination) -> Group:
-    """Returns the report: the machine's speed in each format, its settings, and which level and format to train in."""
+    """Returns the report: speed in each format, memory at each level, settings, and what to train in."""
     machine = found.machine
     device = found.device if machine.device in found.device else f"{machine.device} ({found.device})"
     head = (
         f"{machine.processor}, {machine.cores} cores, {machine.threads} threads; {device}; "
         f"torch {machine.torch}, Python {machine.python}"
     )
-    return Group(Text(head), Text(), _table(found), Text(), *(Text(line) for line in _lines(found)))
+    return Group(
+        Text(head), Text(), _table(found), Text(), _memory(found), Text(), *(Text(line) for line in _lines(found))
+    )
 
 
 def _table(found: Examination) -> Table:
@@ -30,6 +32,15 @@ def _table(found: Examination) -> Table:
         ("" if rate.work == last else rate.work, *_cells(rate)) for last, rate in zip(before, found.rates, strict=False)
     ]
     return plain_table(header, rows, words=("work", "format"))
+
+
+def _memory(found: Examination) -> Table:
+    rows = [
+        (each.level, each.low, *(f"{size:.3g}" for size in (*each.bytes.values(), sum(each.bytes.values()))))
+        for each in found.memory
+    ]
+    uses = found.memory[0].bytes if found.memory else ()
+    return plain_table(("AdamW, bytes a parameter", "format", *uses, "sum"), rows, words=("format",))
 
 
 def _cells(rate: Rate) -> tuple[str, ...]:

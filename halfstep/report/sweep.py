@@ -22,7 +22,6 @@ COLUMNS: tuple[tuple[str, Callable[[Point, BenchRun], float | None], str], ...] 
     ("minutes\nan epoch", lambda point, run: epoch_minutes(point, run), ",.1f"),
     ("peak\nMiB", lambda _, run: None if run.peak_bytes is None else run.peak_bytes / MIB, ",.1f"),
     ("memory\nx O0", lambda point, run: memory_share(point.result, run), ".2f"),
-    ("joules\na step", lambda _, run: run.joules, ",.1f"),
     ("last\nloss", lambda _, run: run.losses[-1] if run.losses else None, ".4f"),
 )
 
@@ -85,10 +84,6 @@ def words(sweep: Sweep) -> Iterator[str]:
             f" size makes one step in turn, each in its own process (the first {result.warmup} steps are not timed)."
         )
         yield f"Peak memory: {result.peak_method} in the second step, weights included."
-        if not any(run.joules is not None for _, run in _seen(sweep)):
-            device = result.machine.device
-            asked = "" if device == "cpu" else ", or pynvml, which reads it, is missing (`pip install nvidia-ml-py`)"
-            yield f"Energy: this {device} reports none{asked}."
         yield from result.notes
 
 

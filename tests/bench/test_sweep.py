@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import re
-import sys
 import threading
 from contextlib import closing
 from dataclasses import replace
@@ -17,7 +16,6 @@ import torch
 from halfstep.bench import sweep as sweep_module
 from halfstep.bench.bench import bench
 from halfstep.bench.lane import Begun, End, Step
-from halfstep.bench.limits import DeviceEnergy
 from halfstep.bench.remote import OutOfMemory, Remote
 from halfstep.bench.results import read_sweep, replace_text
 from halfstep.bench.sweep import Asked, sweep
@@ -80,7 +78,7 @@ class Played:
         if self.fail is not None:
             type(self).fail(self)
         self.log.append((self.name, self.steps))
-        return Step(1 / self.steps, {"O0": 4.0, "O2": 2.0}[self.name], 3.0 * self.steps)
+        return Step(1 / self.steps, {"O0": 4.0, "O2": 2.0}[self.name])
 
     def end(self, *, validate):
         assert not validate
@@ -107,7 +105,6 @@ def test_the_processes_of_a_point_take_turns_and_none_always_follows_the_same(pl
     assert (point.batch, point.examples, point.result.parameters) == (2, 50, 10)
     assert (full.times_ms, low.times_ms, low.vs_o0) == ((4.0, 4.0), (2.0, 2.0), 2.0)
     assert low.losses == tuple(1 / step for step in range(1, 6))
-    assert low.joules == 3 * (4 + 5) / 2
     assert (low.peak_bytes, low.bytes_per_parameter) == (1000, {"weights": 4.0})
 
 
@@ -363,21 +360,6 @@ def test_a_process_says_how_it_ended(third, kind, said, tmp_path):
         with pytest.raises(WorkloadError, match=said) as raised:
             remote.step(2, 3)
     assert raised.type is kind
-
-
-def test_energy_is_that_of_the_devices_counter(monkeypatch):
-    counted = iter((0, 1000, 3500))  # the first when the counter is tried, in millijoules
-
-    class Counter:
-        nvmlInit = staticmethod(lambda: None)
-        nvmlDeviceGetHandleByUUID = staticmethod(lambda name: name)
-        nvmlDeviceGetTotalEnergyConsumption = staticmethod(lambda handle: next(counted))
-
-    monkeypatch.setitem(sys.modules, "pynvml", Counter)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: type("Facts", (), {"uuid": "a-b"}))
-    with DeviceEnergy(torch.device("cuda")) as meter:
-        pass
-    assert meter.joules == 2.5
 
 
 def test_the_file_is_plain_json(played, tmp_path):

@@ -15,12 +15,10 @@ from pathlib import Path
 import pytest
 import typer
 
-from halfstep.__main__ import USAGE_ERROR
-from halfstep.bench.results import read_bench
-from halfstep.cli.against import FAILED, INTERRUPTED, WORSE, end
+from halfstep.cli.screen import FAILED, INTERRUPTED, end
 from halfstep.errors import DataError
 from halfstep.machine import AVX2, AVX512_BF16
-from halfstep.measurements import BenchChange, BenchRun
+from halfstep.measurements import BenchRun
 
 SMALL = ["--set", "d_in=8", "--set", "d_out=8", "--set", "batch=4"]
 
@@ -309,61 +307,36 @@ def test_ctrl_c_prints_what_was_measured_and_exits_130(tmp_path):
     assert len(result["runs"][0]["times_ms"]) >= 10
 
 
-ROWS = ["--levels", "O0,O1", "--low", "bf16"]
-
-
-def test_several_processes_are_one_result(halfstep, tmp_path):
-    path = tmp_path / "saved.json"
-    assert halfstep("bench", "regression", *SMALL, *ROWS, "--steps", 10, "--processes", 2, "--json", path)[0] == 0
-    result = read_bench(path)
-    names = [run.name.replace(" (emulated)", "") for run in result.runs]  # as on this machine
-    assert names == ["O0", "O1 bf16", "torch.amp bf16"]
-    for run in result.runs:
-        assert (run.processes, len(run.times_ms), run.step_ms.count) == ((8, 8), 16, 16)
-        assert len(run.train_loss) == 1
-        assert run.vs_o0 is not None
-    assert "--processes 2" in result.command
-
-
-def test_a_result_is_held_against_a_saved_one(halfstep, tmp_path):
-    path = tmp_path / "saved.json"
-    halfstep("bench", "regression", *SMALL, *ROWS, "--steps", 20, "--json", path)
-    code, out, _ = halfstep("bench", "regression", *SMALL, *ROWS, "--steps", 20, "--against", path)
-    assert code in (0, 3)
-    assert "Against" in out
-    assert halfstep("bench", "regression", *SMALL, *ROWS, "--steps", 4, "--against", path)[0] == 1  # none is judged
-    code, out, _ = halfstep(
-        "bench", "regression", *SMALL, *ROWS[:1], "O0", "--no-peer", "--steps", 20, "--against", path
-    )
-    assert code == 3
-    assert "O1 bf16 (gone)" in out
-
-
-def test_the_page_about_against_has_each_exit_code():
-    page = (Path(__file__).parents[2] / "docs" / "slower.md").read_text(encoding="utf-8")
-    codes = re.findall(r"^\| (\d+) \|", page, re.MULTILINE)
-    assert list(map(int, codes)) == [0, WORSE, FAILED, USAGE_ERROR, INTERRUPTED]
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--against", "x.json"], "--against is gone: keep the results that --json writes"),
+        (["--processes", "8"], "--processes is gone"),
+        (["matmul"], "`halfstep bench matmul` is gone: `halfstep doctor` prints products and memory by format"),
+        (["memory"], "`halfstep bench memory` is gone"),
+    ],
+)
+def test_what_is_gone_says_what_to_do(halfstep, arguments, said):
+    code, _, err = halfstep("bench", *arguments)
+    assert code == 2
+    assert said in err
 
 
 GOOD, BAD = (BenchRun("r", "O1", "bf16", False, False, error=error) for error in (None, "KeyError: 'x'"))
-ALIKE, SLOWER, NEW = (BenchChange("r", verdict, None) for verdict in ("alike", "slower", "new"))
 
 
 @pytest.mark.parametrize(
-    ("runs", "changes", "complete", "code"),
+    ("runs", "complete", "code"),
     [
-        ([], None, False, INTERRUPTED),  # before the first
-        ([BAD], [SLOWER], False, INTERRUPTED),
-        ([BAD, BAD], [SLOWER], True, FAILED),
-        ([GOOD, BAD], [NEW, SLOWER], True, WORSE),
-        ([GOOD], [NEW], True, FAILED),
-        ([GOOD], [NEW, ALIKE], True, 0),
-        ([GOOD, BAD], None, True, 0),
+        ([], False, INTERRUPTED),  # before the first
+        ([BAD], False, INTERRUPTED),
+        ([BAD, BAD], True, FAILED),
+        ([GOOD, BAD], True, 0),
     ],
 )
-def test_a_benchmark_ends_with_the_code_of_the_gravest(runs, changes, complete, code):
+def test_a_benchmark_ends_with_the_code_of_the_gravest(runs, complete, code):
     with pytest.raises(typer.Exit, check=lambda error: error.exit_code == code) if code else nullcontext():
-        end(runs, changes, complete=complete)
+        end(runs, complete=complete)
 
 
 def test_ctrl_c_while_commands_are_imported_is_one_line():

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from halfstep.bench import sweep as sweep_module
-from halfstep.bench.lane import Step
 from tests.bench.test_sweep import Played
 
 SMALL = ["--set", "d_in=4", "--set", "d_out=4", "--steps", 2, "--levels", "O0,O2", "--low", "bf16", "--no-peer"]
@@ -63,49 +62,6 @@ def test_a_results_file_does_not_say_where_anyone_s_home_is(halfstep, played, tm
 
 
 @pytest.mark.parametrize(
-    ("edit", "expected", "said"),
-    [
-        (lambda made: made, 0, "nothing differs beyond the noise."),
-        (lambda made: Step(made.loss, 2 * made.ms), 3, "worse: regression, batch 4, O2 bf16."),
-        (lambda made: Step(float("nan"), made.ms), 3, "worse: regression, batch 4, O2 bf16 (diverged)."),
-    ],
-)
-def test_a_sweep_is_held_against_a_saved_one(edit, expected, said, halfstep, played, tmp_path, monkeypatch):
-    command = ["bench", "regression", "--batch-size", "2,4", *SMALL, "--steps", 20]
-    saved = tmp_path / "saved.json"
-    assert halfstep(*command, "--json", saved)[0] == 0
-    step = Played.step
-
-    def edited(worker, *given):
-        made = step(worker, *given)
-        return edit(made) if worker.name == "O2" and worker.settings["batch"] == "4" else made
-
-    monkeypatch.setattr(Played, "step", edited)
-    code, out, _ = halfstep(*command, "--json", tmp_path / "now.json", "--against", saved)
-    assert (code, out.splitlines()[-1]) == (expected, said)
-
-
-def test_a_saved_sweep_that_is_no_answer_is_one_message_and_nothing_is_measured(halfstep, played, tmp_path):
-    saved = tmp_path / "saved.json"
-    few = ["bench", "regression", *SMALL]
-    assert halfstep(*few, "--batch-size", "2", "--json", saved)[0] == 0
-    code, out, _ = halfstep(*few, "--batch-size", "2,4", "--against", saved)
-    assert code == 1  # none can be judged in two steps
-    assert "regression, batch 4, O0 (new)" in out
-    played.log.clear()
-    for arguments, said in (
-        (["--batch-size", "2", "--json", saved], "are both"),
-        (
-            ["--batch-size", "8"],
-            "file has regression, batch 2, but this sweep has regression, batch 8; at least one model and batch",
-        ),
-        (["--largest-batch", "1GiB"], "--against cannot compare"),
-    ):
-        code, _, err = halfstep(*few, *arguments, "--against", saved)
-        assert (code, said in err, played.log) == (2, True, [])
-
-
-@pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["regression", "--batch-size", "0"], "'0' holds '0', which is not a size"),
@@ -123,7 +79,6 @@ def test_a_saved_sweep_that_is_no_answer_is_one_message_and_nothing_is_measured(
         (["regression", "--batch-size", "4", "--low", "e4m3"], "e4m3"),
         (["regression", "--batch-size", "4", "--json", "./x", "--page", "x"], "--page and --json are both x; pass two"),
         (["regression", "--largest-batch", "1GiB", "--json", "x", "--page", "x"], "--page and --json are both x"),
-        (["matmul", "--json", "x", "--page", "x"], "--page and --json are both x; pass two different files"),
         (["regression", "--batch-size", "4", "--page", "nowhere/x.html"], "--page nowhere/x.html: the folder"),
     ],
 )

@@ -102,7 +102,7 @@ def test_a_gpu_is_named_with_its_driver(monkeypatch):
     assert tools["CUDA driver"] == f"580.65; torch is built with CUDA {torch.version.cuda}"
     assert "CUDA driver" not in settings.read_tools(CPU)
     here = dataclasses.replace(machine.read_machine(CPU), device="NVIDIA H100", fast=("fp32", "bf16", "fp16"))
-    found = Examination(here, "cuda sm90", "x86", "", (), (), (), tools, "O1", "bf16", "fast", 1.0, "today")
+    found = Examination(here, "cuda sm90", "x86", "", (), (), (), (), tools, "O1", "bf16", "fast", 1.0, "today")
     lines = [str(part) for part in doctor_report(found).renderables]
     assert "NVIDIA H100 (cuda sm90)" in lines[0]
     assert "known to be fast on this device: fp32, bf16, fp16" in lines
@@ -237,6 +237,11 @@ def test_an_examination_has_all_parts_and_prints(quick):
     assert {choice.what.split()[0] for choice in found.choices} == {"bf16", "fp16", "attention's"}
     fields = json.loads(to_json(found))
     assert fields["rates"][0]["format"] == "fp32"
+    held = {(each.level, each.low): each.bytes for each in found.memory}
+    assert len(held) == 8
+    assert round(sum(held["O0", "bf16"].values())) == 16
+    parts = {use: round(size) for use, size in held["O2", "bf16"].items()}
+    assert parts == {"weights": 2, "masters": 2, "gradients": 2, "optimizer": 8}
     assert fields["level"] in ("O0", "O1")
     assert any(f"Train at {found.level}" in str(part) for part in doctor_report(found).renderables)
 

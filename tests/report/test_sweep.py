@@ -59,23 +59,13 @@ def test_a_row_has_speed_throughput_time_per_epoch_and_memory():
     assert named["examples\nper s"] == "100.0"  # 4 examples in 40 ms
     assert named["minutes\nan epoch"] == "1.0"  # 6000 of them
     assert named["memory\nx O0"] == "0.50"
-    assert "joules\na step" not in header
-    assert "joules\na step" in sweep_rows(replace(SWEEP, points=(point_of("x", 1, replace(O0, joules=2.5)),)))[0]
 
 
 def test_the_table_says_what_failed_and_how_far_the_sweep_is():
     text = text_of(SWEEP)
     assert "2 of 3 points so far" in text
     assert "resnet50, batch 8, O3 bf16: step 3: out of memory: no more" in text
-    assert "Energy: this cpu reports none." in text
     assert "a note" in text
-
-
-def test_a_gpu_without_energy_is_told_what_reads_it():
-    point = point_of("x", 1, O0)
-    on_gpu = replace(point, result=replace(point.result, machine=replace(MACHINE, device="NVIDIA H100")))
-    text = " ".join(text_of(replace(SWEEP, points=(on_gpu,))).split())
-    assert "Energy: this NVIDIA H100 reports none, or pynvml, which reads it, is missing" in text
 
 
 TRAIN_O1 = "Train at O1 bf16: 1.60 to 2.00 times as fast as O0, with 0.80 of its peak memory."
