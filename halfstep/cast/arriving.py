@@ -44,7 +44,7 @@ def read_as_planned(roots: Sequence[nn.Module], pairs: Iterable[tuple[nn.Module,
     with ExitStack() as stack:
         for module, formats in pairs:
             names = [name for name, p in parameters_of(module).items() if is_sharded(p)]
-            if names and formats.compute is not None and not isinstance(module, torch.jit.ScriptModule):
+            if names and formats.compute is not None:
                 stack.callback(_Reading(module, formats, plan, names, gathered=id(module) in gathered).attach())
         return stack.pop_all().close
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import copyreg
 import functools
-import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
@@ -38,7 +37,6 @@ from halfstep.cast.gate import (
     as_written,
     explain,
     run_eager,
-    run_generator,
     run_in_region,
     run_traced,
     stays_as_written,
@@ -185,7 +183,6 @@ def make_class(  # noqa: C901  # two forwards, one of which is a hot path
     """Returns a subclass of `base`, with the same name, whose forward uses the instance's stand-in or gate."""
     base_forward = base.forward  # not super(): zero-argument super inside two `with` trips an assertion in dynamo
     is_on = torch.is_autocast_enabled
-    run = run_generator if inspect.isgeneratorfunction(base_forward) else run_eager
 
     @functools.wraps(base_forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -199,7 +196,7 @@ def make_class(  # noqa: C901  # two forwards, one of which is a hot path
             gate = gate.first
         if torch.compiler.is_compiling():
             return run_traced(gate, base_forward, self, args, kwargs)
-        return run(gate, base_forward, self, args, kwargs)
+        return run_eager(gate, base_forward, self, args, kwargs)
 
     if door is not None:
         device_type, marker, low, through = door.device_type, door.marker, door.low, forward

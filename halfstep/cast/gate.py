@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import re
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -158,40 +157,6 @@ def run_in_region(gate: Gate, call: Callable[..., Any], module: nn.Module, args:
     """Runs a module's `__call__` under the plan, so that its hooks run there too."""
     with nullcontext() if gate.around is None else gate.around():
         return _entered(gate, call, module, *args, **kwargs)
-
-
-def run_generator(
-    gate: Gate, forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
-) -> Generator[Any, Any, Any]:
-    """Runs a forward that is a generator; each part up to a `yield` runs under the plan, the caller's code does not."""
-    parts: Generator[Any, Any, Any]
-
-    def start(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        nonlocal parts
-        parts = forward(module, *args, **kwargs)
-        return next(parts)
-
-    resume: Callable[[], Any] = functools.partial(run_eager, gate, start, module, args, kwargs)
-    while True:
-        try:
-            value = resume()
-        except StopIteration as end:
-            return end.value
-        try:
-            sent = yield value
-            go_on, given = parts.send, sent
-        except GeneratorExit:
-            parts.close()
-            raise
-        except BaseException as error:
-            go_on, given = parts.throw, error
-        resume = functools.partial(_run_part, gate, go_on, given, (args, kwargs))
-
-
-def _run_part(gate: Gate, go_on: Callable[[Any], Any], given: Any, called_with: tuple[Any, Any]) -> Any:
-    with nullcontext() if gate.around is None else gate.around():
-        out = _entered(gate, go_on, given)
-    return out if gate.cast_out is None else gate.cast_out(out, *called_with)
 
 
 @compiled_inside

@@ -112,8 +112,7 @@ def noting_inputs(roots: Sequence[nn.Module]) -> Iterator[Inputs]:
     modules = {id(module): module for root in roots for module in root.modules()}.values()
     with ExitStack() as stack:
         for module in modules:
-            if not isinstance(module, torch.jit.ScriptModule):  # which takes no hooks
-                stack.callback(module.register_forward_pre_hook(note, prepend=True, with_kwargs=True).remove)
+            stack.callback(module.register_forward_pre_hook(note, prepend=True, with_kwargs=True).remove)
         yield inputs
 
 

@@ -7,7 +7,6 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.autograd import set_detect_anomaly
 
@@ -129,7 +128,7 @@ def _standing_in(models: Sequence[nn.Module], twins: Sequence[nn.Module]) -> Ite
     }
     pairs = [pair for pair in found.values() if compiled_module(pair[0]) is None]  # calls go on to what it compiled
     for own, _ in pairs:
-        if "forward" in vars(own) or isinstance(own, torch.jit.ScriptModule):
+        if "forward" in vars(own):
             raise RuntimeError(f"{type(own).__name__} has a forward of its own, which cannot be redirected to a copy")
     calls = _Calls(pairs)
     with ExitStack() as stack:

@@ -54,7 +54,6 @@ class StepHooks:
     ) -> None:
         self._saw = saw
         self._saw_grad = saw_grad
-        self.closed_to_hooks: list[str] = []
         self._handles: list[RemovableHandle] = []
         self.take_off: Callable[[], None] = partial(_take_off, self._handles)  # refers to no module or hook
         self.active = True
@@ -64,12 +63,9 @@ class StepHooks:
         self.saw_any = False
 
     def put_on(self, modules: Mapping[str, nn.Module]) -> None:
-        """Puts hooks on the modules, except scripted ones."""
+        """Puts hooks on the modules."""
         for name, module in modules.items():
-            if isinstance(module, torch.jit.ScriptModule):
-                self.closed_to_hooks.append(name)
-            else:
-                self._handles.append(module.register_forward_hook(_ForwardHook(name, self._output)))
+            self._handles.append(module.register_forward_hook(_ForwardHook(name, self._output)))
 
     def new_backward(self) -> None:
         """Marks the start of another backward pass."""

@@ -149,9 +149,6 @@ class Probe(AbstractContextManager["Probe"]):
                 f"a probe cannot read some tensors, of type {name}: they have no plain storage "
                 "(torch.func, nested, meta, fake or, for updates, distributed tensors)",
             )
-        if window.hooks is not None and window.hooks.closed_to_hooks:
-            names = ", ".join(map(repr, window.hooks.closed_to_hooks[:8]))
-            self._say("scripted", f"a probe sees no activation of scripted modules, which take no hooks: {names}")
         if window.captured:
             self._say("captured", "a probe cannot see steps that are captured in a CUDA graph or replayed from one")
         elif window.hooks is not None and not window.hooks.saw_any and self._looked == 0:

@@ -73,7 +73,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 def enterable(module: nn.Module) -> bool:
     """Returns whether halfstep can apply a plan at the calls of a module inside a model."""
-    if isinstance(module, (torch.jit.ScriptModule, nn.parallel.DistributedDataParallel, nn.DataParallel)):
+    if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         return False
     return inspect.isfunction(inspect.getattr_static(type(module), "forward", None)) and not _shards(module)
 
@@ -114,11 +114,6 @@ def check_models(models: Sequence[nn.Module], plan: Plan, made_low: Iterable[nn.
     excused = {id(p) for p in made_low}
     for model in models:
         _refuse_lazy(model)
-        if isinstance(model, torch.jit.ScriptModule):
-            raise SetupError(
-                f"{type(model).__name__} is a torch.jit.ScriptModule, whose forward halfstep cannot enter; "
-                "pass the Python module, and use torch.compile instead of torch.jit"
-            )
         if plan.ops == "none":
             continue
         low = [

@@ -153,12 +153,18 @@ def resolve(
         PlanError: a rule matches nothing, two rules disagree on a module, a tied parameter or a shared module would get
             two formats, a rule requires what the module or its kernel cannot do, or an op change names no op; or `plan`
             is not a Plan.
-        SetupError: `model` is neither a module nor a list of modules.
+        SetupError: `model` is neither a module nor a list of modules, or a module is scripted.
     """
     instance("plan", plan, Plan, "halfstep.level('O2', 'bf16')")
     roots = [unwrap(each) for each in as_list(model, nn.Module, "model")]
     check_op_changes(plan.op_changes)
     sites = [site for number, root in enumerate(roots) for site in find_sites(root, number)]
+    for site in sites:
+        if isinstance(site.module, torch.jit.ScriptModule):
+            raise SetupError(
+                f"the module {site.name!r} is scripted (TorchScript), and halfstep cannot enter its forward; pass the "
+                "Python module that it was made from, and use torch.compile for speed"
+            )
     matched = match_rules(plan.rules, sites)
     modules: list[ModuleFormats] = []
     fp32 = {id(p) for p in made_low}
@@ -175,23 +181,15 @@ def check_forwards(models: Sequence[nn.Module], assignment: Assignment) -> None:
     modules = [pair for model in models for pair in model.named_modules()]
     for (name, module), formats in zip(modules, assignment.modules, strict=True):
         what = f"{type(module).__name__} {name!r}" if name else f"the model ({type(module).__name__})"
-        scripted = isinstance(module, torch.jit.ScriptModule)
-        if scripted and (formats.boundary or assignment.plan.param == "low"):
+        if assignment.plan.ops != "none" and inspect.isgeneratorfunction(type(module).forward):
             raise SetupError(
-                f"{what} is scripted, so halfstep can neither enter its forward nor cast its weights; "
-                "use the Python module"
+                f"the forward of {what} is a generator, whose code would run after the call, where the plan has ended; "
+                "return the values (as a list) instead of yielding them, or move the loop that yields to a method"
             )
-        if not formats.boundary:
-            continue
-        if "forward" in module.__dict__:
+        if formats.boundary and "forward" in module.__dict__:
             raise SetupError(
                 f"{what} has its forward set on the instance, which hides the forward of its class, where halfstep "
                 "enters; define it in the class (or wrap the module in one), or set it after initialize"
-            )
-        if inspect.isgeneratorfunction(type(module).forward):
-            raise SetupError(
-                f"the forward of {what} is a generator, which would run after the call; return the values instead "
-                "of yielding them"
             )
 
 
@@ -218,8 +216,6 @@ def _depth(path: str) -> int:
 
 def _is_uncalled(module: nn.Module) -> bool:
     """Returns whether a module only holds others: it has no forward (ModuleList), or is torch.compile's wrapper."""
-    if isinstance(module, torch.jit.ScriptModule):  # whose class has no forward to read
-        return False
     return type(module).forward is nn.Module.forward or compiled_module(module) is not None
 
 

@@ -144,8 +144,7 @@ class _Group:
 
     def _now(self, slot: _Slot, alias: Tensor) -> Tensor:
         """Returns the tensor to restore into: the guarded buffer, or the buffer that forward replaced it with."""
-        here = slot.name in slot.buffers
-        buffer = slot.buffers[slot.name] if here else None  # the registry of a scripted module has no `get`
+        buffer = slot.buffers.get(slot.name)
         if buffer is None or slot.holds(buffer) or not _restorable(buffer):
             return alias
         same = (buffer.shape, buffer.dtype, buffer.device) == (alias.shape, alias.dtype, alias.device)

@@ -235,8 +235,7 @@ class Session:
                 yield module, formats
 
     def _cast_module(self, module: nn.Module, formats: ModuleFormats) -> None:
-        scripted = isinstance(module, torch.jit.ScriptModule)  # which takes no such hooks
-        if self._decision.mixed and not scripted and holds_state(module):
+        if self._decision.mixed and holds_state(module):
             self._undo.callback(keep_parameters(module))
         if formats.buffers is not None:
             self._undo.callback(keep_buffers_full(module, formats.buffers.dtype))

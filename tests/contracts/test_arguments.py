@@ -94,10 +94,14 @@ def test_a_wrong_model_or_optimizer_type_is_refused():
     refuse(SetupError, r"no parameters", nn.ReLU(), None)
 
 
-def test_a_scripted_model_is_refused():
-    with pytest.warns(DeprecationWarning, match="script"):
-        scripted = torch.jit.script(nn.Linear(2, 2))
-    refuse(SetupError, r"ScriptModule", scripted, None, "O1", low="bf16")
+@pytest.mark.filterwarnings("ignore:`torch.jit.*:DeprecationWarning")
+@pytest.mark.parametrize("name", ["O0", "O1", "O2"])
+def test_scripted_modules_are_refused_in_words(name):
+    scripted, traced = torch.jit.script(nn.Linear(2, 2)), torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2))
+    for model, where in ((scripted, "''"), (nn.Sequential(nn.Linear(2, 2), traced), "'1'")):
+        refuse(
+            SetupError, rf"{where} is scripted.*pass the Python module.*torch\.compile", model, None, name, low="bf16"
+        )
 
 
 @pytest.mark.usefixtures("process_group")
@@ -277,22 +281,15 @@ def test_forwards_that_cannot_be_entered_are_refused():
         def forward(self, x):
             yield self.layer(x)
 
+    for name in ("O1", "O2"):
+        for model in (Yields(), nn.Sequential(Yields())):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            refuse(SetupError, r"Yields.*generator.*return the values", model, optimizer, name, low="bf16")
     model = Yields()
-    refuse(SetupError, r"generator", model, torch.optim.SGD(model.parameters(), lr=0.1), "O2", low="bf16")
+    with halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "O0"):
+        assert [out.shape for out in model(torch.ones(2, 4))] == [(2, 4)]
     model = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 4))
     refuse(SetupError, r"0\.weight.*batch", model, None, "O2", low="bf16")
-
-
-def test_a_scripted_part_runs_at_o1_and_is_refused_where_weights_change_format():
-    with pytest.warns(DeprecationWarning, match="script"):
-        scripted = torch.jit.script(nn.Linear(8, 1))
-    model = nn.Sequential(nn.Linear(8, 8), scripted)
-    opt = torch.optim.SGD(model.parameters(), lr=0.1)
-    session = halfstep.initialize(model, opt, "O1", low="bf16")
-    backward_and_step(session, model(torch.randn(2, 8)).sum())
-    session.close()
-    with pytest.raises(SetupError, match=r"'1'.*scripted"):
-        halfstep.initialize(model, opt, "O2", low="bf16")
 
 
 @pytest.mark.parametrize("name", ["O0", "O1", "O2"])

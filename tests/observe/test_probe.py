@@ -570,16 +570,6 @@ def test_tensors_whose_elements_cannot_be_read_are_named_once(caplog):
     assert {o.stats.count for o in probe.flush() if o.module == "first"} == {30}
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
-def test_scripted_modules_take_no_hooks_and_are_named_once(caplog):
-    seen = observed("O0", model=nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 4))), steps=2)
-    assert [r.getMessage() for r in caplog.records] == [
-        "a probe sees no activation of scripted modules, which take no hooks: '1'"
-    ]
-    assert ("1", "") not in by_subject(seen, "activation")
-    assert ("1", "weight") in by_subject(seen, "weight")
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

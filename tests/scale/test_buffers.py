@@ -260,19 +260,6 @@ def test_a_buffer_expanded_along_a_dimension_of_one_is_guarded():
     assert model.positions.tolist() == [[0, 1, 2, 3]]
 
 
-def test_the_buffers_of_a_scripted_part_are_put_back():
-    with pytest.warns(DeprecationWarning, match="script"):
-        model = nn.Sequential(torch.jit.script(nn.BatchNorm1d(2)))
-    before = bits(model)
-    guard = BufferGuard([model])
-    for found in (SKIPPED, STEPPED):
-        guard.refresh()
-        model(torch.randn(3, 2))
-        guard.restore(found)
-        guard.after_step()
-        assert same(model, before) is bool(found)
-
-
 def test_without_buffers_there_is_nothing_to_do():
     guard = BufferGuard([nn.Linear(2, 2)])
     guard.refresh()
