@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -16,12 +17,14 @@ from torch.utils.hooks import RemovableHandle
 from halfstep.errors import StateError
 from halfstep.optim.guard import put_over
 from halfstep.optim.masters import is_low
-from halfstep.optim.table import has_row
-from halfstep.optim.trial_step import CHOICES, can_try_step, small_state, try_step
+from halfstep.optim.table import any_row_of, has_row
+from halfstep.processes.shards import local
 from halfstep.torch_internals import load_post_hooks_of, load_pre_hooks_of
 
 StateDict = dict[str, Any]
+Shapes = dict[str, torch.Size | None]
 LARGEST_COUNT = 2**63 - 1
+CHOICES = ("foreach", "fused", "capturable", "differentiable")  # options that choose a kernel, not numbers
 
 
 def exact_state_loading(optimizer: Optimizer) -> Callable[[], None]:
@@ -123,7 +126,7 @@ def _check(optimizer: Optimizer, saved: StateDict) -> None:
             "load the state of an optimizer with the same groups"
         )
     known = [index for group in groups for index in group["params"]]
-    strange = [key for key in state if key not in known and (can_try_step(optimizer) or not isinstance(key, str))]
+    strange = [key for key in state if key not in known and (_is_known(optimizer) or not isinstance(key, str))]
     if strange or len({*map(repr, known)}) != len(known):
         raise StateError(
             f"the optimizer state has entries {strange!r:.60}, but its groups name the parameters {known!r:.60}; "
@@ -131,31 +134,46 @@ def _check(optimizer: Optimizer, saved: StateDict) -> None:
         )
     for number, (group, now) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
         _check_options(f"parameter group {number} of the optimizer state", group, optimizer)
-        for p, index in zip(now["params"], group["params"], strict=True):
-            entry = state.get(index, {})
-            what = f"parameter {index} of shape {tuple(p.shape)}"
-            _check_values(what, entry)
-            names = (what, f"parameter {index}", f"parameter group {number}")
-            wrong = _wrong(optimizer, p, (group, now), entry, names)
-            if wrong is not None:
-                raise StateError(wrong)
+        _check_group(optimizer, state, group, now)
+
+
+def _check_group(optimizer: Optimizer, state: StateDict, given: StateDict, now: StateDict) -> None:
+    names: defaultdict[int, set[str]] = defaultdict(set)  # by the dimensions of the parameter: those of one kind agree
+    pairs = list(zip(now["params"], given["params"], strict=True))
+    for p, index in pairs:
+        _check_values(f"parameter {index} of shape {tuple(p.shape)}", state.get(index, {}))
+        names[p.dim()] |= state.get(index, {}).keys()
+    for p, index in pairs:
+        entry = state.get(index, {})
+        if not p.requires_grad or all(value is None for value in entry.values()):  # no update has come
+            continue
+        wanted = _shapes(optimizer, p, entry, names[p.dim()], (given, now))
+        wrong = _misfit(index, p, entry, wanted, known=_is_known(optimizer))
+        if wrong is not None:
+            raise StateError(wrong)
 
 
 def _check_options(what: str, group: StateDict, optimizer: Optimizer) -> None:
-    if can_try_step(optimizer):
-        _check_kinds(what, group, optimizer.defaults)
-    for name, default in optimizer.defaults.items() if has_row(type(optimizer)) else ():
-        if name not in group or name in CHOICES or default is None:
+    if not _is_known(optimizer):
+        return
+    _check_kinds(what, group, optimizer.defaults)
+    own = has_row(type(optimizer))
+    for name, default in optimizer.defaults.items():
+        if name not in group or name in CHOICES or default is None or isinstance(default, str):
             continue
         value = group[name]
         if value is None and _may_be_none(optimizer, name):
             continue
-        values = value if isinstance(default, tuple) and isinstance(value, tuple | list) else (value,)
         if isinstance(default, bool):
-            if not isinstance(value, bool | int):
+            if own and not isinstance(value, bool | int):
                 raise StateError(f"{what} has {name}={value!r:.60}; expected True or False")
-        elif not all(_is_number(one, tensor=name == "lr") for one in values):
-            raise StateError(f"{what} has {name}={value!r:.60}; expected a number, or two for betas")
+            continue
+        several = isinstance(default, tuple)
+        fits = not several or (isinstance(value, tuple | list) and len(value) == len(default))
+        pairs = zip(default, value, strict=True) if several and fits else [(default, value)]
+        tensor = name == "lr" or not own
+        if not fits or not all(_is_number(one, tensor=tensor) or one is usual is None for usual, one in pairs):
+            raise StateError(f"{what} has {name}={value!r:.60}; expected a number, or as many as in {default!r:.60}")
 
 
 def _may_be_none(optimizer: Optimizer, name: str) -> bool:
@@ -196,65 +214,64 @@ def _check_values(what: str, entry: Any) -> None:
         raise StateError(f"the step count of {what} is {step!r:.40}; it must be a non-negative integer")
 
 
-def _wrong(
-    optimizer: Optimizer,
-    p: Tensor,
-    groups: tuple[StateDict, StateDict],
-    entry: StateDict,
-    names: tuple[str, str, str],
-) -> str | None:
-    """Returns what is wrong with a parameter's loaded state, or None; `groups` are the loaded and the present options.
+def _is_known(optimizer: Optimizer) -> bool:
+    """Whether it is one of halfstep's or torch's optimizers, but not LBFGS, whose states belong to no parameter."""
+    closure = inspect.signature(inspect.unwrap(type(optimizer).step)).parameters.get("closure")
+    known = has_row(type(optimizer)) or f"{type(optimizer).__module__}.".startswith("torch.optim.")
+    return known and (closure is None or closure.default is not inspect.Parameter.empty)
 
-    `names` are the long and the short name of the parameter, and the name of its group, for the message.
+
+def _shapes(
+    optimizer: Optimizer, p: Tensor, entry: StateDict, names: Iterable[str], groups: tuple[StateDict, StateDict]
+) -> Shapes:
+    """Returns the states that the loaded ones of `p` must have, by name, with their shapes (None: any), where known.
+
+    A row lists its states. Of another optimizer those that it holds tell, unless its options change; otherwise the
+    `names` in the states of all parameters with as many dimensions. `groups` are the loaded and the present options.
     """
     given, now = groups
-    what, short, group = names
-    held = optimizer.state.get(p, {})
-    expected, error, made = held, None, small_state(p, entry)
-    if can_try_step(optimizer) and p.requires_grad:
-        try:
-            expected = try_step(optimizer, p, now, held)
-        except Exception:  # it cannot step so anyway: nothing is known
-            return None
-        try:
-            made = try_step(optimizer, p, given, entry)
-        except Exception as raised:
-            error = raised
-    else:
-        expected = small_state(p, held)
-        made = {name: value for name, value in made.items() if value is not None}  # which it may make itself
-    misfit = _misfit(what, made, expected, entry)
-    if misfit is not None:
-        return misfit
-    if error is None:
-        return None
-    for where, missing in (
-        (f"the optimizer state of {short}", [name for name in expected if entry and name not in entry]),
-        (f"{group} of the optimizer state", [name for name in optimizer.defaults if name in now and name not in given]),
-    ):
-        if missing:
-            return f"{where} has no {', '.join(map(repr, missing))}; was the file cut short?"
-    reason = f"{type(error).__name__}: {error}"[:200]
-    return f"{type(optimizer).__name__} cannot step from the loaded optimizer state of {what} ({reason})"
+    held = {name: value.shape for name, value in optimizer.state.get(p, {}).items() if isinstance(value, Tensor)}
+    row = any_row_of(type(optimizer))
+    if row is not None:
+        options = row.options({**now, **given})
+        own: Shapes = {name: torch.Size() if name in options.scalars else p.shape for name in options.states}
+        return {**own, "step": None} if row.counts else own
+    if not _is_known(optimizer):
+        return {name: shape for name, shape in held.items() if name in entry}
+    if held and all(given.get(name) == now.get(name) for name in optimizer.defaults if name != "lr"):
+        return dict(held)
+    large = {name for name, value in entry.items() if isinstance(value, Tensor) and value.numel() > 1}
+    return {name: p.shape if name in large and not _fits(entry[name].shape, p.shape) else None for name in names}
 
 
-def _misfit(what: str, made: StateDict, expected: StateDict, entry: StateDict) -> str | None:
-    """Returns an error message for the first tensor in `entry`, the loaded state, that has a wrong shape; else None.
+def _fits(shape: torch.Size, full: torch.Size) -> bool:
+    """Whether a state has the shape of its parameter, but for sizes of 1, as Adafactor's means have."""
+    return len(shape) == len(full) and all(size in (1, whole) for size, whole in zip(shape, full, strict=True))
 
-    `made` is the loaded state and `expected` the present one, both with small tensors in place of the real ones. If a
-    trial step was possible, both are as they are after it. A tensor has a wrong shape if its shapes in `made` and in
-    `expected` differ.
-    """
-    for name, want in expected.items():
-        if name not in made or name not in entry or name == "step" or not isinstance(want, Tensor):
+
+def _misfit(index: Any, p: Tensor, entry: StateDict, wanted: Shapes, *, known: bool) -> str | None:
+    """Returns what is wrong with a parameter's loaded state: a name, a shape or a value; None if nothing is."""
+    for name, shape in sorted(wanted.items(), key=lambda each: each[0] not in entry):  # what is missing last
+        if name not in entry:
+            return f"the optimizer state of parameter {index} has no {name!r}; was the file cut short?"
+        value = entry[name]
+        if name == "step":  # whose value is checked by itself
             continue
-        got, came = made[name], entry[name]
-        if isinstance(got, Tensor) and got.shape == want.shape and got.is_complex() == want.is_complex():
+        if not shape and not isinstance(value, Tensor) and _is_number(value, tensor=False):  # as older torch had it
             continue
-        kind = f"shape {tuple(came.shape)}" if isinstance(came, Tensor) else f"no tensor ({came!r:.40})"
+        if not isinstance(value, Tensor) or value.is_complex() != p.is_complex():
+            kind = f"no tensor ({value!r:.40})" if not isinstance(value, Tensor) else f"dtype {value.dtype}"
+        elif shape is not None and value.shape != shape:
+            kind = f"shape {tuple(value.shape)}"
+        elif known and not torch.isfinite(local(value)).all():
+            return (
+                f"the optimizer state {name!r} of parameter {index} has values that are not finite; load an earlier one"
+            )
+        else:
+            continue
         return (
-            f"{what} cannot take the loaded optimizer state {name!r}, which has {kind}; "
-            "load the state of an optimizer of this model with its parameters in the same order"
+            f"parameter {index} of shape {tuple(p.shape)} cannot take the loaded optimizer state {name!r}, which has "
+            f"{kind}; load the state of an optimizer of this model with its parameters in the same order"
         )
     return None
 

@@ -101,7 +101,12 @@ KERNELS = {"foreach", "fused", "capturable"}  # options of torch that choose how
 
 def has_row(cls: type[Optimizer]) -> bool:
     """Returns whether halfstep updates optimizers of `cls` by a row of its table, if their options permit."""
-    return _class_of_row(cls) in TABLE
+    return any_row_of(cls) is not None
+
+
+def any_row_of(cls: type[Optimizer]) -> OptimizerRow | None:
+    """Returns the row of a class of optimizers, whatever their options; None if it has none."""
+    return TABLE.get(_class_of_row(cls))
 
 
 def row_of(optimizer: Optimizer) -> OptimizerRow | None:

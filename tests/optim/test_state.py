@@ -168,6 +168,12 @@ def test_a_step_count_is_one_number():
 
 CUT = "was the file cut short"
 REFUSED = [
+    ("AdamW", lambda state: state["state"][1]["exp_avg"].fill_(float("nan")), "'exp_avg' of parameter 1.*not finite"),
+    (
+        "RMSprop",
+        lambda state: state["state"][0]["square_avg"].fill_(float("inf")),
+        "'square_avg' of parameter 0.*not fin",
+    ),
     ("AdamW", lambda state: state["state"][0].update(exp_avg=torch.zeros(19, 7)), r"0 of shape \(7, 19\).*\(19, 7\)"),
     ("AdamW", lambda state: state["state"][0].update(exp_avg=None), r"parameter 0.*'exp_avg'.*no tensor \(None\)"),
     *(
@@ -195,6 +201,14 @@ def test_what_no_training_can_go_on_from_is_refused(name, spoil, said):
     training, state, before = saved(name)
     spoil(state)
     assert_refused(training, state, before, said)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "RMSprop", "Adafactor"])
+def test_a_state_of_the_parameters_in_another_order_is_refused_by_an_optimizer_that_made_no_step(name):
+    _, state, _ = saved(name)
+    state["state"][0], state["state"][1] = state["state"][1], state["state"][0]
+    fresh = Training(name, "copy")
+    assert_refused(fresh, state, fresh.everything(), "parameters in the same order")
 
 
 @pytest.mark.parametrize("entry", [{"momentum_buffer": None}, {}])
