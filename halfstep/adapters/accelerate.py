@@ -108,11 +108,9 @@ def attach(
 
 
 def take_over(accelerator: Accelerator, prepared: Any) -> None:
-    """Turns an AcceleratedOptimizer into a SessionOptimizer, which steps through the session; ignores other objects.
-
-    `prepared` is an object that the Accelerator has prepared. The optimizer's scaler is set too, since it is missing if
-    the optimizer was prepared before the session was opened.
-    """
+    """Turns an AcceleratedOptimizer into a SessionOptimizer, which steps through the session; ignores other objects."""
+    # The optimizer's scaler is set too, since it is missing if the optimizer was prepared before the session was
+    # opened.
     if type(prepared) is AcceleratedOptimizer and isinstance(accelerator.scaler, SessionScaler):
         prepared.scaler = accelerator.scaler
         prepared.__class__ = SessionOptimizer
@@ -130,14 +128,7 @@ class SessionScaler:
         return _Loss(self.session, loss)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> None:
-        """Steps one optimizer through the session; calls `closure`, if any, once before the step.
-
-        For an optimizer that calls its closure several times per step, such as LBFGS, `closure` is passed to
-        `optimizer.step` instead.
-
-        Raises:
-            SetupError: the optimizer does not belong to the session.
-        """
+        """Steps one optimizer through the session; calls `closure`, if any, once before the step."""
         if not any(optimizer is each for each in self.session.optimizers):
             raise SetupError(
                 f"this {type(optimizer).__name__} is not an optimizer of the session; pass it to "

@@ -64,11 +64,8 @@ def custom_bwd(bwd: Any = None, *, device_type: str) -> Any:
 
 
 def _where_tensors_are(function: Any, device_type: str, torchs: Callable[..., Any]) -> Any:
-    """Decorates a function with `torchs`, which is torch's own `custom_fwd` or `custom_bwd`.
-
-    In calls with CPU tensors only, a function for CUDA follows the CPU's autocast. If `function` is None, returns a
-    decorator.
-    """
+    """Decorates a function with `torchs`, which is torch's own `custom_fwd` or `custom_bwd`."""
+    # In calls with CPU tensors only, a function for CUDA follows the CPU's autocast.
     asked, on_cpu = torchs(device_type=device_type), torchs(device_type="cpu")
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:

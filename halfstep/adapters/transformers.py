@@ -142,10 +142,8 @@ class HalfstepMixin(_Mixed):
         return bool(low) or any(p.dtype is torch.float32 for p in self.model.parameters())
 
     def _widened(self, model: Any) -> Any:
-        """Widens a model's fp16 and bf16 weights to fp32; returns the model.
-
-        A checkpoint is loaded before the session opens; its values would be rounded in low-precision weights.
-        """
+        """Widens a model's fp16 and bf16 weights to fp32; returns the model."""
+        # A checkpoint is loaded before the session opens; its values would be rounded in low-precision weights.
         if any(p.requires_grad and is_low(p) for p in model.parameters()):
             initialize(model, None, self._plan, **{**self._settings, "sinks": []}).close()
         return model

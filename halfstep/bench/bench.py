@@ -182,10 +182,8 @@ def _open(
 
 
 def _trial(row: _Row, seed: int, told: _Told, left: Callable[[], float], *, counted: bool) -> float:
-    """Makes the first steps of a row, which count its memory, and returns the seconds of the last one.
-
-    One step is all where few more of its length would fit into the time `left`; the peak is then not known.
-    """
+    """Makes the first steps of a row, which count its memory, and returns the seconds of the last one."""
+    # One step is all where few more of its length would fit into the time `left`; the peak is then not known.
     spent, before = 0.0, 0.0
     with row.tally.failing():
         told.now(f"{row.name}: building the model")
@@ -236,10 +234,7 @@ def _course(
 
 
 def _train(rows: Sequence[_Row], taken: Course, seed: int, told: _Told, clock: Callable[[], float]) -> Course:
-    """Trains all rows from one seed, then evaluates each row.
-
-    Returns the course with the number of steps that time has allowed, which the other seeds then make.
-    """
+    """Trains all rows from one seed, then evaluates each row."""
     trained = [row for row in rows if row.tally.slow is None]
     for row in trained:
         row.losses = []

@@ -78,11 +78,7 @@ class Deal:
         self.turn = 1
 
     def batch(self, seed: int, number: int) -> Batch:
-        """Returns batch `number` (from 0) of a seed.
-
-        Raises:
-            WorkloadError: the workload's batches have ended.
-        """
+        """Returns batch `number` (from 0) of a seed."""
         if seed != self._seed or (number < self._drawn and number not in self._kept):
             self._source, self._drawn, self._kept, self._seed = self.workload.batches(seed), 0, {}, seed
         while self._drawn <= number:

@@ -23,17 +23,7 @@ MOST = 2**20  # examples: where a workload has no end of them
 def largest_batches(
     asked: Asked, limit: int, *, progress: Callable[[str], None] = lambda what: None
 ) -> tuple[Largest, ...]:
-    """Returns for each model and row the largest batch whose first steps fit into `limit` bytes.
-
-    The limit counts what a process allocates from the time its model is built, weights included; see `limit_memory`. If
-    a process fails for a reason other than memory, its row gets the error. A `KeyboardInterrupt` ends the search and
-    keeps the rows that are complete.
-
-    Raises:
-        WorkloadError: `asked` lacks models, rows or steps, sets a batch size, or has an unknown model or setting; or
-            `limit` is below 1.
-        DataError: the data of a model is missing.
-    """
+    """Returns for each model and row the largest batch whose first steps fit into `limit` bytes."""
     if asked.batches or "batch" in asked.settings:
         raise WorkloadError(
             "the search for the largest batch sets the batch size itself; leave out --batch-size and --set batch"
@@ -58,10 +48,7 @@ def _rows(asked: Asked, limit: int, progress: Callable[[str], None]) -> Iterator
 
 
 def _search(task: Task, seed: int, limit: int, most: int, progress: Callable[[str], None]) -> Largest:
-    """Finds the largest batch, up to `most` examples, with which a task fits into `limit` bytes.
-
-    The result also holds which batch sizes were tried, and the error if the task failed for a reason other than memory.
-    """
+    """Finds the largest batch, up to `most` examples, with which a task fits into `limit` bytes."""
     tried: dict[int, bool] = {}
     name = task.entry.name
 

@@ -12,14 +12,9 @@ from halfstep.errors import WorkloadError
 
 
 def limit_memory(size: int, device: torch.device) -> None:
-    """Lets this process allocate `size` bytes more than it holds now; beyond that it gets an out-of-memory error.
-
-    On a CPU the limit is on private writable memory (the data segment, `RLIMIT_DATA`), which includes about 60 MiB that
-    libraries allocate at the first step; on CUDA it is on what the caching allocator reserves.
-
-    Raises:
-        WorkloadError: the system has no such limit.
-    """
+    """Lets this process allocate `size` bytes more than it holds now; beyond that it gets an out-of-memory error."""
+    # On a CPU the limit is on private writable memory (the data segment, `RLIMIT_DATA`), which includes about 60 MiB
+    # that libraries allocate at the first step; on CUDA it is on what the caching allocator reserves.
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
         held = torch.cuda.memory_reserved(device)

@@ -16,11 +16,7 @@ from halfstep.measurements import Sweep
 
 
 def read_sweep(path: Path) -> Sweep | None:
-    """Returns the sweep that a file holds, or None if the file does not exist.
-
-    Raises:
-        WorkloadError: the file cannot be read, is not a sweep, or was written by another version of halfstep.
-    """
+    """Returns the sweep that a file holds, or None if the file does not exist."""
     if path.exists() and not path.is_file():
         raise WorkloadError(
             f"{path} is not a regular file, but a sweep keeps what it has measured in one; pass one to --json"
@@ -52,13 +48,7 @@ def read_sweep(path: Path) -> Sweep | None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replaces a file's text atomically, so that a killed process or a full disk leaves a complete file.
-
-    Anything but a regular file, such as /dev/stdout, is written to directly.
-
-    Raises:
-        OSError: no space, or the folder does not exist; an existing file is unchanged.
-    """
+    """Replaces a file's text atomically, so that a killed process or a full disk leaves a complete file."""
     if path.exists() and not path.is_file():
         path.write_text(text, encoding="utf-8")
         return

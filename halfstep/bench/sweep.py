@@ -52,11 +52,7 @@ class Asked:
     command: str = ""
 
     def points(self) -> list[tuple[str, Workload]]:
-        """Returns the model and the workload of each point, in the order in which they are measured.
-
-        Raises:
-            WorkloadError: nothing to measure, an unknown model, or a setting or batch size that a workload refuses.
-        """
+        """Returns the model and the workload of each point, in the order in which they are measured."""
         if self.steps < 1 or not self.models or not self.rows:
             raise WorkloadError(
                 "a sweep needs at least one model, one level and one timed step; pass --model, --levels and --steps"
@@ -92,10 +88,8 @@ class Asked:
         }
 
     def failed(self, point: Point) -> bool:
-        """Tells whether a point should be measured again because one of its rows failed.
-
-        Rows that ran out of memory do not count, nor do rows that were refused: they would fail again.
-        """
+        """Tells whether a point should be measured again because one of its rows failed."""
+        # Rows that ran out of memory do not count, nor do rows that were refused: they would fail again.
         refused = {row.name for row in self.rows if row.refused is not None}
         return any(run.error and not run.out_of_memory and run.name not in refused for run in point.result.runs)
 
@@ -156,11 +150,7 @@ def sweep(
 
 
 def check_same(before: Mapping[str, str], now: Mapping[str, str]) -> None:
-    """Raises an error if `now` asks for another sweep than `before`, so that the saved sweep cannot be continued.
-
-    Raises:
-        WorkloadError: says what differs.
-    """
+    """Raises an error if `now` asks for another sweep than `before`, so that the saved sweep cannot be continued."""
     differs = [key for key in {**before, **now} if before.get(key) != now.get(key)]
     if differs:
         said = "; ".join(f"{key}: {before.get(key, '-')} in the file, {now.get(key, '-')} now" for key in differs)

@@ -137,24 +137,14 @@ def foreseen(what: str) -> Iterator[None]:
 
 
 def first_batch(workload: Workload, seed: int) -> Batch:
-    """Returns the first batch of a workload with the given seed.
-
-    Benchmarks call this before they measure anything, so that a workload without data fails at once.
-
-    Raises:
-        WorkloadError: the workload has no batch, or its own code failed.
-        DataError: the workload's data is missing.
-    """
+    """Returns the first batch of a workload with the given seed."""
+    # Benchmarks call this before they measure anything, so that a workload without data fails at once.
     with foreseen(f"{workload.name}: the first batch"):
         return next_batch(workload.batches(seed))
 
 
 def next_batch(batches: Iterator[Batch]) -> Batch:
-    """Returns the next batch.
-
-    Raises:
-        WorkloadError: the batches have ended.
-    """
+    """Returns the next batch."""
     for batch in batches:
         return batch
     raise WorkloadError("the workload's batches() ended; it must yield batches without end")

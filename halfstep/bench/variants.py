@@ -74,15 +74,8 @@ class Entry:
 
 
 def entries(levels: Iterable[str], lows: Iterable[Format], facts: DeviceFacts, *, peer: bool) -> list[Entry]:
-    """Returns the rows of a benchmark: O0 once, then for each format the remaining levels and torch.amp.
-
-    O0 is left out if it is not in `levels`, torch.amp if `peer` is False. `facts` tell which formats the device must
-    emulate; torch.amp cannot, and its row in fp16 is then refused. In bf16 it runs on torch's own kernels.
-
-    Raises:
-        PlanError: an unknown level, or a format that no level trains in.
-        WorkloadError: no level or no format.
-    """
+    """Returns the rows of a benchmark: O0 once, then for each format the remaining levels and torch.amp."""
+    # In bf16 it runs on torch's own kernels.
     names, formats = list(dict.fromkeys(levels)), list(dict.fromkeys(lows))
     for name in names:
         for low in formats:
@@ -186,11 +179,7 @@ Variant = SessionVariant | AmpVariant
 
 
 def timed_step(variant: Variant, batch: Batch, base_lr: Sequence[float], factor: float) -> tuple[Tensor, float]:
-    """Makes one training step and returns its loss and its time in milliseconds, by the clock of `clock_of`.
-
-    Before the step, the learning rate of each parameter group is set to its `base_lr` times `factor`; this is not
-    timed.
-    """
+    """Makes one training step and returns its loss and its time in milliseconds, by the clock of `clock_of`."""
     for group, lr in zip(variant.optimizer.param_groups, base_lr, strict=True):
         group["lr"] = lr * factor
     device = batch[0].device

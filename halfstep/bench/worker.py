@@ -37,11 +37,7 @@ class Origin(msgspec.Struct, frozen=True):
 
 
 def origin_of(workload: Workload) -> Origin:
-    """Returns the origin of one of halfstep's own workloads.
-
-    Raises:
-        WorkloadError: the workload is of another class, which another process would not find.
-    """
+    """Returns the origin of one of halfstep's own workloads."""
     if WORKLOADS.get(workload.name) is not type(workload):
         raise WorkloadError(
             f"torch.amp trains in a process of its own, which cannot load {type(workload).__name__}; pass "

@@ -30,10 +30,7 @@ class AdamOptions(Options):
 
     @property
     def states(self) -> tuple[str, ...]:
-        """The names of the running means of gradient and squared gradient; with amsgrad, also of the maximum.
-
-        The maximum is the largest value so far of the running mean of the squared gradient.
-        """
+        """The names of the running means of gradient and squared gradient; with amsgrad, also of the maximum."""
         return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if self.amsgrad else ("exp_avg", "exp_avg_sq")
 
     @property
@@ -58,11 +55,9 @@ def options(group: Mapping[str, Any]) -> AdamOptions:
 
 
 def eager(batch: Batch, options: AdamOptions) -> Iterator[list[Tensor]]:
-    """Yields the new weight and states of each parameter.
-
-    Adam follows Kingma & Ba 2015, algorithm 1; amsgrad follows Reddi et al. 2018; decoupled weight decay follows
-    Loshchilov & Hutter 2019.
-    """
+    """Yields the new weight and states of each parameter."""
+    # Adam follows Kingma & Ba 2015, algorithm 1; amsgrad follows Reddi et al. 2018; decoupled weight decay follows
+    # Loshchilov & Hutter 2019.
     lr = precise(options.lr, batch)
     sizes, roots = bias_corrections(batch, options.beta1, options.beta2, corrected=options.corrected, lr=lr)
     for (w, g, states), size, correction in zip(decayed(batch, options), sizes, roots, strict=True):

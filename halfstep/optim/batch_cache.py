@@ -55,11 +55,7 @@ class Placed:
         ]
 
     def take(self, param: Parameter, grad: Tensor, state: dict[str, Any] | None) -> bool:
-        """Puts the gradient of a new step into the batch and returns True; returns False if the batch does not fit.
-
-        The batch does not fit if the parameter, its memory, its state, or the gradient's shape or dtype is not the same
-        as when the batch was made. Then nothing is changed.
-        """
+        """Puts the gradient of a new step into the batch and returns True; returns False if the batch does not fit."""
         own = param if type(param) is Parameter else local(param)
         if (
             param is not self.param
@@ -104,11 +100,9 @@ class BatchCache:
         self._placed[id(param)] = Placed(batch, param, state)
 
     def complete(self, params: Sequence[Parameter], all_options: Sequence[Options], optimizer: Optimizer) -> None:
-        """Records the parameters, param groups and state names that `take` compares later, and sets `lasting`.
-
-        `lasting` becomes True if no parameter is in sparse rows, since sparse gradients reach different rows in each
-        step.
-        """
+        """Records the parameters, param groups and state names that `take` compares later, and sets `lasting`."""
+        # `lasting` becomes True if no parameter is in sparse rows, since sparse gradients reach different rows in each
+        # step.
         groups = zip(optimizer.param_groups, all_options, strict=True)
         self._made_for = [(group, _ids(group), options.states) for group, options in groups]
         self._order = [self._placed[id(p)] for p in params if id(p) in self._placed]
@@ -138,10 +132,7 @@ class BatchCache:
         return True
 
     def release(self) -> None:
-        """Drops the gradients from the batches, so that `zero_grad` can free their memory.
-
-        The weights take the places of the gradients until the next `take`.
-        """
+        """Drops the gradients from the batches, so that `zero_grad` can free their memory."""
         for batches, _ in self.groups:
             for batch in batches:
                 batch.grads[:] = batch.weights

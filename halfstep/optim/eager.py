@@ -24,10 +24,8 @@ Law = Callable[[Batch, Any], Iterator[Sequence[Tensor]]]
 
 
 def update(law: Law, batch: Batch, options: Options, found: Tensor) -> None:
-    """Updates full weights and states in place by `law`, the optimizer's rule; changes nothing if `found` is true.
-
-    `torch.where` chooses the old or the new values, because multiplying an update by zero would keep its NaNs.
-    """
+    """Updates full weights and states in place by `law`, the optimizer's rule; changes nothing if `found` is true."""
+    # `torch.where` chooses the old or the new values, because multiplying an update by zero would keep its NaNs.
     held = zip(batch.weights, *batch.states.values(), strict=True)
     for old, new in zip(held, law(batch, options), strict=True):
         for tensor, value in zip(old, new, strict=True):
@@ -35,11 +33,8 @@ def update(law: Law, batch: Batch, options: Options, found: Tensor) -> None:
 
 
 def decayed(batch: Batch, options: Options) -> Iterator[tuple[Tensor, Tensor, list[Tensor]]]:
-    """Yields each weight, its gradient and its states, after weight decay.
-
-    Decoupled weight decay shrinks the weight; other weight decay is added to the gradient. If `maximize` is true, the
-    gradient is negated first, so that an update always descends.
-    """
+    """Yields each weight, its gradient and its states, after weight decay."""
+    # If `maximize` is true, the gradient is negated first, so that an update always descends.
     decay, kept = options.weight_decay, None
     if decay and options.decoupled:
         kept = rounded(1 - precise(options.lr, batch) * decay, batch)

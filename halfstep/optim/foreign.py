@@ -42,14 +42,7 @@ class ForeignStepper:
     def step(
         self, params: list[Parameter], grads: list[Tensor], factor: Tensor | None, found: Tensor
     ) -> BaseException | None:
-        """Updates `params` from `grads` times `factor`, or does nothing if `found` is true; waits for the device.
-
-        Returns the exception that a post hook raised after the update, or None. If the optimizer's own step raises, the
-        update may be half made, as in torch.
-
-        Raises:
-            SessionError: a gradient does not fit its parameter; nothing was changed.
-        """
+        """Updates `params` from `grads` times `factor`, or does nothing if `found` is true; waits for the device."""
         check_gradients(params, grads, self._name_of)
         mark_stepped(self._optimizer)  # LR schedulers should not warn about a skip
         if bool(found):
@@ -115,11 +108,7 @@ class ForeignStepper:
 
     @contextmanager
     def _true_gradients(self, params: list[Parameter], grads: list[Tensor], factor: Tensor | None) -> Iterator[None]:
-        """Sets `p.grad` to the unscaled gradient, within a `with` block, on the parameters that the optimizer sees.
-
-        The gradient has the dtype of the parameter, which is fp32 for a stand-in. At the end of the block `p.grad` is
-        set back, unless the step has replaced it.
-        """
+        """Sets `p.grad` to the unscaled gradient, within a `with` block, on the parameters that the optimizer sees."""
         held: list[tuple[Parameter, Tensor | None, Tensor]] = []
         try:
             for p, grad in zip(params, grads, strict=True):

@@ -26,10 +26,7 @@ def fits(batch: Batch, options: Options) -> bool:
 
 
 def update(kernel: Kernel, batch: Batch, options: Options, found: Tensor) -> None:
-    """Updates full weights and states in place from full, unscaled gradients; changes nothing if `found` is true.
-
-    `batch.steps` must already count this update.
-    """
+    """Updates full weights and states in place from full, unscaled gradients; changes nothing if `found` is true."""
     lr = options.lr
     if isinstance(lr, Tensor) and lr.device.type != "cpu":
         lr = lr.to(batch.device, non_blocking=True)

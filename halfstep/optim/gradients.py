@@ -16,11 +16,9 @@ from halfstep.torch_internals import sparse_indices, sparse_values
 
 @contextmanager
 def true_gradients(params: list[Parameter], grads: list[Tensor], factor: Tensor | None) -> Iterator[None]:
-    """Sets `p.grad` of each parameter to its gradient times `factor` within a `with` block, in fp32 if `p` is low.
-
-    At the end of the block, `p.grad` becomes what it was before, even if code in the block assigned another gradient.
-    But if the code set `p.grad` to None, it stays None.
-    """
+    """Sets `p.grad` of each parameter to its gradient times `factor` within a `with` block, in fp32 if `p` is low."""
+    # At the end of the block, `p.grad` becomes what it was before, even if code in the block assigned another
+    # gradient.
     held: list[tuple[Parameter, Tensor | None]] = []
     try:
         for p, grad in zip(params, grads, strict=True):
@@ -35,10 +33,7 @@ def true_gradients(params: list[Parameter], grads: list[Tensor], factor: Tensor 
 
 
 def unscaled(grad: Tensor, dtype: torch.dtype, factor: Tensor | None) -> Tensor:
-    """Returns `grad`, dense or sparse, converted to `dtype` and multiplied by `factor`.
-
-    The result shares memory with `grad` if `grad` has this dtype already and `factor` is None.
-    """
+    """Returns `grad`, dense or sparse, converted to `dtype` and multiplied by `factor`."""
     local = None if factor is None else factor.to(grad.device, non_blocking=True)
     if grad.is_sparse:
         values = unscaled(sparse_values(grad), dtype, local)

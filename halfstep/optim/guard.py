@@ -20,10 +20,7 @@ _ORIGINAL = "_halfstep_original_step"  # functools.wraps carries it on, so the o
 
 
 def forbid_step(optimizer: Optimizer, message: str, prepare: Callable[[], None] | None = None) -> Callable[[], None]:
-    """Makes `optimizer.step()` raise a SessionError with `message`; returns a function that undoes this.
-
-    For `prepare` see `send_step`.
-    """
+    """Makes `optimizer.step()` raise a SessionError with `message`; returns a function that undoes this."""
 
     def refuse(closure: Any = None) -> None:
         raise SessionError(message)
@@ -34,17 +31,9 @@ def forbid_step(optimizer: Optimizer, message: str, prepare: Callable[[], None] 
 def send_step(
     optimizer: Optimizer, instead: Callable[..., Any], prepare: Callable[[], None] | None = None
 ) -> Callable[[], None]:
-    """Makes `optimizer.step()` call `instead` with its arguments; returns a function that undoes this.
-
-    `prepare` makes the optimizer's initial state. It is called in place of `instead` if a step would only make state:
-    if there is no state yet, and all gradients and learning rates are zero. `torch.distributed.checkpoint.state_dict`
-    makes such a step before it reads or loads a state.
-
-    An LR scheduler wraps `optimizer.step` when it is made, and marks its wrapper. On its first `step()` it warns if
-    `optimizer.step` does not have this mark. If the scheduler was made before this call, the new `step` gets the mark
-    too. If the scheduler is made later, its wrapper calls the new `step`, and continues to do so after the undo.
-    Therefore, after the undo, the new `step` calls the original one.
-    """
+    """Makes `optimizer.step()` call `instead` with its arguments; returns a function that undoes this."""
+    # `prepare` makes the optimizer's initial state. It is called in place of `instead` if a step would only make
+    # state: if there is no state yet, and all gradients and learning rates are zero.
     original = original_step(optimizer)
     released = False
 
@@ -70,10 +59,7 @@ def send_step(
 
 
 def lend_weights(optimizer: Optimizer, lend: Callable[[], AbstractContextManager[None]]) -> Callable[[], None]:
-    """Makes `train()` and `eval()` of an optimizer run inside `lend()`; returns a function that undoes this.
-
-    Optimizers that average weights write them there (schedulefree's do), so they need them in fp32.
-    """
+    """Makes `train()` and `eval()` of an optimizer run inside `lend()`; returns a function that undoes this."""
 
     def lending(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
@@ -108,10 +94,7 @@ def put_over(optimizer: Optimizer, name: str, method: Callable[..., Any]) -> Cal
 
 
 def _changes_nothing(optimizer: Optimizer) -> bool:
-    """Returns whether a step would only make state: no state yet, and all gradients and learning rates are zero.
-
-    Reads the gradients on the host.
-    """
+    """Returns whether a step would only make state: no state yet, and all gradients and learning rates are zero."""
     rates = [group["lr"] for group in optimizer.param_groups if "lr" in group]
     grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     return not optimizer.state and not any(map(float, rates)) and not any(bool(grad.any()) for grad in grads)

@@ -55,11 +55,9 @@ def run_pre_hooks(optimizer: Optimizer) -> None:
 
 
 def run_post_hooks(optimizer: Optimizer) -> BaseException | None:
-    """Runs the optimizer's own step post hooks and the global ones, in torch's order.
-
-    The first hook that raises is the last to run, as in torch. Its exception is returned, not raised, because the step
-    has already been made.
-    """
+    """Runs the optimizer's own step post hooks and the global ones, in torch's order."""
+    # The first hook that raises is the last to run, as in torch. Its exception is returned, not raised, because the
+    # step has already been made.
     try:
         for hook in chain(step_post_hooks_of(optimizer).values(), GLOBAL_STEP_POST_HOOKS.values()):
             hook(optimizer, (optimizer,), {})
@@ -69,11 +67,7 @@ def run_post_hooks(optimizer: Optimizer) -> BaseException | None:
 
 
 def run_own_step(optimizer: Optimizer, step: Callable[[], Any]) -> BaseException | None:
-    """Runs the optimizer's own `step`; returns the exception that a post hook raised after the step, or None.
-
-    Raises:
-        BaseException: whatever the step itself or a pre-hook raised.
-    """
+    """Runs the optimizer's own `step`; returns the exception that a post hook raised after the step, or None."""
     hooks = step_post_hooks_of(optimizer)
     if not hooks and not GLOBAL_STEP_POST_HOOKS:
         step()

@@ -53,12 +53,7 @@ def update(
     scratch: Scratch,
     implementations: Mapping[str, Implementation],
 ) -> None:
-    """Makes one update of `batch` with the first of `implementations` that takes it.
-
-    Raises:
-        LookupError: no implementation takes the batch, or the row names a kernel that does not exist or does not take
-            these options.
-    """
+    """Makes one update of `batch` with the first of `implementations` that takes it."""
     for implementation in implementations.values():
         kernel = implementation.kernel(row, options)
         if kernel is not None and implementation.fits(batch, options):
@@ -71,11 +66,7 @@ def update(
 
 
 def opened(core: Core) -> Run:
-    """Returns the `run` of an implementation whose `core` supports only full weights and full, unscaled gradients.
-
-    `run` cuts the batch into parts. It converts the low weights of a part to fp32 in scratch memory, calls `core` on
-    them, and stores the new values in low precision. It also updates `batch.steps` and `batch.fresh`.
-    """
+    """Returns the `run` of an implementation whose `core` supports only full weights and full, unscaled gradients."""
 
     def run(
         kernel: Any, batch: Batch, options: Options, factor: Tensor | None, found: Tensor, scratch: Scratch

@@ -144,10 +144,7 @@ def eager(batch: Batch, options: LambOptions) -> Iterator[list[Tensor]]:
 
 
 def _length(w: Tensor, u: Tensor, lr: Number, batch: Batch, options: LambOptions) -> Tensor:
-    """Returns what Adam's update `u` is multiplied by: lr * norm(w) / norm(u), 0-dim and in the dtype of the update.
-
-    If one of the norms is 0, or `options.adapts` is false, it is lr alone.
-    """
+    """Returns what Adam's update `u` is multiplied by: lr * norm(w) / norm(u), 0-dim and in the dtype of the update."""
     wide = widest(batch.device)
     trust = torch.ones((), dtype=wide, device=batch.device)
     if options.adapts:

@@ -90,13 +90,7 @@ class MasterStore:
 
     @torch.no_grad()
     def track(self, p: Parameter, *, master: bool = True) -> None:
-        """Keeps the fp32 value of `p` as its master and stores `p` in low precision; a tracked `p` is not changed.
-
-        With `master=False` the fp32 value is rounded and not kept, whatever the kind of the store.
-
-        If `p` is low already, its own value becomes the master. `p` stays the same object with new storage, and its
-        gradient becomes low too.
-        """
+        """Keeps the fp32 value of `p` as its master and stores `p` in low precision; a tracked `p` is not changed."""
         if p in self:
             return
         kind: Master = self.kind if master else "none"
@@ -113,11 +107,7 @@ class MasterStore:
         return entry is not None and entry.extra is not None
 
     def layout(self, p: Parameter) -> Layout:
-        """Returns how the value of `p` is kept: `full` (in `p` itself), `low` (without a master), `copy` or `split`.
-
-        Raises:
-            SessionError: `p` is tracked and something else has changed its dtype.
-        """
+        """Returns how the value of `p` is kept: `full` (in `p` itself), `low` (without a master), `copy` or `split`."""
         if id(p) not in self._entries:
             return "low" if is_low(p) else "full"
         if p.dtype is not self.low:
@@ -128,14 +118,7 @@ class MasterStore:
         return _LAYOUTS[self._entries[id(p)].kind]
 
     def trained_layout(self, p: Parameter, name: Callable[[], str]) -> Layout:
-        """Returns the layout of a parameter that will be updated; `name` returns its name for an error.
-
-        A parameter that stayed in fp32 for want of an optimizer is tracked from its first update on, exactly.
-
-        Raises:
-            SessionError: `p` is tracked and something else has changed its dtype; or `p` is low but not tracked,
-                because it was frozen when the session opened.
-        """
+        """Returns the layout of a parameter that will be updated; `name` returns its name for an error."""
         layout = self.layout(p)
         if layout == "full" and self._joins is not None and p.dtype is torch.float32 and self._joins(p):
             self.track(p)
@@ -160,12 +143,7 @@ class MasterStore:
 
     @torch.no_grad()
     def full(self, p: Parameter) -> Tensor:
-        """Returns the value of `p` in fp32; an untracked float64 or complex `p` keeps its dtype.
-
-        The result may share memory with `p`. If `p` was changed in place, its weight counts as it is (`adopt`). With
-        `copy`, this is so after a change through `p.data` too, and the master stays as it is: an average may take the
-        place of the weights for an evaluation. `p` may have been cast to another dtype.
-        """
+        """Returns the value of `p` in fp32; an untracked float64 or complex `p` keeps its dtype."""
         entry = self._entries.get(id(p))
         if entry is not None:
             if not self._as_stored(entry):
@@ -188,11 +166,7 @@ class MasterStore:
 
     @torch.no_grad()
     def fit(self, p: Parameter) -> Fit:
-        """Returns how the fp32 value of `p` fits the low format.
-
-        A weight without a master no longer has the fp32 value that was rounded, which was counted then. It counts as
-        lost, or as beyond the format, as long as the weight is still 0, or infinite.
-        """
+        """Returns how the fp32 value of `p` fits the low format."""
         now, entry = fit(self.full(p), self.low), self._entries.get(id(p))
         if entry is None or entry.rounded is None:
             return now
@@ -214,13 +188,7 @@ class MasterStore:
 
     @torch.no_grad()
     def adopt(self, p: Parameter) -> None:
-        """Makes the present weight the value of `p`, after other code has changed it.
-
-        With `copy`, each element of the master that still rounds to the weight is kept, and the others are taken from
-        the weight. With `split`, the store cannot tell which elements have changed. So every element keeps its
-        remainder, which is at most half a unit in the last place of the weight; only zeros and non-finite elements get
-        the remainder 0.
-        """
+        """Makes the present weight the value of `p`, after other code has changed it."""
         if p not in self:
             return
         layout = self.layout(p)
@@ -233,10 +201,7 @@ class MasterStore:
         self.note([p])
 
     def adopt_changed(self, params: Iterable[Parameter]) -> None:
-        """Adopts the weights that an in-place operation has changed since the store last wrote them.
-
-        Sees changes that move the version counter (`p.copy_()` under `no_grad`, `nn.init`), not writes to `p.data`.
-        """
+        """Adopts the weights that an in-place operation has changed since the store last wrote them."""
         for p in params:
             entry = self._entries.get(id(p))
             if entry is not None and version_of(p) != entry.version:
@@ -244,16 +209,12 @@ class MasterStore:
 
     @torch.no_grad()
     def load(self, p: Parameter, value: Tensor) -> Tensor:
-        """Makes `value`, an entry of a checkpoint, the value of `p`; returns the stored weight, in the dtype of `p`.
-
-        A `value` in the low format lacks the bits that were rounded away when it was saved. So each element of the
-        present fp32 value is kept if it rounds to the same low element as in `value`, and is replaced otherwise. A
-        `value` in another dtype replaces all elements.
-
-        torch then copies the returned weight into `p`, although `p` has these values already. Because of this copy, `p`
-        looks as if other code had changed it. Adopting the change would lose the remainders of values that round to
-        zero or infinity. To prevent this, call `loaded` after the copy.
-        """
+        """Makes `value`, an entry of a checkpoint, the value of `p`; returns the stored weight, in the dtype of `p`."""
+        # A `value` in the low format lacks the bits that were rounded away when it was saved. So each element of the
+        # present fp32 value is kept if it rounds to the same low element as in `value`, and is replaced otherwise.
+        # torch then copies the returned weight into `p`, although `p` has these values already. Because of this copy,
+        # `p` looks as if other code had changed it. Adopting the change would lose the remainders of values that round
+        # to zero or infinity.
         if p in self and value.dtype is self.low:
             value = self._reconciled(self.full(p), value.to(p.device))
         self.write(p, value)
@@ -263,20 +224,15 @@ class MasterStore:
         return p.detach()
 
     def loaded(self, p: Parameter) -> None:
-        """Notes that torch has copied what `load` returned into `p`, so that this write does not count as a change.
-
-        If `p` was written more than once since `load`, it counts as changed.
-        """
+        """Notes that torch has copied what `load` returned into `p`, so that this write does not count as a change."""
+        # If `p` was written more than once since `load`, it counts as changed.
         entry = self._entries.get(id(p))
         if entry is not None and version_of(p) == entry.version + 1:
             entry.version = version_of(p)
 
     @torch.no_grad()
     def restore(self, p: Parameter) -> None:
-        """Stores a tracked `p` as its trained fp32 value and stops tracking it; its gradient becomes fp32 too.
-
-        Works whatever dtype the model was cast to meanwhile.
-        """
+        """Stores a tracked `p` as its trained fp32 value and stops tracking it; its gradient becomes fp32 too."""
         if p in self:
             for name in (COPIED, PICKLED):
                 vars(p).pop(name, None)
@@ -285,12 +241,8 @@ class MasterStore:
 
     @contextmanager
     def widened(self) -> Iterator[None]:
-        """Stores tracked parameters in fp32 within a `with` block; the values that they have at its end are kept.
-
-        Within the block `p.grad` is None. At the end of the block, each parameter gets its gradient and its old
-        low-precision storage back, and the new value is written there. The storage must be the old one because other
-        code holds its address.
-        """
+        """Stores tracked parameters in fp32 within a `with` block; the values that they have at its end are kept."""
+        # The storage must be the old one because other code holds its address.
         held = [(p, p.detach(), p.grad) for p in self]
         for p, _, _ in held:
             value = self.full(p)
@@ -307,11 +259,7 @@ class MasterStore:
                 p.grad = grad
 
     def note(self, params: Iterable[Parameter], *, writes_to_come: int = 0) -> None:
-        """Records that the store or an update, not other code, has written the present values of tracked weights.
-
-        If `writes_to_come` is positive, exactly that many in-place writes to each weight must follow. They do not count
-        as changes by other code either, and must write the values that the weight has already.
-        """
+        """Records that the store or an update, not other code, has written the present values of tracked weights."""
         for p in params:
             entry = self._entries.get(id(p))
             if entry is not None:
@@ -332,13 +280,7 @@ class MasterStore:
         return p.dtype is self.low and (extra is None or extra.shape == p.shape)
 
     def _recovered(self, entry: _Entry) -> Tensor:
-        """Returns the fp32 value of a weight that was cast to another dtype.
-
-        With `copy`, this is the master. But if the weight was changed in place, elements of the master that no longer
-        round to the weight are replaced by those of the weight. With `split`, weight and remainder are joined. But
-        elements of the weight that are no longer values of the low format are returned as they are (a cast to fp32 or
-        float64 changes no low value). With `none`, the weight itself is returned.
-        """
+        """Returns the fp32 value of a weight that was cast to another dtype."""
         p, extra = entry.param, entry.extra
         weight = p.detach()
         current = weight.to(torch.float32)

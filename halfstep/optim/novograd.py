@@ -127,11 +127,7 @@ def options(group: Mapping[str, Any]) -> NovoGradOptions:
 
 
 def eager(batch: Batch, options: NovoGradOptions) -> Iterator[list[Tensor]]:
-    """Yields the new weight and states of each parameter, by Ginsburg et al. 2019, algorithm 1.
-
-    Without `reg_inside_moment`, unlike in the paper, the running mean is taken of the gradients themselves, and the
-    mean is divided by the running norm.
-    """
+    """Yields the new weight and states of each parameter, by Ginsburg et al. 2019, algorithm 1."""
     share = 1 - options.beta1 if options.averaging else 1.0
     means, roots = bias_corrections(batch, options.beta1, options.beta2, corrected=options.corrected)
     lr, decay = rounded(options.lr, batch), options.weight_decay
@@ -149,10 +145,7 @@ def eager(batch: Batch, options: NovoGradOptions) -> Iterator[list[Tensor]]:
 
 
 def _followed(held: Tensor, g: Tensor, step: Tensor, options: NovoGradOptions) -> Tensor:
-    """Returns the new running norm: the old one, `held`, averaged with the norm of the gradient `g`.
-
-    At step 1 it is just the norm of `g`, unless `options.from_zero` is true.
-    """
+    """Returns the new running norm: the old one, `held`, averaged with the norm of the gradient `g`."""
     wide = widest(g.device)
     mixed: Tensor
     before, beta = held.to(wide), options.beta2

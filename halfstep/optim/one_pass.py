@@ -63,13 +63,7 @@ class OnePassStepper:
     def step(
         self, params: list[Parameter], grads: list[Tensor], factor: Tensor | None, found: Tensor
     ) -> BaseException | None:
-        """Updates `params` from `grads` times `factor`; changes nothing if `found` is true.
-
-        Returns the exception that a post hook raised after the update, or None.
-
-        Raises:
-            SessionError: a gradient, a state or a parameter does not fit the update; nothing was changed.
-        """
+        """Updates `params` from `grads` times `factor`; changes nothing if `found` is true."""
         if has_hooks(self._optimizer):
             return self._step_with_hooks(params, grads, factor, found)
         self._step(params, grads, factor, found)
@@ -85,10 +79,8 @@ class OnePassStepper:
         self._prepared = True
 
     def close(self) -> None:
-        """Removes the hook on `optimizer.state_dict` and the state that no update has reached.
-
-        Moves step counts to where torch keeps them: to the CPU, unless the param group is `fused` or `capturable`.
-        """
+        """Removes the hook on `optimizer.state_dict` and the state that no update has reached."""
+        # Moves step counts to where torch keeps them: to the CPU, unless the param group is `fused` or `capturable`.
         self._hook.remove()
         self._cache = None
         for p in self._unreached():
@@ -151,10 +143,7 @@ class OnePassStepper:
         return [p for group in self._optimizer.param_groups for p in group["params"]]
 
     def _by_group(self, params: list[Parameter], grads: list[Tensor]) -> list[list[Member]]:
-        """Returns a list of (parameter, gradient) for each param group; refuses bad gradients.
-
-        Parameters without elements are left out.
-        """
+        """Returns a list of (parameter, gradient) for each param group; refuses bad gradients."""
         name = type(self._optimizer).__name__
         check_gradients(params, grads, self._name_of)
         for p, grad in zip(params, grads, strict=True):
@@ -282,12 +271,7 @@ class OnePassStepper:
 def check_gradients(
     params: list[Parameter], grads: list[Tensor], name_of: Callable[[Parameter], str] | None = None
 ) -> None:
-    """Refuses gradients that do not fit their parameters.
-
-    Raises:
-        SessionError: a gradient differs from its parameter in shape or device, or is a tensor subclass without plain
-            storage; the message names the parameter.
-    """
+    """Refuses gradients that do not fit their parameters."""
     for p, grad in zip(params, grads, strict=True):
         if type(grad) is not Tensor and is_wrapped(grad):
             raise SessionError(_wrapped(grad, p, named(p, name_of)))

@@ -25,14 +25,7 @@ def own_step(
     *,
     counts: bool = False,
 ) -> Any:
-    """Calls `closure` if passed, updates the parameters that have a gradient, and returns the closure's result.
-
-    `options_of`, `law` and `counts` (whether the optimizer counts its updates) are those of the optimizer's row in
-    `halfstep.optim.table`.
-
-    Raises:
-        RuntimeError: a gradient is sparse.
-    """
+    """Calls `closure` if passed, updates the parameters that have a gradient, and returns the closure's result."""
     loss = None
     if closure is not None:
         with torch.enable_grad():
@@ -54,12 +47,7 @@ def own_step(
 
 
 def check_arguments(name: str, params: object, betas: Any, others: Mapping[str, Any]) -> None:
-    """Checks what an optimizer is made from; `others` are numbers by name.
-
-    Raises:
-        ValueError: `betas` are not two numbers in [0, 1), or one of `others` is not a number of 0 or more.
-        TypeError: `params` is a module.
-    """
+    """Checks what an optimizer is made from; `others` are numbers by name."""
     if isinstance(params, nn.Module):
         raise TypeError(f"{name} expected parameters, not {type(params).__name__}; pass model.parameters()")
     for words, value in others.items():

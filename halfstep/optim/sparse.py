@@ -33,12 +33,9 @@ class SparseRows:
 def touched_rows(
     layout: Layout, weight: Tensor, extra: list[Tensor], grad: Tensor, options: Options
 ) -> SparseRows | None:
-    """Returns the rows of `weight` that the sparse `grad` reaches, or None if `grad` must be made dense.
-
-    `extra` is a list with the master or the remainder of the weight, or an empty list; its rows are returned too.
-    `grad` must be made dense if every row changes, because of weight decay or of state such as a momentum. It must also
-    be made dense on devices other than the CPU, where the host would have to wait for the number of rows.
-    """
+    """Returns the rows of `weight` that the sparse `grad` reaches, or None if `grad` must be made dense."""
+    # `grad` must be made dense if every row changes, because of weight decay or of state such as a momentum. It must
+    # also be made dense on devices other than the CPU, where the host would have to wait for the number of rows.
     if options.states or options.weight_decay or weight.device.type != "cpu" or grad.sparse_dim() != 1:
         return None
     merged = grad.detach().coalesce()

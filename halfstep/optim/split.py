@@ -58,13 +58,8 @@ def round_half_away(full: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def storable(bits: Tensor) -> Tensor:
-    """Returns the int32 `bits` of fp32 values, with some NaNs replaced so that every NaN rounds to a NaN in bf16.
-
-    Each replaced NaN becomes the nearest one that rounds to a NaN. Without the sign bit, 0x7F800001 to 0x7F807FFF
-    become 0x7F808000, and 0x7FFF8000 to 0x7FFFFFFF (a GPU's own NaN) become 0x7FFF7FFF. These are 131,070 of all 2**32
-    patterns. Fewer are not possible, since there are 131,070 more fp32 NaNs than pairs of a NaN weight and a remainder.
-    Uses integer arithmetic, which is faster than comparisons.
-    """
+    """Returns the int32 `bits` of fp32 values, with some NaNs replaced so that every NaN rounds to a NaN in bf16."""
+    # Fewer are not possible, since there are 131,070 more fp32 NaNs than pairs of a NaN weight and a remainder.
     magnitude = bits & 0x7FFFFFFF
     is_nan = (magnitude - _INFINITY).clamp_(0, 1)
     held = magnitude.clamp(max=_LAST_NAN).clamp_(min=is_nan.mul_(_FIRST_NAN))

@@ -28,16 +28,11 @@ CHOICES = ("foreach", "fused", "capturable", "differentiable")  # options that c
 
 
 def exact_state_loading(optimizer: Optimizer) -> Callable[[], None]:
-    """Makes `optimizer.load_state_dict` keep fp32 state fp32 and copy it; returns a function that undoes this.
-
-    Without this, torch casts state to the dtype of the parameter, so that the moments of a low weight would lose bits.
-    torch also uses the tensors of the loaded dict themselves, so that a later step would overwrite them. If the loaded
-    state of a low weight is in low precision, it becomes fp32.
-
-    A state that the optimizer cannot continue from raises a StateError before anything is changed. This is checked
-    after all load pre-hooks have run, because a pre-hook may change the state. If a load raises any other error, the
-    previous state and options are put back.
-    """
+    """Makes `optimizer.load_state_dict` keep fp32 state fp32 and copy it; returns a function that undoes this."""
+    # Without this, torch casts state to the dtype of the parameter, so that the moments of a low weight would lose
+    # bits. torch also uses the tensors of the loaded dict themselves, so that a later step would overwrite them. A
+    # state that the optimizer cannot continue from raises a StateError before anything is changed. This is checked
+    # after all load pre-hooks have run, because a pre-hook may change the state.
     loading: list[StateDict] = []
 
     def keep(_: Optimizer, state_dict: StateDict) -> StateDict:
@@ -69,11 +64,7 @@ def exact_state_loading(optimizer: Optimizer) -> Callable[[], None]:
 
 
 def _all_or_nothing(optimizer: Optimizer, judge: RemovableHandle, mend: RemovableHandle) -> Callable[[], None]:
-    """Makes `optimizer.load_state_dict` put the old state back if it raises; returns a function that undoes this.
-
-    `judge` is the pre-hook that checks the loaded state. It is made to run last, after hooks that may change the state.
-    `mend` is the post hook that restores the saved bits. It is made to run first, before hooks that read the state.
-    """
+    """Makes `optimizer.load_state_dict` put the old state back if it raises; returns a function that undoes this."""
     load = optimizer.load_state_dict
     pre, post = load_pre_hooks_of(optimizer), load_post_hooks_of(optimizer)
     released = False
@@ -224,11 +215,9 @@ def _is_known(optimizer: Optimizer) -> bool:
 def _shapes(
     optimizer: Optimizer, p: Tensor, entry: StateDict, names: Iterable[str], groups: tuple[StateDict, StateDict]
 ) -> Shapes:
-    """Returns the states that the loaded ones of `p` must have, by name, with their shapes (None: any), where known.
-
-    A row lists its states. Of another optimizer those that it holds tell, unless its options change; otherwise the
-    `names` in the states of all parameters with as many dimensions. `groups` are the loaded and the present options.
-    """
+    """Returns the states that the loaded ones of `p` must have, by name, with their shapes (None: any), where known."""
+    # Of another optimizer those that it holds tell, unless its options change; otherwise the `names` in the states of
+    # all parameters with as many dimensions.
     given, now = groups
     held = {name: value.shape for name, value in optimizer.state.get(p, {}).items() if isinstance(value, Tensor)}
     row = any_row_of(type(optimizer))
@@ -285,10 +274,7 @@ def _require(what: str, part: Any, names: Iterable[str]) -> None:
 
 
 def widen_states(optimizer: Optimizer, made_low: Iterable[Tensor]) -> Callable[[], None]:
-    """Makes low tensors in the state of parameters that were low when it was made fp32; returns what puts them back.
-
-    What an optimizer keeps low for an fp32 weight is its own choice and stays as it is.
-    """
+    """Makes low tensors in the state of parameters that were low when it was made fp32; returns what puts them back."""
     changed: list[tuple[StateDict, StateDict]] = []
     for p in made_low:
         state = optimizer.state.get(p, {})

@@ -30,13 +30,7 @@ class Stepper(Protocol):
     def step(
         self, params: list[Parameter], grads: list[Tensor], factor: Tensor | None, found: Tensor
     ) -> BaseException | None:
-        """Updates `params` from `grads` times `factor`; changes nothing if `found` is true.
-
-        Returns the exception that a step hook raised after the update, or None; an earlier exception is raised. `grads`
-        may be low, full or sparse, and carry the loss scale; the step leaves them and every `p.grad` as they are.
-        `factor` is a 0-dim fp32 tensor, the inverse scale times the clip coefficient, or None for exactly 1; `found` is
-        a 0-dim bool tensor.
-        """
+        """Updates `params` from `grads` times `factor`; changes nothing if `found` is true."""
 
     def prepare(self) -> None:
         """Makes the state that a first update of the parameters with a gradient needs, before it is read or loaded."""

@@ -43,10 +43,7 @@ class UpdateWatch:
 
     @torch.no_grad()
     def before(self, params: Sequence[Parameter], grads: Sequence[Tensor], factor: Tensor | None) -> Iterator[Updates]:
-        """Yields the updates that can be computed before a step with `grads` times `factor`.
-
-        If the updates of this optimizer cannot be computed, yields nothing and copies the weights, which `after` needs.
-        """
+        """Yields the updates that can be computed before a step with `grads` times `factor`."""
         if isinstance(self._stepper, ForeignStepper):
             self._stepper.unrounded = {}
         row = row_of(self._optimizer)
@@ -92,10 +89,7 @@ class UpdateWatch:
         factor: Tensor | None,
         coming: dict[Any, Coming],
     ) -> None:
-        """Adds `p` to the batch in `coming` for its layout, device, dtype and density; makes the batch if missing.
-
-        Leaves the optimizer's state as it is.
-        """
+        """Adds `p` to the batch in `coming` for its layout, device, dtype and density; makes the batch if missing."""
         layout = self._store.layout(p)
         weight = as_real(p.detach())
         key = (layout, p.device, weight.dtype, is_dense(weight))
@@ -152,10 +146,7 @@ class Coming:
 
     @torch.no_grad()
     def add_to(self, rows: Tensor, places: Sequence[int | None], *, sample: int | None) -> None:
-        """Adds the statistics of the update of `params[i]` to `rows[places[i]]`; skips it if `places[i]` is None.
-
-        For `sample` see `halfstep.kernels.stats.add_stats`.
-        """
+        """Adds the statistics of the update of `params[i]` to `rows[places[i]]`; skips it if `places[i]` is None."""
         kernel, call = self.row.native_of(self.options), (self.batch, self.options, self.factor, self.skipped)
         if kernel is not None and fits(self.batch, self.options, rows):
             add_updates(kernel, *call, addresses_of(rows, places), sample=sample)
@@ -166,11 +157,8 @@ class Coming:
                     add_stats([in_last_places(update, stored)], rows, [place], sample=sample)
 
     def parts(self, index: int, sample: int | None) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields (stored weight, update in float64) of one parameter, in parts that fit into a processor's cache.
-
-        This is the reference for the compiled loop of `add_updates`. Of a weight with more than `sample` elements, the
-        parts hold only those that `add_stats` would read.
-        """
+        """Yields (stored weight, update in float64) of one parameter, in parts that fit into a processor's cache."""
+        # Of a weight with more than `sample` elements, the parts hold only those that `add_stats` would read.
         alone = self._batch_of(index)
         if sample is not None and is_sampled(alone.weights[0], sample) and is_dense(alone.weights[0]):
             alone = _picked(alone, sampled_places(alone.weights[0].numel(), sample, alone.device))
@@ -204,10 +192,7 @@ class Made:
     update: Tensor
 
     def add_to(self, rows: Tensor, places: Sequence[int | None], *, sample: int | None) -> None:
-        """Adds the statistics of the update to `rows[places[0]]`; does nothing if `places[0]` is None.
-
-        For `sample` see `halfstep.kernels.stats.add_stats`.
-        """
+        """Adds the statistics of the update to `rows[places[0]]`; does nothing if `places[0]` is None."""
         (place,) = places
         if place is not None:
             add_stats([in_last_places(self.update, self.stored[0])], rows, [place], sample=sample)

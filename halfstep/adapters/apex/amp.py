@@ -124,10 +124,7 @@ def initialize(  # noqa: PLR0913  # apex's arguments, in their order
 
 
 def _properties(opt_level: str, overrides: Mapping[str, Any]) -> Properties:
-    """Returns the options of an `initialize` call: the level's defaults, changed by `overrides`.
-
-    Prints them as apex did.
-    """
+    """Returns the options of an `initialize` call: the level's defaults, changed by `overrides`."""
     properties = Properties(opt_level, STATE._low, warn_or_err)
     maybe_print(f"Selected optimization level {BRIEFS[opt_level]}", rank0=True)
     maybe_print("Defaults for this optimization level are:", rank0=True)
@@ -161,14 +158,7 @@ def _own(optimizer: Any) -> Any:
 
 
 def _check_models(models: Sequence[nn.Module]) -> list[nn.Module]:
-    """Checks models and returns those that have fp16 or bf16 parameters or buffers.
-
-    Such a model raises an error, unless `allow_incoming_model_not_fp32` of the AmpState is set. If `hard_override` of
-    the AmpState is set, a warning is printed instead.
-
-    Raises:
-        RuntimeError: a model is wrapped for data parallelism, or has fp16 or bf16 values that are not allowed.
-    """
+    """Checks models and returns those that have fp16 or bf16 parameters or buffers."""
     loaded_low = []
     for model in models:
         if isinstance(model, nn.DataParallel) or type(model).__name__ == "DistributedDataParallel":

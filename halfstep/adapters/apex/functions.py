@@ -51,13 +51,7 @@ def register_float_function(module: Any, name: str) -> None:
 
 
 def register_promote_function(module: Any, name: str) -> None:
-    """Makes the function `name` of a module or class run in the widest format among its arguments.
-
-    This takes effect at the next `initialize`.
-
-    Raises:
-        ValueError: the same cases as for `register_half_function`.
-    """
+    """Makes the function `name` of a module or class run in the widest format among its arguments."""
     _register("promote", module, name)
 
 

@@ -83,10 +83,7 @@ def uninstall() -> None:
 
 
 def _put(name: str, names: dict[str, Any], made: set[str]) -> None:
-    """Adds `names`, a dict of names and values, to the module `name`.
-
-    If there is no such module, an empty one is put into `sys.modules`, and its name is added to `made`.
-    """
+    """Adds `names`, a dict of names and values, to the module `name`."""
     parent, _, leaf = name.rpartition(".")
     module = None if parent in made else _real(name)
     if module is None:

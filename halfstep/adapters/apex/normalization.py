@@ -140,11 +140,7 @@ def _normalized(
     eps: float,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Returns `norm` of the input, cast to `dtype`; `weights` are its weight and, for a layer norm, its bias.
-
-    If the input and the weights differ in dtype, the norm is computed in the dtype to which torch promotes them, and
-    only its result is rounded.
-    """
+    """Returns `norm` of the input, cast to `dtype`; `weights` are its weight and, for a layer norm, its bias."""
     if input.dtype is weights[0].dtype:
         out = norm(input, _shape(normalized_shape), *weights, eps)
     else:

@@ -146,13 +146,7 @@ def convert_syncbn_model(
 
 
 def create_syncbn_process_group(group_size: int) -> dist.ProcessGroup | None:
-    """Splits the processes into groups of `group_size` consecutive ranks; returns the group of this process.
-
-    For `group_size` 0, which means all processes, it returns None.
-
-    Raises:
-        SetupError: `group_size` does not divide the number of processes.
-    """
+    """Splits the processes into groups of `group_size` consecutive ranks; returns the group of this process."""
     if group_size == 0:
         return None
     count = dist.get_world_size()

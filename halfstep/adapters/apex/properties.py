@@ -94,12 +94,7 @@ class Properties:
         raise AttributeError(f"{name} is read-only; set it with an argument of amp.initialize")
 
     def override(self, name: str, value: Any) -> None:
-        """Sets an option to a caller's value.
-
-        Raises:
-            RuntimeError: the value contradicts the level.
-            ValueError: the option does not allow the value.
-        """
+        """Sets an option to a caller's value."""
         checked = _CHECKS[name](name, value)
         why = _contradiction(self.opt_level, name, checked)
         if why is not None:
@@ -125,11 +120,7 @@ def _model_type(name: str, value: Any) -> Any:
 
 
 def switch(name: str, value: Any) -> bool:
-    """Returns the value of an option that is on or off.
-
-    Raises:
-        ValueError: it is neither True nor False, also as text.
-    """
+    """Returns the value of an option that is on or off."""
     if value not in (True, False, "True", "False"):
         raise ValueError(f"{name} is {value!r}; pass True or False")
     return value in (True, "True")
@@ -187,14 +178,7 @@ def make_plan(
     scaling: Scaling,
     changes: Iterable[OpChange],
 ) -> Plan:
-    """Returns the Plan for the options in `properties`.
-
-    `low` is the low-precision format at O1; at O2 and O3 it is `properties.cast_model_type`. `changes` are the changes
-    to op lists that scripts made by registering functions.
-
-    Raises:
-        ValueError: `cast_model_outputs` is neither fp32 nor the low format.
-    """
+    """Returns the Plan for the options in `properties`."""
     if properties.cast_model_type in LOW_TYPES:
         return _stored_low(properties, models, scaling, cast_model_outputs)
     if properties.patch_torch_functions:
@@ -229,13 +213,7 @@ def _output(dtype: torch.dtype | None, low: torch.dtype) -> PlanOutput:
 
 
 def make_scaling(loss_scale: str | float, least: float | None, most: float) -> Scaling:
-    """Returns the Scaling for the argument `loss_scale` of `initialize`, "dynamic" or a number.
-
-    `least` and `most` bound a dynamic scale; None for `least` means the smallest scale that halfstep allows.
-
-    Raises:
-        PlanError: `least` is above `most`, or one of them is out of range.
-    """
+    """Returns the Scaling for the argument `loss_scale` of `initialize`, "dynamic" or a number."""
     if loss_scale != "dynamic":
         return Scaling("static", init=loss_scale_of(loss_scale))
     least = SMALLEST_SCALE if least is None else real("min_loss_scale", least, low=SMALLEST_SCALE, high=LARGEST_SCALE)

@@ -73,11 +73,7 @@ class AmpState:
         return [trained.session.runtime.casting for trained in self.sessions() if trained.casts]
 
     def of(self, optimizers: Sequence[Optimizer]) -> Trained:
-        """Returns the `Trained` made by the call of `initialize` that these optimizers were passed to.
-
-        Raises:
-            RuntimeError: `initialize` was not called, or these optimizers were not all passed to one call.
-        """
+        """Returns the `Trained` made by the call of `initialize` that these optimizers were passed to."""
         if not hasattr(self, "opt_properties"):
             raise RuntimeError(NOT_INITIALIZED)
         for trained in self.sessions():
@@ -116,11 +112,7 @@ class Trained:
     def after_step(
         self, record: StepRecord, parts: Sequence[Part], scales: Mapping[int, Tensor], stopping: Sequence[int]
     ) -> None:
-        """Records whether a step was skipped, and the scale of each of its losses before and after the step.
-
-        Then prints the overflows of this and earlier steps, if their numbers have been copied to the host. `scales` has
-        the scales before the step, by loss id. `parts` and `stopping`, which all watchers get, are not used.
-        """
+        """Records whether a step was skipped, and the scale of each of its losses before and after the step."""
         if STATE.verbosity > 0 and scales and not is_capturing(record.skipped.device):
             now = [self.session.runtime.scales.of(loss_id).value for loss_id in scales]
             numbers = [number.to(record.skipped.device) for number in (record.skipped.float(), *scales.values(), *now)]
@@ -139,11 +131,7 @@ class Trained:
                 vars(optimizer).pop(name, None)
 
     def load(self, scales: Mapping[int, tuple[float, int]]) -> None:
-        """Sets the scales of some losses, and the number of clean steps since each scale last changed.
-
-        Raises:
-            StateError: a scale is out of range, or the scales are not dynamic; nothing is changed.
-        """
+        """Sets the scales of some losses, and the number of clean steps since each scale last changed."""
         state: dict[str, Any] = self.session.state_dict()
         for loss_id, (scale, unskipped) in scales.items():
             state["scales"][str(loss_id)] = {
@@ -170,10 +158,8 @@ class Trained:
 
 
 def _nothing() -> None:
-    """Does nothing.
-
-    Optimizers get it under the names of apex's methods that create masters, because some scripts call these methods.
-    """
+    """Does nothing."""
+    # Optimizers get it under the names of apex's methods that create masters, because some scripts call these methods.
 
 
 class LossScaler:
@@ -229,11 +215,7 @@ class Handle:
 
 
 def warn_or_err(message: str) -> None:
-    """Raises an error with this message, or prints it as a warning if `hard_override` is set.
-
-    Raises:
-        RuntimeError: `hard_override` is not set.
-    """
+    """Raises an error with this message, or prints it as a warning if `hard_override` is set."""
     if not STATE.hard_override:
         raise RuntimeError(message)
     print("Warning:  " + message)
