@@ -6,16 +6,16 @@ Each finding has an edit that was tried on a copy of the model, if one helped.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import takewhile
 from typing import TypeAlias
 
-from halfstep.diagnose.cures import edited, is_op, rules_around
+from halfstep.diagnose.cures import is_op, rules_around
 from halfstep.diagnose.rehearsal import Rehearsal
+from halfstep.diagnose.search import first_cure
 from halfstep.diagnose.words import place_of, which_model
 from halfstep.edits import Edit, OpChange, spell
-from halfstep.errors import HalfstepError
 from halfstep.observe.absorbed import Absorbed
 from halfstep.observe.recorder import Note, OpRecorder
-from halfstep.plan.plan import Plan
 from halfstep.records import Finding
 
 _UNTRIED = "so no edit could be tried"
@@ -36,35 +36,26 @@ def _place(recorder: OpRecorder, absorbed: Absorbed[Note]) -> _Place:
 
 def _cure(rehearsal: Rehearsal, recorder: OpRecorder, absorbed: Absorbed[Note]) -> tuple[tuple[Edit, ...], str]:
     """Returns (edits, reason): edits under which the overflow is no longer absorbed, and why there are none."""
+    place, inputs = _place(recorder, absorbed), rehearsal.inputs
+
+    def works(trial: Rehearsal) -> bool:
+        again = OpRecorder(rehearsal.roots)
+        with trial.recording(again):
+            loss = trial.loss()
+        again.trail.end([loss])
+        cured = place not in {_place(again, each) for each in again.trail.found}
+        return cured and bool(loss.isfinite()) and inputs.same
+
     try:
-        for edits, plan in edited(rehearsal.plan, _candidates(rehearsal, recorder, absorbed)):
-            if _cures(rehearsal, plan, _place(recorder, absorbed)):
-                return edits, ""
-            if not rehearsal.inputs.same:
-                return (), f"the closure takes another batch each time, {_UNTRIED}"
+        candidates = takewhile(lambda _: inputs.same, _candidates(rehearsal, recorder, absorbed))
+        edits = first_cure(rehearsal, candidates, works)
     except StopIteration:
         return (), f"the closure ran out of batches, {_UNTRIED}"
     except Exception as error:  # whatever copying the model raises
         return (), f"a copy of the model cannot be made or run ({type(error).__name__}), {_UNTRIED}"
-    return (), "no edit of the plan was found that cures it"
-
-
-def _cures(rehearsal: Rehearsal, plan: Plan, place: _Place) -> bool:
-    """Tells whether, under a plan, the closure's loss is finite for the same batch and nothing is absorbed at `place`.
-
-    Raises:
-        Exception: an error of the closure, or of copying the model.
-    """
-    rehearsal.rewind()
-    recorder = OpRecorder(rehearsal.roots)
-    try:
-        with rehearsal.under(plan) as trial, trial.recording(recorder):
-            loss = trial.loss()
-        recorder.trail.end([loss])
-    except HalfstepError:  # the plan does not fit
-        return False
-    cured = place not in {_place(recorder, each) for each in recorder.trail.found}
-    return cured and bool(loss.isfinite()) and rehearsal.inputs.same
+    if not inputs.same:
+        return (), f"the closure takes another batch each time, {_UNTRIED}"
+    return edits, "" if edits else "no edit of the plan was found that cures it"
 
 
 def _candidates(rehearsal: Rehearsal, recorder: OpRecorder, absorbed: Absorbed[Note]) -> Iterator[tuple[Edit, ...]]:

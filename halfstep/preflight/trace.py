@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,12 +12,13 @@ from torch import Tensor
 
 from halfstep.cast.gate import INSIDE
 from halfstep.diagnose.absorbed_findings import absorbed_findings
-from halfstep.diagnose.cures import edited, is_op, rules_around, rules_on
+from halfstep.diagnose.cures import is_op, rules_around, rules_on
 from halfstep.diagnose.rehearsal import Rehearsal, rehearsing
+from halfstep.diagnose.search import first_cure, works_under
 from halfstep.diagnose.streams import Streams
 from halfstep.diagnose.words import in_model, place_of, which_model
 from halfstep.edits import FULL, Edit, OpChange, OpList, Rule, Scaling, spell
-from halfstep.errors import HalfstepError, OpError, SessionError
+from halfstep.errors import OpError, SessionError
 from halfstep.formats import FP32, LOW_DTYPES, Format, as_format
 from halfstep.observe.nonfinite import finite_range, unwrapped
 from halfstep.observe.outputs import dense
@@ -310,10 +310,10 @@ def _formats(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, ...]:
 def _explained(rehearsal: Rehearsal, failure: Failure) -> Finding:
     """Returns a finding about a failure, with edits under which the step runs, or the reason why there are none."""
     try:
-        if _runs(rehearsal, rehearsal.plan):
+        if works_under(rehearsal, rehearsal.plan, _runs):
             return _failed(failure, (), f"a second call of the closure did not fail, {UNTRIED}")
-        edits = _cure(rehearsal, failure)
-        if edits or _runs(rehearsal, level("O0", rehearsal.plan.low)):
+        edits = first_cure(rehearsal, _candidates(rehearsal.plan, failure, rehearsal.roots), _runs)
+        if edits or works_under(rehearsal, level("O0", rehearsal.plan.low), _runs):
             return _failed(failure, edits, "")
     except StopIteration:
         return _failed(failure, (), f"the closure ran out of batches, {UNTRIED}")
@@ -372,28 +372,14 @@ def _candidates(plan: Plan, failure: Failure, roots: Sequence[torch.nn.Module]) 
     return [*((change,) for change in changes), *rules_around(failure.module, plan, roots)]
 
 
-def _cure(rehearsal: Rehearsal, failure: Failure) -> tuple[Edit, ...]:
-    for edits, plan in edited(rehearsal.plan, _candidates(rehearsal.plan, failure, rehearsal.roots)):
-        if _runs(rehearsal, plan):
-            return edits
-    return ()
-
-
-def _runs(rehearsal: Rehearsal, plan: Plan) -> bool:
-    """Tells whether the step runs under a plan, on a copy of the model."""
-    rehearsal.rewind()
-    with ExitStack() as undo:
-        try:
-            trial = undo.enter_context(rehearsal.under(plan))
-        except HalfstepError:  # the plan does not fit
-            return False
-        try:
-            with trial.gradients(trial.loss(), 1.0):
-                return True
-        except StopIteration:
-            raise
-        except Exception:  # the step fails under it as well
-            return False
+def _runs(trial: Rehearsal) -> bool:
+    try:
+        with trial.gradients(trial.loss(), 1.0):
+            return True
+    except StopIteration:
+        raise
+    except Exception:  # the step fails under this plan as well
+        return False
 
 
 def _of_results(rehearsal: Rehearsal, loss: Tensor) -> Iterator[Finding]:
