@@ -21,6 +21,7 @@ from halfstep.forecast.whatif import whatif
 from halfstep.formats import BF16, E4M3, E5M2, FP16, FP32, TF32, Format
 from halfstep.initialize import initialize
 from halfstep.inspection.inspect import inspect
+from halfstep.kinds import Kind
 from halfstep.measurements import Inspection
 from halfstep.observe.probe import Probe
 from halfstep.observe.stats import measure
@@ -35,7 +36,6 @@ from halfstep.preflight.check import check
 from halfstep.records import (
     AbsorbedOverflow,
     Finding,
-    Kind,
     NumericsError,
     Observation,
     OpCall,

@@ -6,7 +6,6 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from enum import Enum
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -17,6 +16,7 @@ from torch import Tensor
 from halfstep.edits import Edit, Scaling
 from halfstep.errors import FormatError, HalfstepError
 from halfstep.formats import Format, as_format
+from halfstep.kinds import Kind
 
 
 @dataclass(frozen=True)
@@ -111,23 +111,6 @@ SEVERITIES = ("note", "warning", "error")
 
 
 AFTER_BACKWARD = "after backward"  # a phase: what code does with gradients between the backward pass and the step
-
-
-class Kind(str, Enum):
-    """The kind of failure that a verdict is about; each member is a string and prints as its value."""
-
-    SCALE_TOO_HIGH = "scale too high"  # overflow in backward that vanishes at a lower scale
-    OVERFLOW = "overflow"  # finite inputs, a result beyond the format
-    INVALID = "invalid"  # 0/0, inf-inf, the log of zero, an eps that rounded to zero
-    MASKED_ROW = "masked row"  # a softmax over a row that a mask has left without a finite entry
-    INPUT_DATA = "input data"
-    WEIGHTS = "weights"
-    STALE_GRADIENTS = "stale gradients"  # left from an earlier step
-    ANOTHER_PROCESS = "another process"  # what other processes sent is not finite, what this one computed is
-
-    __str__ = str.__str__
-
-
 BINS = 256  # entries of a histogram of exponents
 BIAS = 127  # entry e, from 1 on, has the magnitudes from 2^(e - BIAS) to twice that
 Array = npt.NDArray[np.float64]

@@ -19,10 +19,11 @@ from halfstep.diagnose.diagnosis import Diagnosis
 from halfstep.diagnose.rehearsal import Rehearsal, check_given, rehearsing
 from halfstep.diagnose.search import Run, Search, first_run, is_finite_at, tried
 from halfstep.diagnose.words import say
+from halfstep.kinds import Kind
 from halfstep.observe.nonfinite import nonfinite
 from halfstep.plan.compatibility import named
 from halfstep.plan.levels import level
-from halfstep.records import Finding, Kind, Verdict
+from halfstep.records import Finding, Verdict
 from halfstep.session.parts import StepFacts
 from halfstep.session.session import Session
 
@@ -160,8 +161,7 @@ def _try_cures(rehearsal: Rehearsal, run: Run, scale: float) -> Verdict | None:
         return None
     found = replace(found, full_loss=full.loss, full=full.found, tried=True)
     found = replace(found, grown=_beyond(rehearsal)) if found.loss_has_grown else found
-    hopeless = full.found is not None or found.has_diverged or found.explodes
-    if hopeless or found.kind in (Kind.INPUT_DATA, Kind.STALE_GRADIENTS):
+    if full.found is not None or found.has_diverged or found.explodes:
         return say(found, rehearsal.plan, (), scale=at)
     search = Search(rehearsal, scale, full.loss)
     cure = search.narrow(found)

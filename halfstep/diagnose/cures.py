@@ -15,19 +15,18 @@ from halfstep.plan.matching import find_sites, together, uncompiled
 from halfstep.plan.norms import norm_kind
 from halfstep.plan.optable import ROWS, ListedOp, find
 from halfstep.plan.plan import Plan
-from halfstep.records import AFTER_BACKWARD, Kind
+from halfstep.records import AFTER_BACKWARD
 
 FULL_OUT = Policy("full", "full", "full")
 WHOLE: tuple[Edit, ...] = (Rule("", FULL),)
 _WAY_DOWN = 2.0**12  # how far below the estimate for one operation the later ones may need the scale
 _ROOM = 4.0  # a constant scale is set this factor below the largest that passes: gradients grow
-_OF_FORMATS = (Kind.OVERFLOW, Kind.INVALID, Kind.MASKED_ROW)  # what a wider format may cure
 _BY_OP = ("deny",)  # running ops of these categories full everywhere costs little
 
 
 def candidates(plan: Plan, found: Diagnosis, roots: Sequence[nn.Module]) -> list[tuple[Edit, ...]]:
     """Returns edits that may cure a failure, in the order in which to try them; empty if no edit can."""
-    if plan.ops == "none" or found.kind not in _OF_FORMATS or found.phase == AFTER_BACKWARD:
+    if plan.ops == "none" or not found.may_be_format or found.phase == AFTER_BACKWARD:
         return []
     edits: list[tuple[Edit, ...]] = []
     if found.module is not None and _is_cheap(found.operator):
@@ -66,7 +65,7 @@ def edited(plan: Plan, candidates: Iterable[tuple[Edit, ...]]) -> Iterator[tuple
 def narrow_candidates(plan: Plan, found: Diagnosis, roots: Sequence[nn.Module]) -> list[tuple[Edit, ...]]:
     """Returns edits that may cure a failure and leave part of the model low."""
     if found.module is None:
-        in_forward = found.kind in _OF_FORMATS and found.phase != AFTER_BACKWARD
+        in_forward = found.may_be_format and found.phase != AFTER_BACKWARD
         known = plan.ops != "none" and in_forward and _is_cheap(found.operator)
         return [(OpChange("deny", found.operator),)] if known else []
     narrow = [edits for edits in candidates(plan, found, roots) if edits != WHOLE]
@@ -86,7 +85,7 @@ def is_whole(edits: tuple[Edit, ...]) -> bool:
 
 def _own_code(plan: Plan, found: Diagnosis, roots: Sequence[nn.Module]) -> list[tuple[Edit, ...]]:
     """Returns edits that run the model's own code in fp32 and its parts low as before; [] if that code did not fail."""
-    if plan.ops == "none" or found.kind not in _OF_FORMATS or _upwards(found.module) != [""]:
+    if plan.ops == "none" or not found.may_be_format or _upwards(found.module) != [""]:
         return []
     parts = {uncompiled(name): part for root in map(unwrap, roots) for name, part in root.named_children()}
     ruled = {rule.pattern for rule in plan.rules}

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from halfstep.diagnose.origin import Origin, reached_from
 from halfstep.diagnose.weights import Growth
 from halfstep.formats import BF16, FP16, FP32, LOW_FORMATS, Format
+from halfstep.kinds import Kind
 from halfstep.observe.recorder import OTHERS, OWN, Leaf, Note, OpRecorder
 from halfstep.plan.plan import Plan
-from halfstep.records import Kind, OpCall
+from halfstep.records import OpCall
 
 _GROWN = 1e3  # times the first loss: a loss above that has diverged
 _RUNS = 4  # runs of one operation on its own results: from here on it is a recurrence
@@ -100,7 +101,13 @@ class Diagnosis:
     @property
     def may_be_scale(self) -> bool:
         """Whether a lower loss scale alone may cure this: a result in the backward pass is too large or invalid."""
-        return self.phase == "backward" and not self.unscaled and self.kind in (Kind.OVERFLOW, Kind.INVALID)
+        of_scale = self.kind is not None and "scale" in self.kind.cured_by
+        return of_scale and self.phase == "backward" and not self.unscaled
+
+    @property
+    def may_be_format(self) -> bool:
+        """Whether a wider format may cure this."""
+        return self.kind is not None and "format" in self.kind.cured_by
 
     def is_at(self, other: Diagnosis) -> bool:
         """Tells whether another run failed in the same place and way."""
@@ -114,7 +121,7 @@ class Diagnosis:
     @property
     def in_full(self) -> Diagnosis | None:
         """How the closure failed in fp32, if it failed in another place there; otherwise None."""
-        if self.full is None or self.kind in (Kind.INPUT_DATA, Kind.STALE_GRADIENTS, Kind.WEIGHTS):
+        if self.full is None or (self.kind is not None and self.kind.advice):  # no operation is at fault
             return None
         if _is_own(self.note) and _is_own(self.full.note):  # which of its operations differs by format
             return None

@@ -27,11 +27,12 @@ from halfstep.diagnose.weights import outgrown, sizes_of
 from halfstep.diagnose.words import of_another, say
 from halfstep.edits import spell
 from halfstep.formats import Format
+from halfstep.kinds import Kind
 from halfstep.modes import as_called, run_uncompiled, take_off
 from halfstep.observe.recorder import Note, OpRecorder
 from halfstep.pages import NAN, more
 from halfstep.processes.shards import local
-from halfstep.records import Kind, NumericsError, StepRecord, Verdict
+from halfstep.records import NumericsError, StepRecord, Verdict
 from halfstep.session.parts import Part
 from halfstep.session.runtime import Runtime
 from halfstep.torch_internals import NO_BACKWARD, backward_task, mode_stack

@@ -10,24 +10,11 @@ from halfstep.diagnose.diagnosis import Diagnosis
 from halfstep.diagnose.origin import NORMALISERS
 from halfstep.edits import Edit, Rule, spell
 from halfstep.formats import BF16, FP16, FP32, LOW_FORMATS
+from halfstep.kinds import Kind
 from halfstep.observe.recorder import OTHERS, OWN, Note
 from halfstep.plan.plan import Plan
-from halfstep.records import AFTER_BACKWARD, Kind, OpCall, Verdict, called, module_words
+from halfstep.records import AFTER_BACKWARD, OpCall, Verdict, called, module_words
 
-_OF_TENSORS: Mapping[Kind | None, str] = {
-    Kind.STALE_GRADIENTS: (
-        "call optimizer.zero_grad() before each backward pass: a non-finite gradient stays non-finite, whatever is "
-        "added to it"
-    ),
-    Kind.INPUT_DATA: (
-        "clean the batch before it reaches the model (torch.nan_to_num with posinf=0 and neginf=0), or drop the sample"
-    ),
-    Kind.WEIGHTS: (
-        "load the last checkpoint whose weights are finite, and find the step after which they are not (likely causes: "
-        "a learning rate that is too high or NaN, or an optimizer whose eps is 0)"
-    ),
-    Kind.ANOTHER_PROCESS: "see the verdicts of the other processes: the fault is in one of them, or in its batch",
-}
 _BUFFER = (
     "if this buffer was computed from counts (1 / count), use 0 where a count is 0; if training updates it (running "
     "statistics), load the last checkpoint in which it is finite"
@@ -68,9 +55,7 @@ def of_another(processes: Sequence[int]) -> Verdict:
     """Returns the verdict for a process that found nothing itself, when the processes numbered `processes` did."""
     who = ", ".join(map(str, processes))
     evidence = f"the fault is in the step of process {who}; all processes skip that step"
-    return Verdict(
-        "", "all_reduce", "backward", Kind.ANOTHER_PROCESS, None, (), evidence, _OF_TENSORS[Kind.ANOTHER_PROCESS]
-    )
+    return Verdict("", "all_reduce", "backward", Kind.ANOTHER_PROCESS, None, (), evidence, Kind.ANOTHER_PROCESS.advice)
 
 
 def say(found: Diagnosis, plan: Plan | None, cure: Sequence[Edit], *, scale: float) -> Verdict:
@@ -253,7 +238,7 @@ def _advice(found: Diagnosis, plan: Plan | None, cure: Sequence[Edit]) -> str:
             words.insert(1, f"this edit was not tried: {found.untried}")
     if found.loss_has_grown:
         words.append(f"if the weights have grown too far, no edit cures that: {_SLOWER}")
-    known = found.kind in _OF_TENSORS or found.phase == AFTER_BACKWARD or _brought_in(found)
+    known = bool(found.kind and found.kind.advice) or found.phase == AFTER_BACKWARD or _brought_in(found)
     if not cure and found.untried and not known:
         words.append(f"no edit was tried, so no cure is known: {found.untried}")
     return "; ".join(words)
@@ -263,11 +248,11 @@ def _words(found: Diagnosis, plan: Plan | None) -> list[str]:
     if found.kind == Kind.INPUT_DATA and found.leaf is not None:
         bad = found.leaf.bad
         alone = {bad.above: "above", bad.below: "below"}.get(bad.nan + bad.above + bad.below, "")
-        return [_NO_DATA.get(alone, _OF_TENSORS[found.kind])]
+        return [_NO_DATA.get(alone, found.kind.advice)]
     if found.kind == Kind.WEIGHTS and found.leaf is not None and found.leaf.kind == "buffer":
         return [_BUFFER]
-    if found.kind in _OF_TENSORS:
-        return [_OF_TENSORS[found.kind]]
+    if found.kind is not None and found.kind.advice:
+        return [found.kind.advice]
     if found.phase == AFTER_BACKWARD:
         by = f", {found.line}," if found.line else ""
         return [

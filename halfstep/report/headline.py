@@ -14,7 +14,8 @@ import torch
 
 from halfstep.errors import FormatError
 from halfstep.formats import as_format
-from halfstep.records import UPDATE, Array, Finding, Kind, StepValues, Verdict, called
+from halfstep.kinds import Kind
+from halfstep.records import UPDATE, Array, Finding, StepValues, Verdict, called
 from halfstep.report.gather import MEASURES, Gathered, Sums
 from halfstep.report.lines import Event
 from halfstep.report.run import Run
@@ -26,16 +27,6 @@ LOST_UPDATES = 0.1  # of the updates of weights without a master
 QUIET = 60.0  # seconds without a line after which a log without an end counts as cut off; slow steps have longer
 GRADIENTS = ("activation_grad", "weight_grad")
 
-SENTENCES = {
-    Kind.OVERFLOW: "{operator} in {place} overflows in {format}",
-    Kind.SCALE_TOO_HIGH: "the loss scale is too high for {operator} in {place}",
-    Kind.INVALID: "{operator} in {place} has no finite result",
-    Kind.MASKED_ROW: "{operator} in {place} gets a row that is masked throughout",
-    Kind.INPUT_DATA: "the input data of {place} are not finite",
-    Kind.WEIGHTS: "weights of {place} are not finite",
-    Kind.STALE_GRADIENTS: "gradients of an earlier step that are not finite were never zeroed",
-    Kind.ANOTHER_PROCESS: "another process sent values that are not finite",
-}
 CAST_TOO_HIGH = "casting gradients to {format} overflows: the loss scale is too high"
 
 
@@ -103,13 +94,13 @@ def headline(run: Run, gathered: Gathered, now: float) -> Headline:
 
 def sentence(verdict: Verdict, low: str) -> str:
     """Returns a verdict as one sentence; `low` is the low format of the run."""
-    known = SENTENCES.get(verdict.kind, f"{verdict.kind} of {{operator}} in {{place}}")
-    if verdict.kind == Kind.SCALE_TOO_HIGH and verdict.operator == "to":
-        known = CAST_TOO_HIGH
-    backward = (
-        " in the backward pass" if verdict.phase == "backward" and verdict.kind in (Kind.OVERFLOW, Kind.INVALID) else ""
+    cast = verdict.kind is Kind.SCALE_TOO_HIGH and verdict.operator == "to"
+    return (CAST_TOO_HIGH if cast else verdict.kind.sentence).format(
+        operator=called(verdict.operator),
+        place=verdict.place,
+        format=_format(verdict, low),
+        backward=" in the backward pass" * (verdict.phase == "backward"),
     )
-    return known.format(operator=called(verdict.operator), place=verdict.place, format=_format(verdict, low)) + backward
 
 
 def _format(verdict: Verdict, low: str) -> str:

@@ -24,7 +24,6 @@ from halfstep.records import (
     UPDATE,
     UPDATE_LIMITS,
     Array,
-    Kind,
     Limits,
     StepValues,
     Verdict,
@@ -41,8 +40,10 @@ POINTS = 4000  # of a line; more steps are thinned to the smallest and the large
 SHOWN = (FP16, BF16, E4M3, E5M2)
 UNPLANNED = FP16  # what a log without a plan is judged by
 HIGHEST = 24  # the exponent of the largest loss scale that the histogram can be shown with, unless the run had a larger
-PHASES = {"forward": ("activation", *GRADIENTS), "backward": GRADIENTS}  # what a verdict may show in, by its phase
-FOCUS = {Kind.WEIGHTS: ("weight",)}  # and by its kind
+PHASES = {
+    "forward": ("activation", *GRADIENTS),
+    "backward": GRADIENTS,
+}  # what a verdict may show in, by its phase
 KINDS = (*GRADIENTS, "activation", "weight", UPDATE)
 
 
@@ -190,7 +191,7 @@ def _focus(gathered: Gathered, event: Event | None) -> dict[str, Any] | None:
     if event is None or not isinstance(event.record, Verdict):
         return None
     verdict = event.record
-    kinds = [kind for kind in FOCUS.get(verdict.kind, PHASES.get(verdict.phase, ())) if kind in gathered.kinds]
+    kinds = [kind for kind in verdict.kind.focus or PHASES.get(verdict.phase, ()) if kind in gathered.kinds]
     near = {kind: _nearest(verdict.module or MODEL, gathered.kinds[kind].modules) for kind in kinds}
     beyond = [kind for kind in kinds if _saturated(gathered.kinds[kind], near[kind][1])]
     chosen = min(beyond or kinds, key=lambda kind: near[kind][0], default=None)

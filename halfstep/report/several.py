@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from rich.table import Table
 
 from halfstep.errors import LogError
-from halfstep.records import Kind, Verdict
+from halfstep.kinds import Kind
+from halfstep.records import Verdict
 from halfstep.report.run import Run, shown
 
 HEADERS = ("process", "log", "steps", "skipped", "loss scale", "first not finite")

@@ -8,7 +8,7 @@ from torch import nn
 
 import halfstep
 from halfstep import FULL, Rule
-from halfstep.records import Kind
+from halfstep.kinds import Kind
 
 
 def blamed(model, inputs):

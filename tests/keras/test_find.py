@@ -9,8 +9,8 @@ from halfstep.adapters.keras import apply_plan, find_broken, set_plan
 from halfstep.adapters.keras.find import find_cause
 from halfstep.edits import FULL, Rule
 from halfstep.errors import SetupError
+from halfstep.kinds import Kind
 from halfstep.plan.levels import level
-from halfstep.records import Kind
 from tests.keras.common import everywhere, keras, numbers, on
 from tests.keras.zoo import INITIAL, Block
 

@@ -13,7 +13,7 @@ from halfstep.adapters.keras.modules import seen_as_modules
 from halfstep.adapters.keras.policies import children_of, layers_of
 from halfstep.edits import FULL, Rule
 from halfstep.errors import SetupError
-from halfstep.records import Kind
+from halfstep.kinds import Kind
 from tests.keras.common import BACKEND, keras, numbers, on
 from tests.keras.test_find import FAULTS, SOME, batch, images, nested, words
 from tests.keras.zoo import layers

@@ -6,11 +6,12 @@ import math
 import pytest
 
 from halfstep.formats import BF16, FP16
+from halfstep.kinds import Kind
 from halfstep.plan.io import to_dict
 from halfstep.plan.levels import level
-from halfstep.records import Finding, Kind, OpCall, SessionStart, StepRecord, Verdict
+from halfstep.records import Finding, OpCall, SessionStart, StepRecord, Verdict
 from halfstep.report.gather import gather
-from halfstep.report.headline import SENTENCES, headline, sentence
+from halfstep.report.headline import headline, sentence
 from halfstep.report.log import RunLog
 from halfstep.report.run import read_log
 from tests.report.logs import seen, step
@@ -45,7 +46,7 @@ def say(tmp_path):
 
 
 def verdict(kind="overflow", module="h.1.attn", phase="forward", operator="softmax", call=None):
-    return Verdict(module, operator, phase, kind, None, (), "seen", "do", call)
+    return Verdict(module, operator, phase, Kind(kind), None, (), "seen", "do", call)
 
 
 def steps(first, last, *, skipped=(), scale=1024.0, loss=1.0):
@@ -258,7 +259,6 @@ def test_a_log_without_a_plan_has_no_floor(say):
 
 
 def test_every_kind_of_verdict_has_a_sentence():
-    assert set(SENTENCES) == set(Kind)
     for kind in Kind:
         assert "{" not in sentence(verdict(kind), "fp16")
 
@@ -268,6 +268,3 @@ def test_the_format_of_a_verdict_is_that_of_the_operation():
     assert sentence(cast, "fp16") == "casting gradients to fp16 overflows: the loss scale is too high"
     call = OpCall("m", "mul", "forward", ("float32",), ("float32",), (None,), (None,), None)
     assert sentence(verdict(call=call), "fp16") == "softmax in h.1.attn overflows in fp32"
-    assert sentence(verdict("of a later halfstep", "", "forward"), "fp16") == (
-        "of a later halfstep of softmax in the model itself"
-    )

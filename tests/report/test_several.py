@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 
 from halfstep.errors import LogError
+from halfstep.kinds import Kind
 from halfstep.plan.io import to_dict
 from halfstep.plan.levels import level
-from halfstep.records import Kind, Verdict
+from halfstep.records import Verdict
 from halfstep.report.run import read_log
 from halfstep.report.several import first_overflow, rows_of
 from tests.report.logs import START, seen, step, write

@@ -13,7 +13,8 @@ from halfstep.adapters.keras.figures import figures, finite, finite_but_for_mask
 from halfstep.adapters.keras.installed import keras
 from halfstep.edits import FULL, Rule, Scaling
 from halfstep.errors import SetupError
-from halfstep.records import Kind, Verdict
+from halfstep.kinds import Kind
+from halfstep.records import Verdict
 
 ops, tree = keras.ops, keras.tree
 _LOSS = Call("", None)
