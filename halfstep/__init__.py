@@ -24,7 +24,7 @@ from halfstep.inspection.inspect import inspect
 from halfstep.kinds import Kind
 from halfstep.measurements import Inspection
 from halfstep.observe.probe import Probe
-from halfstep.observe.stats import measure
+from halfstep.observe.rows import measure
 from halfstep.optim.lamb import Lamb
 from halfstep.optim.lion import Lion
 from halfstep.optim.novograd import NovoGrad

@@ -223,7 +223,7 @@ class TensorStats:
         exponents, so it recognises such values only if they are the largest (`amax`), as in the gradient of a mean,
         where all are equal. Otherwise they count as kept.
 
-        >>> from halfstep.observe.stats import measure
+        >>> from halfstep.observe.rows import measure
         >>> gradients = measure(torch.tensor([1.0, 1e-3, 1e-8, 1e-8]))
         >>> gradients.lost("fp16"), gradients.lost("fp16", scale=1024.0)
         (0.5, 0.0)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from halfstep.diagnose.growth import Growth
 from halfstep.diagnose.origin import Origin, reached_from
-from halfstep.diagnose.weights import Growth
 from halfstep.formats import BF16, FP16, FP32, LOW_FORMATS, Format
 from halfstep.kinds import Kind
 from halfstep.observe.recorder import OTHERS, OWN, Leaf, Note, OpRecorder

@@ -21,9 +21,8 @@ from halfstep.diagnose.blame import LEAST, NOT_SEEN
 from halfstep.diagnose.counter import LONGEST_GAP, WINDOW, Counter, Watched
 from halfstep.diagnose.cures import scaling_cure, untried_cure
 from halfstep.diagnose.diagnosis import Diagnosis, diagnose
-from halfstep.diagnose.growth import degree
+from halfstep.diagnose.growth import degree, outgrown, sizes_of
 from halfstep.diagnose.origin import find_origin
-from halfstep.diagnose.weights import outgrown, sizes_of
 from halfstep.diagnose.words import of_another, say
 from halfstep.edits import spell
 from halfstep.formats import Format

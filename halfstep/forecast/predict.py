@@ -15,11 +15,10 @@ from torch.optim import Optimizer
 from halfstep.diagnose.closure import compute_loss, leaves_kept
 from halfstep.edits import LARGEST_SCALE, SMALLEST_SCALE, Scaling
 from halfstep.errors import SessionError
-from halfstep.forecast.backward import Nodes, ProductsSeen, RoundedBackward, noting_nodes
-from halfstep.forecast.rounding import rounded
+from halfstep.forecast.backward import Nodes, ProductsSeen, RoundedBackward, noting_nodes, rounded
 from halfstep.forecast.watch import TensorName, show_weight_grads, watching
 from halfstep.formats import FP32, Format, count_overflows, saturate
-from halfstep.observe.stats import measure
+from halfstep.observe.rows import measure
 from halfstep.records import Rounded, ScaleRange, TensorStats
 
 GRADIENTS = ("activation_grad", "weight_grad")

@@ -14,19 +14,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfstep.cast.owners import owners
-from halfstep.diagnose.closure import check_closure, leaves_kept
+from halfstep.diagnose.closure import check_closure, compute_loss, leaves_kept
 from halfstep.diagnose.cures import FULL_OUT, edited, is_op, rules_on
 from halfstep.diagnose.rewind import untouched
 from halfstep.edits import FULL, LARGEST_SCALE, Edit, OpChange, Policy, Rule, Scaling, spell
 from halfstep.errors import FormatError, PlanError, SessionError, SetupError
-from halfstep.forecast.backward import watching_gradients
-from halfstep.forecast.overflows import NOT_FINITE, absorbed_in_fp16
+from halfstep.forecast.backward import rounded, watching_gradients
 from halfstep.forecast.predict import GRADIENTS, LEAST_SNR_DB, Prediction, Scouted, predict
-from halfstep.forecast.rounding import rounded
 from halfstep.forecast.watch import TensorName, parameters, step
 from halfstep.formats import BF16, FP16, FP32, Format, as_format
 from halfstep.initialize import initialize
 from halfstep.machine import read_facts
+from halfstep.observe.overflows import AbsorbedWatch
 from halfstep.optim.steppers import needs_closure
 from halfstep.plan.choose import choose_plan
 from halfstep.plan.compatibility import check_models, check_optimizers
@@ -44,6 +43,7 @@ FORMATS = ("fp16", "bf16", "e4m3", "e5m2")
 # The gradient with which the scouting backward pass starts instead of 1. Every low format rounds it, so a gradient that
 # holds this number, or a fraction such as 1/8 of it, was not computed low.
 START = 1 + 2.0**-12
+_NOT_FINITE = "not finite"  # the code of a finding
 
 
 def whatif(
@@ -104,7 +104,7 @@ def whatif(
         )
         for parameter in model.parameters():
             parameter.grad = None
-        absorbed = absorbed_in_fp16(closure, model, low_plan) if FP16 in chosen else ()
+        absorbed = _absorbed_in_fp16(closure, model, low_plan) if FP16 in chosen else ()
     findings = {fmt.name: tuple(_stay_full(fmt, prediction, model, low_plan)) for fmt in chosen}
     if absorbed:
         findings[FP16.name] = (*findings[FP16.name], *_about_absorbed(absorbed, findings[FP16.name], model, low_plan))
@@ -286,6 +286,29 @@ def _harm(row: Rounded) -> str:
     return ", ".join([*parts, f"the signal-to-noise ratio is {row.snr_db:.0f} dB"])
 
 
+def _absorbed_in_fp16(closure: Callable[[], Any], model: nn.Module, plan: Plan) -> tuple[Observation | Finding, ...]:
+    """Returns the overflows absorbed in the forward pass of one step under `plan` in fp16."""
+    still = torch.optim.SGD([p for p in model.parameters() if p.requires_grad] or model.parameters(), lr=0.0)
+    with initialize(model, still, customize(plan, low=FP16).edit(Scaling("none"))) as session:
+        watch = AbsorbedWatch(session.runtime.roots)
+        try:
+            with session.runtime.under(watch), watch:
+                loss = compute_loss(closure, list(model.parameters()))
+        except SessionError:
+            raise
+        except Exception as error:  # whatever the model raises
+            evidence = f"a forward pass under {plan.name} in fp16 raises {type(error).__name__}: {error}"
+            advice = "find the place and a cure with halfstep.check(session, closure) in a session with low='fp16'"
+            return (Finding("warning", "step fails", "(model)", evidence, advice),)
+        watch.end([loss])
+        seen = tuple(watch.observations(0))
+        if seen or bool(loss.isfinite()):
+            return seen
+        evidence = f"the loss of a forward pass under {plan.name} in fp16 is {float(loss.detach())}"
+        advice = "find the operation and a cure with halfstep.blame(session, closure) in a session with low='fp16'"
+        return (Finding("warning", _NOT_FINITE, "(model)", evidence, advice),)
+
+
 def _about_absorbed(
     absorbed: Iterable[Observation | Finding], known: Sequence[Finding], model: nn.Module, plan: Plan
 ) -> Iterator[Finding]:
@@ -293,7 +316,7 @@ def _about_absorbed(
     ruled = {edit.pattern for finding in known for edit in finding.cure if isinstance(edit, Rule)}
     for each in absorbed:
         if isinstance(each, Finding):
-            if each.code != NOT_FINITE or not known:  # else one of those may say why
+            if each.code != _NOT_FINITE or not known:  # else one of those may say why
                 yield each
             continue
         said = absorbed_finding(each)

@@ -12,7 +12,7 @@ from halfstep.edits import FULL, Rule
 from halfstep.errors import ObserveError, PlanError
 from halfstep.observe.overflows import Under, watch_absorbed
 from halfstep.observe.probe import Probe
-from halfstep.observe.stats import check_sample
+from halfstep.observe.rows import check_sample
 from halfstep.observe.window import owned
 from halfstep.plan.matching import find_sites, nearest, uncompiled
 from halfstep.records import TENSOR_KINDS, UPDATE, Observation

@@ -18,8 +18,8 @@ from halfstep.modes import as_called, run_uncompiled, take_off
 from halfstep.observe.absorbed import Absorbed, OverflowTrail
 from halfstep.observe.locator import Locator, Place
 from halfstep.observe.opnames import public_name
+from halfstep.observe.rows import measure
 from halfstep.observe.schemas import aten_name
-from halfstep.observe.stats import measure
 from halfstep.records import ABSORBED, Observation
 from halfstep.torch_internals import TorchDispatchMode, in_backward
 

@@ -16,7 +16,7 @@ from halfstep.errors import ObserveError, SessionError
 from halfstep.kernels import stats as kernel
 from halfstep.machine import AVX512_BF16
 from halfstep.observe import probe as probe_module
-from halfstep.observe.stats import measure
+from halfstep.observe.rows import measure
 from halfstep.optim import update_watch
 from halfstep.records import TENSOR_KINDS
 from tests.contracts.cases import Kept, backward_and_step, batch, every_plan, mixed_plans, start, train

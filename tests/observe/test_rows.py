@@ -2,8 +2,7 @@
 
 import torch
 
-from halfstep.observe.rows import StepRows, Subject
-from halfstep.observe.stats import measure
+from halfstep.observe.rows import StepRows, Subject, measure
 
 
 def read(rows):

@@ -17,8 +17,7 @@ from halfstep.adapters.keras.installed import keras
 from halfstep.adapters.keras.policies import describe, layers_of, own_variables
 from halfstep.adapters.keras.scale import LossScaleOptimizer
 from halfstep.errors import PlanError, SetupError
-from halfstep.observe.rows import format_name
-from halfstep.observe.stats import measure
+from halfstep.observe.rows import format_name, measure
 from halfstep.plan.io import to_dict
 from halfstep.plan.plan import Plan
 from halfstep.records import NumericsError, Observation, SessionStart, StepRecord, Verdict
