@@ -296,7 +296,7 @@ class Registry:
         set_cache_tag(",".join([before, *tables]) if tables else self._cache_tag)
 
     def _install(self, marker: str, table: Table) -> None:
-        also = ALSO_EMULATED if table.emulate else ()
+        also, key = ALSO_EMULATED if table.emulate else (), autocast_key(marker)
         wanted: dict[str, Action] = {**dict.fromkeys((*AS_WRITTEN, *also), "pass"), **dict(table.actions)}
         for name, action in wanted.items():
             place = place_of(name, marker, table.device_type)
@@ -306,7 +306,10 @@ class Registry:
             if action == "gather" and table.device_type != "cpu":  # other devices add up in fp32 themselves
                 action = "carry" if name in CARRIED else "pass"
             emulated = table.emulate and (name in ALSO_EMULATED or name.partition(".")[0] in EMULATED)
-            if ":" in name or not (emulated or _deviates(name, action, own)):
+            registers = ":" not in name and (emulated or _deviates(name, action, own))
+            if key != place or not registers:
+                self._let_pass(name, key)
+            if not registers:
                 continue
             site = site or self._register(device, name, marker, own, place)
             if site is not None:
@@ -319,6 +322,14 @@ class Registry:
         if table.widens and self._backward is None:
             self._backward = _Device()
             self._register_backward(self._backward)
+
+    def _let_pass(self, name: str, key: str) -> None:
+        """Makes an operation pass the marker's key, where torch may have a kernel that switches the marker off."""
+        # It has for MTIA and MAIA; what it casts is on such devices alone.
+        if key in self._devices and ":" not in name and has_kernel_for(f"aten::{name}", key):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                self._devices[key].library.impl(name, torch.library.fallthrough_kernel, key)  # type: ignore[no-untyped-call]
 
     def _let_others_pass(self, place: str) -> None:
         """Makes operations without a kernel at a marker's key go on to the next key, as at every key of autocast."""

@@ -224,13 +224,14 @@ class Replicas:
 
     def summing(self) -> bool:
         """Tells whether a step sums its findings over several processes."""
-        if self._stepping is not None and not group_is_open():
+        stepping = self._stages or self._group
+        if stepping is not None and not group_is_open():
             kind = "a stage of a pipeline" if self.staged else "sharded" if self.sharded else "one of several replicas"
             raise SessionError(
                 f"the model is {kind}, and its process group was "
                 "destroyed; save and close the session before torch.distributed.destroy_process_group()"
             )
-        return self._stepping is not None and not self.joining
+        return stepping is not None and not self.joining
 
     def agree(self, own: Findings, parameters: Sequence[nn.Parameter]) -> Findings:
         """Returns what all processes together found in a step, by one all-reduce of what each found (`own`)."""

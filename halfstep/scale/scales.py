@@ -23,14 +23,10 @@ class LossScales:
 
     def __init__(self, scaling: Scaling, device: torch.device) -> None:
         self._scaling, self._device = scaling, device
+        self.active = scaling.active  # whether a scale can differ from 1
         self._scales: dict[int, Scale] = {}
         self._backed_off: dict[int, Tensor] = {}  # for losses with a step since their last backward: in one of these
         self.ceiling: float | None = None  # what `limit` keeps all scales at or below
-
-    @property
-    def active(self) -> bool:
-        """Whether a scale can differ from 1."""
-        return self._scaling.active
 
     def of(self, loss_id: int) -> Scale:
         """Returns the scale of a loss."""

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from halfstep.cast import opregistry
 from halfstep.cast.opkernels import OpSite
 from halfstep.cast.opregistry import MARKERS, REGISTRY
 from halfstep.errors import OpError, PlanError, SessionError
@@ -466,3 +467,15 @@ def test_a_session_that_is_collected_while_the_markers_are_read_disturbs_nobody(
         assert REGISTRY.others(Releasing(one.switch.marker)) == left
         assert REGISTRY.others(one.switch.marker) == left[1:]
         three.close()
+
+
+@pytest.mark.parametrize("marker", MARKERS)
+def test_a_product_that_is_called_by_its_aten_name_is_low_under_every_marker(marker, monkeypatch):
+    """Torch has autocast kernels for MTIA and MAIA, which switch the marker off for what they call."""
+    monkeypatch.setattr(opregistry, "MARKERS", (marker,))
+    x, w = torch.randn(1, 2, 3, 3), torch.randn(3, 2, 2, 2)
+    for table in ("O1", "O2"):
+        with opened(table) as engine, engine.region():
+            out = torch.convolution(x, w, None, (1, 1), (0, 0), (1, 1), False, (0, 0), 1)
+            assert torch.is_autocast_enabled(marker)
+            assert out.dtype is F.conv2d(x, w).dtype is torch.bfloat16
