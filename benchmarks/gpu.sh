@@ -105,6 +105,7 @@ log=$results/log.txt
 unpack_missing "$room/site" 2>&1 | tee -a "$log"
 PYTHONPATH="$(pwd):$room/site${PYTHONPATH:+:$PYTHONPATH}"
 export PYTHONPATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+"$python" hatch_build.py # the loops for the CPU, beside their sources
 : >"$room/parts.txt"
 : >"$room/left_out.txt"
 

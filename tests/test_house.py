@@ -107,17 +107,17 @@ def test_no_module_is_named_by_a_string():
         return any(isinstance(each, ast.Constant) and each.value in folders for each in node.args)
 
     def file_name(node):
-        return isinstance(node, ast.Constant) and node.value in files - {"__init__.py"}
+        return isinstance(node, ast.Constant) and node.value in files - {"__init__.py", "library.py"}  # also torch's
 
     assert places_where(MODULES, named) == []
     assert places_where(MODULES, file_name) == []
 
 
-def test_no_module_reads_the_environment_but_for_its_folders_and_the_compiler():
+def test_no_module_reads_the_environment_but_for_its_folder():
     def read(node):
         return isinstance(node, ast.Attribute) and ast.unparse(node) in ("os.environ", "os.getenv")
 
-    readers = {"halfstep/kernels/cache.py", "halfstep/kernels/build.py", "halfstep/saved.py"}
+    readers = {"halfstep/saved.py"}
     assert {place.partition(":")[0] for place in places_where(MODULES, read)} == readers
 
 

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import torch
 from torch.utils.collect_env import get_nvidia_driver_version, run
 
-from halfstep.kernels.build import find_compiler
+from halfstep.kernels import library
 from halfstep.measurements import Setting
 from halfstep.timing import speedup, take_turns
 
@@ -136,11 +136,11 @@ def _cuda_settings() -> Iterator[Setting]:
 
 def read_tools(device: torch.device) -> dict[str, str]:
     """Returns a dict from the name of each tool that halfstep's fast kernels need to a text on what was found."""
-    # The tools are a C++ compiler and Triton; for a CUDA device the dict also has its driver.
-    compiler = find_compiler()
+    # The compiled loops and Triton; for a CUDA device the dict also has its driver.
+    loops = library.find()
     driver = {} if device.type != "cuda" else {"CUDA driver": _driver()}
     return driver | {
-        "C++ compiler": compiler or "none: instead of halfstep's CPU loops torch operations run, about half as fast",
+        "compiled loops": loops.name if loops is not None else f"none: {library.SLOWER}; {library.MEND}",
         "Triton": "found" if find_spec("triton") else "none: the update on CUDA runs as torch operations",
     }
 

@@ -1,1 +1,1 @@
-"""Loops that are compiled at first use and limited by memory bandwidth; they take tensors and numbers, not plans."""
+"""Compiled loops, limited by memory bandwidth; they take tensors and numbers, not plans."""

@@ -1,7 +1,7 @@
 // The tensors of a batch, opened block by block: what a step and those who watch it read.
 //
 // The arithmetic is that of halfstep/optim/eager.py, operation by operation, each rounded once to fp32, so that both
-// give the same bits. Compiled without contraction (see build.py).
+// give the same bits. Compiled without contraction (see hatch_build.py).
 
 #pragma once
 
@@ -45,23 +45,6 @@ struct Common {
   int32_t maximize;
   int32_t decoupled;  // the decay is of the weight itself, not of the gradient
 };
-
-// Where the fields are; a structure comes before its own, the end has no name. native.py repeats the structures by hand
-// and compares this when it loads a library: a field taken for another would be written over in silence.
-const Place* halfstep_structures() {
-#define FIELD(type, name) {#name, offsetof(type, name), sizeof(type::name)}
-  static const Place places[] = {
-      {"Tensors", 0, sizeof(Tensors)},
-      FIELD(Tensors, tensors), FIELD(Tensors, numels), FIELD(Tensors, weights), FIELD(Tensors, extras),
-      FIELD(Tensors, grads), FIELD(Tensors, grad_formats), FIELD(Tensors, states), FIELD(Tensors, steps),
-      FIELD(Tensors, fresh), FIELD(Tensors, layout), FIELD(Tensors, format), FIELD(Tensors, threads),
-      {"Common", 0, sizeof(Common)},
-      FIELD(Common, factor), FIELD(Common, found), FIELD(Common, lr_single), FIELD(Common, lr_double),
-      FIELD(Common, lr), FIELD(Common, weight_decay), FIELD(Common, maximize), FIELD(Common, decoupled),
-      {nullptr, 0, 0}};
-#undef FIELD
-  return places;
-}
 
 }  // extern "C"
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 from array import array
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from halfstep.errors import HalfstepError
 from halfstep.kernels.batch import Batch, Options, Scratch, is_dense
-from halfstep.kernels.build import check_layout, library
+from halfstep.kernels.library import load
 
-_SOURCE = Path(__file__).with_name("step.cpp")
 _FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _LAYOUTS = {"full": 0, "copy": 1, "split": 2, "low": 3}
 _STATES = 3  # the most that a loop takes
@@ -37,6 +38,31 @@ class _Common(ctypes.Structure):
         *((name, _D) for name in ("lr", "weight_decay")),
         *((name, _I) for name in ("maximize", "decoupled")),
     )
+
+
+class _Field(ctypes.Structure):  # as in blocks.h
+    _fields_ = (("name", ctypes.c_char_p), ("at", ctypes.c_int64), ("size", ctypes.c_int64))
+
+
+def check_layout(loaded: ctypes.CDLL, function: str, layout: Sequence[tuple[str, int, int]]) -> None:
+    """Checks that the library and Python agree on a memory layout: its fields' names, offsets, sizes and order.
+
+    `layout` has (name, offset, size) for each field. `function` is the library's function that returns its own.
+
+    Raises:
+        HalfstepError: they differ.
+    """
+    call = getattr(loaded, function)
+    call.argtypes, call.restype = (), ctypes.POINTER(_Field)
+    places = itertools.takewhile(lambda place: place.name, call())
+    compiled = [(place.name.decode(), place.at, place.size) for place in places]
+    if compiled != list(layout):
+        told, own = ([f"{name}:{at}+{size}" for name, at, size in rows] for rows in (compiled, layout))
+        raise HalfstepError(
+            "halfstep's Python and C++ code disagree about the layout of memory; restart this process if halfstep was "
+            f"reinstalled while it ran, otherwise report this error. {function} in {loaded._name} returned "
+            f"{' '.join(told)}, Python expected {' '.join(own)}"
+        )
 
 
 def check_structures(loops: ctypes.CDLL) -> None:
@@ -112,7 +138,7 @@ def address(numbers: array[int] | array[float]) -> int | None:
 
 @functools.cache
 def _loops() -> ctypes.CDLL | None:
-    loops = library(_SOURCE, "halfstep_structures", "halfstep_read", "halfstep_step")
+    loops = load()
     if loops is not None:
         check_structures(loops)
         loops.halfstep_read.argtypes = (_L, _P, _P, _P, _I, _P, _P, _P)

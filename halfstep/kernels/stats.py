@@ -6,14 +6,14 @@ import ctypes
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from halfstep.kernels.batch import is_dense
-from halfstep.kernels.build import check_layout, library
+from halfstep.kernels.library import load
+from halfstep.kernels.native import check_layout
 from halfstep.records import BINS, COUNTS, DOUBLES, MERGES
 from halfstep.torch_internals import sparse_values
 
@@ -21,7 +21,6 @@ from halfstep.torch_internals import sparse_values
 WIDTH = BINS + len(COUNTS) + len(DOUBLES)
 
 RUN = 64  # neighbours that a sample reads together
-_SOURCE = Path(__file__).with_name("stats.cpp")
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 _PIECE = 2**22  # elements that the torch operations take at a time: they need some 30 bytes per element
 _MAGNITUDE = 0x7FFFFFFF
@@ -64,7 +63,7 @@ def add_stats(tensors: Sequence[Tensor], rows: Tensor, places: Sequence[int], *,
 
 @functools.cache
 def _loops() -> ctypes.CDLL | None:
-    loops = library(_SOURCE, "halfstep_columns", "halfstep_add_stats")
+    loops = load()
     if loops is not None:
         columns = [(name, BINS + column, 1) for column, name in enumerate((*COUNTS, *DOUBLES))]
         check_layout(loops, "halfstep_columns", [("row", 0, WIDTH), *columns])

@@ -7,7 +7,6 @@ import functools
 import math
 from array import array
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -16,11 +15,10 @@ from torch.nn import Parameter
 
 from halfstep.kernels import native
 from halfstep.kernels.batch import Batch, Options
-from halfstep.kernels.build import library
+from halfstep.kernels.library import load
 from halfstep.kernels.native import address
 from halfstep.kernels.stats import RUN
 
-_SOURCE = Path(__file__).with_name("stats.cpp")
 _FRACTION, _BIAS, _EXPONENT = 52, 1023, 0x7FF  # of float64
 _P, _L = ctypes.c_void_p, ctypes.c_int64
 
@@ -63,7 +61,7 @@ def in_last_places(update: Tensor, weight: Tensor) -> Tensor:
 
 @functools.cache
 def _loops() -> ctypes.CDLL | None:
-    loops = library(_SOURCE, "halfstep_structures", "halfstep_add_updates")
+    loops = load()
     if loops is not None:
         native.check_structures(loops)
         loops.halfstep_add_updates.argtypes = (ctypes.c_char_p, _P, _P, _P, _L, _P, _L, _L)

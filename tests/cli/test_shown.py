@@ -95,6 +95,7 @@ INSTEAD = [
     (r"\./dev \w+.*", "CI is made of these", "dev"),
     (r"pip install .*|\.venv/bin/python -m pip .*", "installs packages, as CI does", "dev"),
     (r"\.venv/bin/python -m pytest .*", "is what ./dev test runs", "dev"),
+    (r"python hatch_build\.py", "builds beside the package", "tests/kernels/test_library.py::test_it_runs_as"),
     (r"python docs/look\.py", "needs the site; ./dev docs runs it", "dev"),
     (r"benchmarks/gpu\.sh.*", "needs a GPU, or hours", "tests/test_benchmarks.py::TestGpuScript"),
     (r"torchrun --nproc-per-node 2 -m .*", "two processes", "tests/cli/test_run.py::test_processes_of_torchrun"),

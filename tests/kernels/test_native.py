@@ -1,19 +1,23 @@
 """The compiled loops against the eager reference: the same bits over optimizers, masters, formats, shapes and skips."""
 
+import ctypes
 import functools
 import itertools
 import math
+import shutil
+import subprocess
 
 import pytest
 import torch
 from torch.optim import SGD, AdamW
 
-from halfstep.kernels import build, native
+from halfstep.kernels import library, native
 from halfstep.kernels.batch import Batch
 from halfstep.scale.norm import read_with_torch
+from hatch_build import FLAGS
 from tests.optim.cases import ADAMS, FALSE, OWN, TRUE, assert_same_bits, has_kernel, options_of, own_run
 
-pytestmark = pytest.mark.skipif(build.find_compiler() is None, reason="needs a C++ compiler")
+pytestmark = pytest.mark.skipif(library.find() is None, reason="needs the compiled loops")
 
 MASTERS = [
     (None, torch.float32),
@@ -125,14 +129,16 @@ def fp16_borders():
 
 @pytest.fixture(scope="class", params=["this processor", "any processor"])
 def processor(request, tmp_path_factory):
-    """Compiled for this processor, or for the least that its kind has: without its instructions for fp16."""
+    """Built for processors of this class, or for the least of them: without instructions for fp16."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "any processor":
-            home = tmp_path_factory.mktemp("home")
-            patch.setattr(build, "_FLAGS", tuple(flag for flag in build._FLAGS if flag != "-march=native"))
-            patch.setenv("XDG_CACHE_HOME", str(home))
+            made = tmp_path_factory.mktemp("loops") / "loops.so"
+            command = ["g++", *FLAGS, "-fopenmp", *map(str, library.find().parent.glob("*.cpp")), "-o", str(made)]
+            if shutil.which("g++") is None:
+                pytest.skip("needs g++")
+            subprocess.run(command, check=True)
             patch.setattr(native, "_loops", functools.cache(native._loops.__wrapped__))
-            patch.setattr(native, "library", functools.cache(build.library.__wrapped__))
+            patch.setattr(native, "load", lambda: ctypes.CDLL(str(made)))
         yield
 
 

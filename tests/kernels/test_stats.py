@@ -5,15 +5,14 @@ import pytest
 import torch
 
 from halfstep.errors import HalfstepError
-from halfstep.kernels import stats
-from halfstep.kernels.build import find_compiler
+from halfstep.kernels import library, stats
 from halfstep.kernels.stats import RUN, WIDTH, add_stats, empty_rows, is_sampled
 from halfstep.records import BINS, COUNTS
 from tests.scale.sync import no_cuda_sync
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 WAYS = [
-    pytest.param("native", marks=pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")),
+    pytest.param("native", marks=pytest.mark.skipif(library.find() is None, reason="needs the compiled loops")),
     "eager",
 ]
 
@@ -200,7 +199,7 @@ def test_a_gpu_counts_as_the_cpu_does_and_does_not_wait(dtype):
     check(rows[0].cpu(), t)
 
 
-@pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
+@pytest.mark.skipif(library.find() is None, reason="needs the compiled loops")
 def test_the_columns_of_the_cpp_loops_are_the_fields_of_the_record(monkeypatch):
     assert stats._loops.__wrapped__() is not None
     swapped = ("count", "negatives", "zeros", "infinities", "nans")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.optim import SGD, Adam, AdamW
 
-from halfstep.kernels.build import find_compiler
+from halfstep.kernels import library
 from halfstep.kernels.stats import add_stats, empty_rows
 from halfstep.kernels.update_stats import fits, in_last_places
 from halfstep.optim.update_watch import UpdateWatch
@@ -14,7 +14,7 @@ from halfstep.records import BINS, COUNTS, DOUBLES
 from tests.kernels.test_native import every_layout, grads_of, run_of
 from tests.optim.cases import FALSE, TRUE, assert_same_bits, own_run
 
-needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
+needs_compiler = pytest.mark.skipif(library.find() is None, reason="needs the compiled loops")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

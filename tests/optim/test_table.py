@@ -10,8 +10,8 @@ from torch.optim import SGD, Adam, AdamW
 
 import halfstep
 from halfstep.errors import SessionError
+from halfstep.kernels import library
 from halfstep.kernels.batch import Batch, Options, Scratch
-from halfstep.kernels.build import find_compiler
 from halfstep.optim import adam
 from halfstep.optim.implementations import IMPLEMENTATIONS, update
 from halfstep.optim.lamb import Lamb
@@ -22,7 +22,7 @@ from halfstep.optim.table import KERNELS, TABLE, OptimizerRow, _Read, row_of, un
 from tests.optim.cases import FALSE, OWN, OWN_STEP, WHOLE, has_kernel, options_of
 
 BF16 = torch.bfloat16
-needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
+needs_compiler = pytest.mark.skipif(library.find() is None, reason="needs the compiled loops")
 
 
 def test_a_row_with_whole_weights_has_no_loop_over_blocks():

@@ -1,0 +1,75 @@
+"""Builds halfstep's compiled loops beside their sources: when a wheel or an editable install is made, or as a script.
+
+python hatch_build.py
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import runpy
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+from pathlib import Path
+from typing import Any
+
+try:
+    from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+except ImportError:  # as a script
+
+    class BuildHookInterface:  # type: ignore[no-redef]
+        """Stands for hatchling's."""
+
+
+KERNELS = Path(__file__).resolve().parent / "halfstep" / "kernels"
+X86 = {name: [f"-march={name}"] for name in ("x86-64-v3", "x86-64-v4")}
+CLASSES = {"x86_64": X86, "amd64": X86, "aarch64": {"aarch64": []}, "arm64": {"aarch64": []}}
+# Without the two that drop errno and traps, square roots are not vectorised; without contraction the loops give the
+# bits of separately rounded operations.
+FLAGS = ["-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-std=c++17", "-shared", "-fPIC"]
+
+
+def build() -> str:
+    """Builds what is missing or stale; returns "", or why there is no library, which costs speed alone."""
+    why = [_build(name, options) for name, options in CLASSES.get(platform.machine().lower(), {}).items()]
+    return "" if "" in why else (why or [f"no loops are written for {platform.machine()}"])[0]
+
+
+def _build(name: str, options: list[str]) -> str:
+    stamp = runpy.run_path(str(KERNELS / "library.py"))["stamp"]
+    kept = list(KERNELS.glob(f"loops-{name}-*.so"))
+    if any(path.stem.endswith(stamp(path.read_bytes())) for path in kept):
+        return ""
+    compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX") or "g++", "clang++", "c++"))), None)
+    if compiler is None:
+        return "no C++ compiler found (g++, clang++, c++)"
+    with tempfile.TemporaryDirectory(dir=KERNELS) as room:
+        made = Path(room) / "loops.so"
+        command = [compiler, *FLAGS, *options, *map(str, sorted(KERNELS.glob("*.cpp"))), "-o", str(made)]
+        for threads in (["-fopenmp"], []):  # Apple's clang has no OpenMP: one thread then
+            done = subprocess.run([*command, *threads], capture_output=True, text=True, errors="replace")
+            if done.returncode == 0:
+                made.replace(KERNELS / f"loops-{name}-{stamp(made.read_bytes())}.so")
+                for path in kept:
+                    path.unlink(missing_ok=True)
+                return ""
+    return f"{compiler}: {done.stderr.strip()[-1000:]}"
+
+
+class CustomBuildHook(BuildHookInterface):
+    """Builds the loops before hatchling collects the files, and tags the wheel for the platform."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Is called by hatchling for a wheel and for an editable install."""
+        failed = build()
+        if failed:
+            self.app.display_warning(f"halfstep's compiled loops were not built: {failed}")
+        elif version == "standard":
+            platform_tag = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+            build_data |= {"pure_python": False, "tag": f"py3-none-{platform_tag}"}
+
+
+if __name__ == "__main__":
+    print(build() or "\n".join(path.name for path in sorted(KERNELS.glob("loops-*.so"))))

@@ -1,0 +1,150 @@
+"""The library beside the package: found by processor, trusted by its name, and done without where there is none."""
+
+import logging
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import hatch_build
+from halfstep.doctor.settings import read_tools
+from halfstep.kernels import library, native
+from halfstep.optim.implementations import IMPLEMENTATIONS
+
+ROOT = Path(hatch_build.__file__).parent
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A copy of the package's kernels, without a library, that is searched in place of it."""
+    here = tmp_path / "halfstep" / "kernels"
+    ignored = shutil.ignore_patterns("*.so", "__pycache__")
+    shutil.copytree(ROOT / "halfstep" / "kernels", here, ignore=ignored)
+    shutil.copy(ROOT / "halfstep" / "version.py", here.parent)
+    monkeypatch.setattr(library, "_HERE", here)
+    monkeypatch.setattr(hatch_build, "KERNELS", here)
+    for cached in (library.find, library.load):
+        cached.cache_clear()
+    yield here
+    for cached in (library.find, library.load):
+        cached.cache_clear()
+
+
+def put(folder, name, content):
+    path = folder / f"loops-{name}-{library.stamp(content)}.so"
+    path.write_bytes(content)
+    return path
+
+
+def as_processor(monkeypatch, machine, capability="DEFAULT"):
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    library.find.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("machine", "capability", "found"),
+    [
+        ("x86_64", "AVX512", "x86-64-v4"),
+        ("AMD64", "AVX2", "x86-64-v3"),
+        ("x86_64", "DEFAULT", None),
+        ("aarch64", "DEFAULT", "aarch64"),
+        ("arm64", "SVE256", "aarch64"),
+    ],
+)
+def test_the_best_for_the_processor_is_found(folder, monkeypatch, machine, capability, found):
+    made = {name: put(folder, name, name.encode()) for name in ("x86-64-v3", "x86-64-v4", "aarch64")}
+    as_processor(monkeypatch, machine, capability)
+    assert library.find() == made.get(found)
+    made["x86-64-v4"].unlink()
+    as_processor(monkeypatch, machine, capability)
+    assert library.find() == made.get("x86-64-v3" if found == "x86-64-v4" else found)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda path: path.write_bytes(path.read_bytes()[:5]),  # as a full disk leaves it
+        lambda path: path.write_bytes(b"another's"),
+        lambda path: (path.parent / "step.cpp").write_text("// changed since"),
+        lambda path: (path.parents[1] / "version.py").write_text("__version__ = '9'"),
+        lambda path: path.unlink(),
+    ],
+    ids=["truncated", "foreign", "other sources", "another version", "none"],
+)
+def test_what_was_not_built_from_these_sources_is_not_loaded_and_said_once(folder, monkeypatch, caplog, spoil):
+    as_processor(monkeypatch, "x86_64", "AVX2")
+    path = put(folder, "x86-64-v3", b"a library of these sources")
+    assert library.find() == path
+    spoil(path)
+    library.find.cache_clear()
+    with caplog.at_level(logging.WARNING, "halfstep"):
+        assert library.load() is None
+        assert library.load() is None
+    (said,) = caplog.messages
+    assert "no compiled loops here: the optimizer steps with torch's kernels" in said
+    assert "python hatch_build.py" in said
+    assert read_tools(torch.device("cpu"))["compiled loops"].startswith("none: ")
+
+
+def test_what_does_not_load_is_done_without(folder, monkeypatch, caplog):
+    as_processor(monkeypatch, "x86_64", "AVX2")
+    put(folder, "x86-64-v3", b"no library")
+    assert library.load() is None
+    assert "Reason: " in caplog.text
+
+
+def test_without_a_library_the_step_takes_another_implementation(folder, monkeypatch):
+    monkeypatch.setattr(native, "_loops", library.load)
+    assert not native.can_read([torch.ones(3)])
+    assert next(iter(IMPLEMENTATIONS)) == "native"  # the first, where it fits
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+def test_it_is_built_once_replaces_what_is_stale_and_says_why_it_is_not(folder, monkeypatch):
+    monkeypatch.setattr(hatch_build, "FLAGS", [*hatch_build.FLAGS, "-O0"])
+    monkeypatch.setattr(hatch_build, "CLASSES", {"x86_64": {"x86-64-v3": []}})
+    as_processor(monkeypatch, "x86_64", "AVX2")
+    stale = folder / "loops-x86-64-v3-0123456789abcdef.so"
+    stale.write_bytes(b"stale")
+    assert hatch_build.build() == ""
+    (made,) = folder.glob("*.so")
+    library.find.cache_clear()
+    assert library.find() == made
+    before = made.stat().st_mtime_ns
+    assert hatch_build.build() == ""
+    assert made.stat().st_mtime_ns == before
+    library.find.cache_clear()
+    (folder / "step.cpp").write_text("no C++")
+    assert "error" in hatch_build.build()
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert "no C++ compiler found" in hatch_build.build()
+    monkeypatch.setattr(hatch_build, "CLASSES", {})
+    assert "no loops are written for" in hatch_build.build()
+
+
+def test_the_hook_tags_the_wheel_for_the_platform_where_loops_were_built(monkeypatch):
+    said = []
+    hook = object.__new__(hatch_build.CustomBuildHook)
+    monkeypatch.setattr(type(hook), "app", type("App", (), {"display_warning": said.append})(), raising=False)
+    for failed, version, expected in (
+        ("", "standard", True),
+        ("", "editable", False),
+        ("no compiler", "standard", False),
+    ):
+        monkeypatch.setattr(hatch_build, "build", lambda failed=failed: failed)
+        data = {}
+        hook.initialize(version, data)
+        assert (data.get("pure_python") is False and data["tag"].startswith("py3-none-")) is expected
+    assert said == ["halfstep's compiled loops were not built: no compiler"]
+
+
+def test_it_runs_as_a_script_without_torch():
+    if platform.machine().lower() not in hatch_build.CLASSES or shutil.which("g++") is None:
+        pytest.skip("nothing is built here")
+    done = subprocess.run([sys.executable, "-I", ROOT / "hatch_build.py"], capture_output=True, text=True, check=True)
+    assert "loops-" in done.stdout
