@@ -24,12 +24,7 @@ _DEPTH = 6  # how many operations back the addition of an eps is searched
 
 @dataclass(frozen=True, eq=False)
 class Diagnosis:
-    """What is known about a failure: its place, what was recorded there, and what other runs of the closure showed.
-
-    `kind` is None if the operation ran where the recorder could not see it. `module` is "" for the model itself, None
-    if no module called the operation. `full` and `full_loss` are the failure and the loss of a run in fp32,
-    `cured_loss` is the loss under the cure. The comments in the source describe the other fields.
-    """
+    """What is known about a failure: its place, what was recorded there, and what other runs of the closure showed."""
 
     kind: Kind | None  # None: the failing operation ran where the recorder could not see it
     module: str | None  # "" is the model itself; None: no module called the operation

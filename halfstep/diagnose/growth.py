@@ -70,14 +70,11 @@ _POWERS = {"sqrt": 0.5, "rsqrt": -0.5, "reciprocal": -1.0}
 
 @dataclass(frozen=True)
 class Growth:
-    """A parameter whose values have grown, and their root mean square at the start of the session and now.
-
-    `now` is infinite if the sum of the squares exceeds fp32's range.
-    """
+    """A parameter whose values have grown, and their root mean square at the start of the session and now."""
 
     name: str
     first: float
-    now: float
+    now: float  # infinite if the sum of the squares exceeds fp32's range
 
 
 def sizes_of(roots: Sequence[nn.Module], full: Callable[[nn.Parameter], Tensor]) -> dict[str, Tensor]:

@@ -15,16 +15,11 @@ NORMALISERS = ("softmax", "log_softmax", "scaled_dot_product_attention", "cross_
 
 @dataclass(frozen=True, eq=False)
 class Origin:
-    """The source of the first non-finite value that reached the loss or a gradient.
+    """The source of the first non-finite value that reached the loss or a gradient."""
 
-    `note` is the operation that made the value. If the value came from outside in the tensor `leaf`, `note` is the
-    first operation that computed with it. `masked` is True if a mask had excluded all non-finite inputs of the
-    operation.
-    """
-
-    note: Note | None
-    leaf: Leaf | None = None
-    masked: bool = False
+    note: Note | None  # that made the value; with a leaf, the first operation that computed with it
+    leaf: Leaf | None = None  # the tensor from outside that the value came in
+    masked: bool = False  # a mask had excluded all non-finite inputs of the operation
 
 
 def find_origin(recorder: OpRecorder, sinks: Sequence[Tensor]) -> Origin | None:

@@ -43,19 +43,14 @@ Works = Callable[[Rehearsal], bool]
 
 @dataclass
 class Run:
-    """One run of the closure: its loss, what was recorded, and the failure that was `found` (None: all is finite).
-
-    `scale` is the loss scale at which the run failed, or passed. If it failed, `lower` is a lower loss scale at which
-    all is finite; None if no such scale was found. `has_room` is False if values come so close to the limits of their
-    formats that the next batch may overflow.
-    """
+    """One run of the closure: its loss, what was recorded, and the failure that was `found` (None: all is finite)."""
 
     loss: float
     recorder: OpRecorder
     found: Diagnosis | None
-    scale: float
-    lower: float | None = None
-    has_room: bool = True
+    scale: float  # the loss scale at which the run failed, or passed
+    lower: float | None = None  # a lower scale at which all is finite, if the run failed and one was found
+    has_room: bool = True  # False: values come so close to their formats' limits that the next batch may overflow
 
     @property
     def met_data(self) -> bool:

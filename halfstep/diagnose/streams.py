@@ -34,15 +34,11 @@ class Outside:
 
 @dataclass
 class Stream:
-    """A chain of fp32 values that began when an operation combined low and fp32 values.
+    """A chain of fp32 values that began when an operation combined low and fp32 values."""
 
-    `note` is that operation, and `source` is where its fp32 operand came from. `casts` names the modules that have cast
-    values of the chain to low since then.
-    """
-
-    note: Note
-    source: Outside
-    casts: dict[str, None] = field(default_factory=dict)
+    note: Note  # that operation
+    source: Outside  # of its fp32 operand
+    casts: dict[str, None] = field(default_factory=dict)  # modules that have cast values of the chain to low since then
 
     def evidence(self) -> str:
         """Returns a sentence on what was observed: where the stream starts, and how many modules cast its values."""

@@ -36,15 +36,11 @@ _ATTENTION = "aten::_scaled_dot_product"
 
 @dataclass(frozen=True)
 class Nodes:
-    """The autograd nodes that a forward made, as ranges of their sequence numbers.
+    """The autograd nodes that a forward made, as ranges of their sequence numbers."""
 
-    `model` holds the nodes of the whole model, `recurrent` those of its recurrent layers, and `full` those of modules
-    that compute full.
-    """
-
-    model: list[range] = field(default_factory=list)
-    recurrent: list[range] = field(default_factory=list)
-    full: list[range] = field(default_factory=list)
+    model: list[range] = field(default_factory=list)  # of the whole model
+    recurrent: list[range] = field(default_factory=list)  # of its recurrent layers
+    full: list[range] = field(default_factory=list)  # of modules that compute full
 
     def forward_ended(self) -> None:
         """Counts all nodes made from now on as nodes of the model, because checkpoints repeat its forward later."""

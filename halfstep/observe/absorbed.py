@@ -27,20 +27,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class Absorbed(Generic[T]):
-    """An overflow in the operation `origin`, absorbed by the operation `by`, whose result is finite but wrong.
-
-    `values` are the fp32 values of the elements that became infinite in the result of `origin`, whose dtype is `dtype`.
-    `got` is an element of the result of `by`, and `want` is its value in fp32. `off` is the relative error of the row
-    that contains this element, along the last dimension.
-    """
+    """An overflow in the operation `origin`, absorbed by the operation `by`, whose result is finite but wrong."""
 
     origin: T
     by: T
-    values: Tensor
-    dtype: torch.dtype
-    got: float
-    want: float
-    off: float
+    values: Tensor  # in fp32, of the elements that became infinite in the result of `origin`
+    dtype: torch.dtype  # of that result
+    got: float  # an element of the result of `by`
+    want: float  # its value in fp32
+    off: float  # the relative error of that element's row, along the last dimension
 
     @property
     def exact(self) -> float:
@@ -55,15 +50,11 @@ class Absorbed(Generic[T]):
 
 @dataclass(frozen=True, eq=False)
 class _Origin(Generic[T]):
-    """An operation that overflowed.
+    """An operation that overflowed."""
 
-    `of` identifies the operation: it is what `here()` returned in `OverflowTrail.run`, such as a `Note`. `values` are
-    the fp32 values of the elements that became infinite in the operation's result, whose dtype is `dtype`.
-    """
-
-    of: T
-    values: Tensor
-    dtype: torch.dtype
+    of: T  # what `here()` returned in `OverflowTrail.run`, such as a `Note`
+    values: Tensor  # in fp32, of the elements that became infinite in the result
+    dtype: torch.dtype  # of that result
 
 
 @dataclass(frozen=True, eq=False)

@@ -133,14 +133,11 @@ class _Writes:
 
 @dataclass(frozen=True, eq=False)
 class _Read:
-    """A tensor argument of an operation.
-
-    `values` is the argument as it was before the operation. `memory` is a tensor whose storage held the elements then.
-    """
+    """A tensor argument of an operation."""
 
     tensor: Tensor
-    values: Tensor
-    memory: Tensor
+    values: Tensor  # the argument as it was before the operation
+    memory: Tensor  # a tensor whose storage held the elements then
 
     @staticmethod
     def before(tensor: Tensor, writes: bool) -> _Read:

@@ -23,15 +23,12 @@ _FIRST = 128  # rows to begin with
 
 @dataclass(frozen=True)
 class Subject:
-    """What a row of statistics is about.
-
-    `scale` is the number, from 1, of the loss scale that multiplies the measured elements; 0 if there is none.
-    """
+    """What a row of statistics is about."""
 
     module: str
     kind: str
     name: str
-    scale: int = 0
+    scale: int = 0  # the number, from 1, of the loss scale that multiplies the elements; 0 if there is none
 
 
 @dataclass(frozen=True)

@@ -50,19 +50,15 @@ class Part:
 
 @dataclass(frozen=True)
 class Setup:
-    """What the checks read: a session's plan, modules, optimizers and device, and the loop's own gradient scaler.
-
-    `traced` is True if a step was traced. `fit` returns how the fp32 value of a parameter fits the low format.
-    `rounded` has the ids of the weights that the traced step cast to the low format.
-    """
+    """What the checks read: a session's plan, modules, optimizers and device, and the loop's own gradient scaler."""
 
     plan: Plan
     parts: tuple[Part, ...]
     optimizers: tuple[Optimizer, ...]
     device: torch.device
-    traced: bool
-    scaler: torch.amp.GradScaler | None
-    fit: Callable[[nn.Parameter], Fit]
+    traced: bool  # whether a step was traced
+    scaler: torch.amp.GradScaler | None  # the gradient scaler of the loop itself
+    fit: Callable[[nn.Parameter], Fit]  # how the fp32 value of a parameter fits the low format
     rounded: Set[int] = frozenset()  # ids of the weights that the traced step cast to the low format
 
 

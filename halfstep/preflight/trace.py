@@ -50,18 +50,14 @@ UNTRIED = "so no edit could be tried; make the closure use the same batch on eve
 
 @dataclass(frozen=True)
 class Failure:
-    """The error that ended the traced step, where it was raised, and the operation that raised it, if known.
-
-    `module` is the module in which it was raised, and `line` the line of the user's code; each is None if not known.
-    `formats` has the formats of the operation's floating-point inputs.
-    """
+    """The error that ended the traced step, where it was raised, and the operation that raised it, if known."""
 
     error: Exception
-    module: str | None
-    line: str | None
+    module: str | None  # in which it was raised, if known
+    line: str | None  # of the user's code, if known
     phase: str
     operator: str = ""
-    formats: tuple[str, ...] = ()
+    formats: tuple[str, ...] = ()  # of the operation's floating-point inputs
 
 
 def trace_step(session: Session, closure: Callable[[], Any]) -> tuple[list[Finding], set[int]]:
