@@ -42,10 +42,7 @@ class Options:
 
     @property
     def scalars(self) -> tuple[str, ...]:
-        """The names of states that hold one number per weight tensor (0-dim).
-
-        Only optimizers whose update needs whole weights have such states.
-        """
+        """The names of states that hold one number per weight tensor (0-dim)."""
         return ()
 
     @property
@@ -102,14 +99,9 @@ class Scratch:
         self._in_graphs: list[Any] = []
 
     def kept(self, key: Hashable, make: Callable[[], T], *, captured: bool = False) -> T:
-        """Returns the value that is kept for `key`, or the result of `make`, which is then kept.
-
-        Keys that have not been used for long are forgotten.
-
-        `captured` says that a CUDA graph is being captured. The graph reads the returned value at each replay, so that
-        value is never dropped. A value made during capture is not returned to later calls: it is undefined before the
-        first replay.
-        """
+        """Returns the value that is kept for `key`, or the result of `make`, which is then kept."""
+        # `captured` says that a CUDA graph is being captured. The graph reads the returned value at each replay, so
+        # that value is never dropped.
         held = key in self._kept
         value: T = self._kept.pop(key) if held else make()
         if held or not captured:
@@ -121,11 +113,7 @@ class Scratch:
         return value
 
     def views(self, role: str, dtype: torch.dtype, like: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """Returns uninitialised flat memory and views of it in the shapes of `like`.
-
-        Memory is kept for each `role`, the name of a use: the next call with that role overwrites it, also with another
-        dtype of the same size.
-        """
+        """Returns uninitialised flat memory and views of it in the shapes of `like`."""
         device = like[0].device
         key = (role, device, dtype, *[t.shape for t in like])
         made = self._views.get(key)
@@ -147,11 +135,7 @@ class Scratch:
 
 
 def chunks(batch: Batch, limit: int) -> Iterator[Batch]:
-    """Yields the batch in parts of about `limit` elements; a larger weight is cut, unless `batch.whole`.
-
-    The tensors of a part are contiguous views: what is written to a part is written to the batch. A weight that is not
-    a dense block of memory is neither cut nor made contiguous.
-    """
+    """Yields the batch in parts of about `limit` elements; a larger weight is cut, unless `batch.whole`."""
     names = list(batch.states)
     part: list[tuple[int, int, int]] = []  # index of the parameter, first and last element; (0, 0) stands for all of it
     size = 0
@@ -200,11 +184,9 @@ def as_real(t: Tensor) -> Tensor:
 
 
 def in_layout_of(t: Tensor, weight: Tensor) -> Tensor:
-    """Returns `t` in the memory order of a dense `weight`: `t` itself if it has that order, otherwise a copy.
-
-    Kernels that walk over raw memory would pair the wrong elements of tensors in different orders, for example of a
-    `channels_last` weight and a contiguous gradient.
-    """
+    """Returns `t` in the memory order of a dense `weight`: `t` itself if it has that order, otherwise a copy."""
+    # Kernels that walk over raw memory would pair the wrong elements of tensors in different orders, for example of a
+    # `channels_last` weight and a contiguous gradient.
     if t.stride() == weight.stride() or (t.is_contiguous() and weight.is_contiguous()) or not is_dense(weight):
         return t
     return torch.empty_like(weight, dtype=t.dtype, device=t.device).copy_(t)

@@ -45,10 +45,7 @@ def triton_fits(batch: Batch, options: Options) -> bool:
 def triton_update(
     kernel: str, batch: Batch, options: Options, factor: Tensor | None, found: Tensor, scratch: Scratch
 ) -> None:
-    """Makes one update by the optimizer `kernel` of a batch that `triton_fits` accepted.
-
-    Gradients are multiplied by `factor` (None for 1). If `found` is true, the step is skipped and nothing changes.
-    """
+    """Makes one update by the optimizer `kernel` of a batch that `triton_fits` accepted."""
     _known(batch.device).update(kernel, batch, options, factor, found, scratch)
 
 
@@ -60,11 +57,9 @@ def _known(device: torch.device) -> ModuleType:
 
 @functools.cache
 def triton_kernels(device: torch.device) -> ModuleType | None:
-    """Returns `halfstep.kernels.triton`, or None, with one warning that says why, if it cannot run on the device.
-
-    Tries a small kernel, since Triton needs a C compiler and a GPU that it supports. Also runs the operations that the
-    capture of a CUDA graph uses, so that they are loaded before a capture begins.
-    """
+    """Returns `halfstep.kernels.triton`, or None, with one warning that says why, if it cannot run on the device."""
+    # Tries a small kernel, since Triton needs a C compiler and a GPU that it supports. Also runs the operations that
+    # the capture of a CUDA graph uses, so that they are loaded before a capture begins.
     try:
         kernels = importlib.import_module("halfstep.kernels.triton")
         kernels.read([torch.ones(1, dtype=torch.float32, device=device)], Scratch())

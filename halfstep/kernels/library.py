@@ -23,10 +23,7 @@ def stamp(library: bytes) -> str:
 
 @functools.cache
 def find() -> Path | None:
-    """Returns the best library for this processor; None if there is none as it was built from these sources.
-
-    What is truncated, changed, foreign or left from other sources is not even opened: loading it might end the process.
-    """
+    """Returns the best library for this processor; None if there is none as it was built from these sources."""
     from torch.backends.cpu import get_cpu_capability
 
     classes = {"AVX512": ("x86-64-v4", "x86-64-v3"), "AVX2": ("x86-64-v3",)}.get(get_cpu_capability(), ())

@@ -45,13 +45,7 @@ class _Field(ctypes.Structure):  # as in blocks.h
 
 
 def check_layout(loaded: ctypes.CDLL, function: str, layout: Sequence[tuple[str, int, int]]) -> None:
-    """Checks that the library and Python agree on a memory layout: its fields' names, offsets, sizes and order.
-
-    `layout` has (name, offset, size) for each field. `function` is the library's function that returns its own.
-
-    Raises:
-        HalfstepError: they differ.
-    """
+    """Checks that the library and Python agree on a memory layout: its fields' names, offsets, sizes and order."""
     call = getattr(loaded, function)
     call.argtypes, call.restype = (), ctypes.POINTER(_Field)
     places = itertools.takewhile(lambda place: place.name, call())
@@ -66,11 +60,7 @@ def check_layout(loaded: ctypes.CDLL, function: str, layout: Sequence[tuple[str,
 
 
 def check_structures(loops: ctypes.CDLL) -> None:
-    """Checks that a library has the fields of `_Tensors` and `_Common` at the same offsets as Python.
-
-    Raises:
-        HalfstepError: the library has other fields, or has them at other offsets.
-    """
+    """Checks that a library has the fields of `_Tensors` and `_Common` at the same offsets as Python."""
     check_layout(loops, "halfstep_structures", [*_places("Tensors", _Tensors), *_places("Common", _Common)])
 
 
@@ -160,12 +150,7 @@ def can_read(grads: list[Tensor]) -> bool:
 
 
 def read(grads: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the L2 norm of all gradients, whether any of them is infinite or NaN, and a flag for each gradient.
-
-    The norm is a 0-dim fp32 tensor; it does not depend on the number of threads. The second is a 0-dim bool tensor, the
-    flags are a 1-dim bool tensor with one element for each gradient. Both report only infinities and NaNs in the
-    gradients, not squares that overflow fp32.
-    """
+    """Returns the L2 norm of all gradients, whether any of them is infinite or NaN, and a flag for each gradient."""
     loops = _loops()
     assert loops is not None
     norm = torch.empty((), dtype=torch.float32, device="cpu")
@@ -209,13 +194,7 @@ def table_of(batch: Batch) -> Table | None:
 
 
 def update(kernel: str, batch: Batch, options: Options, factor: Tensor | None, found: Tensor, scratch: Scratch) -> None:
-    """Makes one update by the optimizer `kernel`, in one pass over the tensors.
-
-    Gradients are multiplied by `factor` (None for 1). If `found` is true, the step is skipped and nothing changes.
-
-    Raises:
-        LookupError: no compiled loop has this name and takes these numbers and states.
-    """
+    """Makes one update by the optimizer `kernel`, in one pass over the tensors."""
     loops, table = _loops(), table_of(batch)
     assert loops is not None
     assert table is not None
@@ -224,13 +203,7 @@ def update(kernel: str, batch: Batch, options: Options, factor: Tensor | None, f
 
 
 def call(loop: Any, kernel: str, structures: tuple[Any, Any], options: Options, *rest: Any) -> None:
-    """Calls a compiled loop for the optimizer `kernel`.
-
-    `structures` are the two pointers that `Table.point` returned, and `rest` are further arguments of the loop.
-
-    Raises:
-        LookupError: the loop does not know this optimizer, or not with these options; nothing was done.
-    """
+    """Calls a compiled loop for the optimizer `kernel`."""
     numbers = array("d", options.numbers)
     if not loop(kernel.encode(), *structures, address(numbers), len(numbers), *rest):
         raise LookupError(

@@ -29,27 +29,14 @@ _MERGES: dict[Callable[..., Any], Callable[..., Tensor]] = {operator.add: torch.
 
 
 def empty_rows(count: int, device: torch.device) -> Tensor:
-    """Returns `count` empty rows of statistics: an int64 tensor of zeros, `count` by `WIDTH`.
-
-    It is on the CPU if `device` has no float64.
-    """
+    """Returns `count` empty rows of statistics: an int64 tensor of zeros, `count` by `WIDTH`."""
     device = torch.device("cpu") if device.type == "mps" else device
     return torch.zeros(count, WIDTH, dtype=torch.int64, device=device)
 
 
 @torch.no_grad()
 def add_stats(tensors: Sequence[Tensor], rows: Tensor, places: Sequence[int], *, sample: int | None = None) -> None:
-    """Adds the statistics of each `tensors[i]` to `rows[places[i]]`. Reads nothing on the host.
-
-    Tensors may have any layout. For a sparse tensor the stored values are counted; the real and imaginary parts of a
-    complex number count as two elements. A tensor on another device than `rows` is first copied to the device of
-    `rows`, which must support float64 (MPS does not). A value beyond fp32's exponents, which only fp64 has, counts in
-    entry 0 or 255.
-
-    `sample` limits how many elements are read of each tensor, to the largest multiple of 64 up to `sample`, at least
-    64. They are read in runs of 64 neighbours in memory, spread evenly, but without a period that the rows of a matrix
-    could share. A tensor with no more elements than that is read whole.
-    """
+    """Adds the statistics of each `tensors[i]` to `rows[places[i]]`. Reads nothing on the host."""
     limit = 0 if sample is None else max(RUN, sample // RUN * RUN)
     flat = [_flat(t.to(rows.device)) for t in tensors]
     kept = [(t, place) for t, place in zip(flat, places, strict=True) if t.numel()]
@@ -122,11 +109,7 @@ def _add_eager(t: Tensor, row: Tensor, limit: int) -> None:
 
 
 def sampled_places(size: int, sample: int, device: torch.device) -> Tensor:
-    """Returns the indices of the elements that `add_stats` reads of a tensor with more than `sample` elements.
-
-    Indices count in memory order. The tensor's `size` elements are divided into equal stretches. In each stretch one
-    run of 64 elements is read, which starts at a pseudorandom place.
-    """
+    """Returns the indices of the elements that `add_stats` reads of a tensor with more than `sample` elements."""
     runs = max(RUN, sample) // RUN
     stretch = size // runs
     run = torch.arange(runs, device=device)

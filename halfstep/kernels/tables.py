@@ -38,11 +38,7 @@ class Group:
 
 
 def groups(grads: list[Tensor], addresses: Sequence[Sequence[int]]) -> Iterator[Group]:
-    """Yields parameters in groups of one gradient format and one alignment.
-
-    `addresses` holds a list of memory addresses for each kind of tensor (gradients, weights, a state). Such a list has
-    one address for each parameter, or is empty.
-    """
+    """Yields parameters in groups of one gradient format and one alignment."""
     found: dict[tuple[str, bool], list[int]] = {}
     held = [starts for starts in addresses if starts]
     for i, (grad, *starts) in enumerate(zip(grads, *held, strict=True)):

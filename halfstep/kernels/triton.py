@@ -145,11 +145,8 @@ def _corrections_kernel(
     table, count: tl.int64, found, lr_tensor, lr: tl.int64, beta1: tl.int64, beta2: tl.int64, weight_decay: tl.int64,
     out, LR_TENSOR: tl.constexpr,
 ):
-    """Counts up each tensor's step t and writes 1 - lr * weight_decay, lr / (1 - beta1^t) and sqrt(1 - beta2^t).
-
-    These are computed in float64. Numbers are passed as the bits of a float64, because the floats that a kernel takes
-    are fp32.
-    """
+    """Counts up each tensor's step t and writes 1 - lr * weight_decay, lr / (1 - beta1^t) and sqrt(1 - beta2^t)."""
+    # Numbers are passed as the bits of a float64, because the floats that a kernel takes are fp32.
     if tl.load(found) == 0:
         tensor = tl.program_id(0)
         place = tl.load(table + 4 * count + tensor).to(tl.pointer_type(tl.float32))
@@ -321,11 +318,9 @@ def _sgd_kernel(
 def _read_block(
     grad, start, left, KIND: tl.constexpr, ALIGNED: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Returns the sum of squares of a block as float64, and whether it holds an infinity or a NaN.
-
-    The squares are summed in fp32. Elements are first multiplied by a power of two that brings the largest near 1, so
-    that no square overflows, and none that matters underflows. The test looks only at the bits of the elements.
-    """
+    """Returns the sum of squares of a block as float64, and whether it holds an infinity or a NaN."""
+    # Elements are first multiplied by a power of two that brings the largest near 1, so that no square overflows, and
+    # none that matters underflows.
     at = tl.arange(0, BLOCK)
     if MASKED:
         mask = at < left
@@ -346,10 +341,7 @@ def _read_kernel(
     owners, table, count: tl.int64, grads, squares, flags, KIND: tl.constexpr, ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Writes the sum of squares of each block, and sets the flag of each tensor with a non-finite element to 1.
-
-    The table has 3 rows with one entry for each tensor: its first block, its size and the index of its flag.
-    """
+    """Writes the sum of squares of each block, and sets the flag of each tensor with a non-finite element to 1."""
     block = tl.program_id(0)
     tensor = tl.load(owners + block)
     row = table + tensor
@@ -378,13 +370,8 @@ def can_read(grads: list[Tensor]) -> bool:
 
 @torch.no_grad()
 def read(grads: list[Tensor], scratch: Scratch) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the L2 norm over all `grads`, whether any element is non-finite, and a flag for each gradient.
-
-    Each gradient is read once and none is written. The norm is a 0-dim fp32 tensor, the second a 0-dim bool tensor, the
-    flags a 1-dim bool tensor; all stay on the device. The order of the sums is fixed, so that equal gradients give
-    equal bits. Only infinities and NaNs in the gradients count, not squares that overflow fp32. Tables of addresses are
-    kept in `scratch`.
-    """
+    """Returns the L2 norm over all `grads`, whether any element is non-finite, and a flag for each gradient."""
+    # The order of the sums is fixed, so that equal gradients give equal bits.
     device = grads[0].device
     tables = Tables(device, scratch)
     held = [grad if is_dense(grad) else grad.contiguous() for grad in grads]
@@ -424,13 +411,7 @@ def fits(batch: Batch, options: Options) -> bool:
 
 
 def update(kernel: str, batch: Batch, options: Options, factor: Tensor | None, found: Tensor, scratch: Scratch) -> None:
-    """Makes one update by the optimizer `kernel`, in one pass over memory.
-
-    Gradients are multiplied by `factor` (None for 1). If `found` is true, the step is skipped and nothing changes.
-
-    Raises:
-        LookupError: no kernel has this name.
-    """
+    """Makes one update by the optimizer `kernel`, in one pass over memory."""
     if kernel not in _LAUNCHES:
         raise LookupError(
             f"no Triton kernel {kernel!r}; the optimizer's row (halfstep/optim/table.py) must name one of "
@@ -561,11 +542,8 @@ def _compiled_for(batch: Batch, options: Options, group: Group, common: _Common)
 
 
 def _rate(lr: float | Tensor, device: torch.device) -> tuple[Tensor | None, float]:
-    """Returns the learning rate as `lr_tensor` and `lr` of `_Common`.
-
-    A tensor that a kernel can read is `lr_tensor`; otherwise that is None, and `lr` is the number. A CPU tensor for
-    another device is read here, without waiting for the device.
-    """
+    """Returns the learning rate as `lr_tensor` and `lr` of `_Common`."""
+    # A tensor that a kernel can read is `lr_tensor`; otherwise that is None, and `lr` is the number.
     if isinstance(lr, Tensor) and (not lr.is_cpu or device.type == "cpu"):
         return lr.to(device, non_blocking=True), 0.0
     return None, float(lr)

@@ -35,11 +35,7 @@ class Updates(Protocol):
         """The parameters as they are stored before the step."""
 
     def add_to(self, rows: Tensor, places: Sequence[int | None], *, sample: int | None) -> None:
-        """Adds the statistics of the update of `params[i]` to `rows[places[i]]`; skips it if `places[i]` is None.
-
-        The elements are updates in units in the last place of the stored weight; zero if the step is skipped. `rows`
-        and `sample` are as in `halfstep.kernels.stats.add_stats`. Reads nothing on the host.
-        """
+        """Adds the statistics of the update of `params[i]` to `rows[places[i]]`; skips it if `places[i]` is None."""
 
 
 def in_last_places(update: Tensor, weight: Tensor) -> Tensor:
@@ -84,14 +80,7 @@ def add_updates(
     *,
     sample: int | None,
 ) -> None:
-    """Adds up statistics of what a batch's next update would add to each weight, in one pass over the tensors.
-
-    The batch is not changed.
-
-    `kernel` names the optimizer; `factor` and `found` are as in `native.update`. `batch.steps` are the counts of the
-    updates made so far. `rows` are the memory addresses at which each parameter's statistics are added, 0 to leave a
-    parameter out. `sample` limits the elements that are read of each tensor, as in `stats.add_stats`.
-    """
+    """Adds up statistics of what a batch's next update would add to each weight, in one pass over the tensors."""
     loops, table = _loops(), native.table_of(batch)
     assert loops is not None
     assert table is not None

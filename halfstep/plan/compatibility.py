@@ -194,12 +194,7 @@ def check_optimizers(optimizers: Sequence[Optimizer], models: Sequence[nn.Module
 
 
 def check_per_sample(root: nn.Module, plan: Plan) -> None:
-    """Refuses gradients per sample, as Opacus takes them, where they would be wrong or cannot be computed.
-
-    Raises:
-        SessionError: they would carry the loss scale; Opacus's hooks would meet a convolution, whose class they compare
-            by identity; or torch's expanded weights would meet two formats, as under torch.autocast.
-    """
+    """Refuses gradients per sample, as Opacus takes them, where they would be wrong or cannot be computed."""
     first = next(root.parameters(), None)
     if _EXPANDED.intersection((type(first).__name__, type(root).__name__)):
         raise SessionError(f"torch's expanded weights (grad_sample_mode='ew') take one format only; {_FUNCTORCH}")
