@@ -20,12 +20,27 @@ from tests.replicas import MODES, SETTINGS, WRAPPINGS
 
 LOW = [name for name in SETTINGS if name != "O0"]
 PARTING = ["O1 bf16", "O2 bf16 split", "O2 fp16", "O3 bf16"]
-FAST = ("O0", "O1 fp16", "O2 bf16 split", "O2 fp16", "O3 bf16")  # of SETTINGS, one of each path
+WHO = {"first": [0], "second": [1], "both": [0, 1], "none": []}
+FAST = {  # of a test over settings, the rows that are fast: one for each path
+    "bits": ("[O2 bf16 split-", "[O2 fp16-", "[O0-seeds", "[O1 fp16-join", "[O3 bf16-checkpoint"),
+    "wrapping": ("[O2 fp16-", "[O1 fp16-plain"),
+    "several": ("[O1 fp16", "[O2 bf16 split"),
+    "sent": ("[O1 fp16", "[O2 bf16 split"),
+    "epochs": ("-O2 bf16 split", "AdamW-O1 bf16"),
+    "closed": ("[O1 fp16", "[O2 bf16 split", "[O2 fp16"),
+    "told": ("second-O1 bf16", "-O2 bf16 split"),
+    "quiet": ("both-O2 bf16 split", "none-O2 fp16"),
+}
 CASES = {
-    **{f"{s}, {w}": (replicas.wrapping, (s, w)) for s in ("O1 fp16", "O2 bf16 split", "O2 fp16") for w in WRAPPINGS},
-    **{f"{setting}, several": (replicas.several, (setting,)) for setting in ("O1 fp16", "O2 bf16 split", "O2 fp16")},
+    **{
+        f"{s}-{w} wrapping": (replicas.wrapping, (s, w))
+        for s in ("O1 fp16", "O2 bf16 split", "O2 fp16")
+        for w in WRAPPINGS
+    },
+    **{f"{setting} several": (replicas.several, (setting,)) for setting in ("O1 fp16", "O2 bf16 split", "O2 fp16")},
     **{f"{setting}, part": (replicas.part_of_a_model, (setting,)) for setting in ("O1 bf16", "O2 bf16 copy")},
-    **{f"{setting}, sent": (replicas.collectives, (setting,)) for setting in SETTINGS},
+    "nothing": (replicas.collectives, ("O0",)),
+    **{f"{setting} sent": (replicas.collectives, (setting,)) for setting in LOW},
     "spoiler": (replicas.spoiler, (2,)),
     "stopping": (replicas.stopping, ()),
     **{what: (replicas.differing, (what,)) for what in (*replicas.DIFFERING, "level, wrapped before")},
@@ -37,11 +52,12 @@ CASES = {
     "copied": (replicas.copied, ()),
     "after join": (replicas.after_join, ()),
     "wrapped before": (replicas.wrapped_before, ()),
-    **{f"{s}, loaded by {who}": (replicas.loaded_alone, (s, who)) for s in PARTING for who in ([0], [1], [0, 1], [])},
+    **{f"{who}-{s} told": (replicas.loaded_alone, (s, WHO[who])) for s in PARTING for who in ("first", "second")},
+    **{f"{who}-{s} quiet": (replicas.loaded_alone, (s, WHO[who])) for s in PARTING for who in ("both", "none")},
     "scaled alone": (replicas.scaled_alone, ()),
     "many losses": (replicas.many_losses, ()),
-    **{f"{s}, {o}, epochs": (replicas.epochs, (s, o)) for s in PARTING for o in replicas.OPTIMIZERS},
-    **{f"{setting}, closed": (replicas.closed, (setting,)) for setting in SETTINGS},
+    **{f"{o}-{s} epochs": (replicas.epochs, (s, o)) for s in PARTING for o in replicas.OPTIMIZERS},
+    **{f"{setting} closed": (replicas.closed, (setting,)) for setting in SETTINGS},
     "initialized after": (replicas.initialized_after, ()),
     **{f"{setting}, rates": (replicas.rates, (setting,)) for setting in ("O1 bf16", "O2 bf16 split")},
     **{f"{setting}, LSTM": (replicas.recurrent, (setting,)) for setting in ("O2 bf16 split", "O2 fp16")},
@@ -50,12 +66,19 @@ CASES = {
 }
 
 
-def agreeing(settings, steps):
-    return {f"{setting}, {mode}": (replicas.agreeing, (setting, mode, steps)) for setting in settings for mode in MODES}
+def agreeing(steps):
+    return {
+        f"{setting}-{mode} bits": (replicas.agreeing, (setting, mode, steps)) for setting in SETTINGS for mode in MODES
+    }
 
 
 def pooled(folder, slow):
-    return CASES | agreeing(SETTINGS if slow else FAST, 5)
+    return {name: case for name, case in (CASES | agreeing(5)).items() if slow or is_fast(name)}
+
+
+def is_fast(name):
+    row, _, test = name.rpartition(" ")
+    return any(word in f"[{row}]" for word in FAST.get(test, ("",)))
 
 
 @pytest.fixture(scope="module")
@@ -73,11 +96,11 @@ def assert_same(results, mode, *, skips):
         assert [i for i, skipped in enumerate(first["skips"]) if skipped] == skips
 
 
-@pytest.mark.slow_but(*(f"[{setting}-" for setting in FAST))
+@pytest.mark.slow_but(*FAST["bits"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_all_processes_have_the_same_bits_from_the_wrap_to_the_end(found, setting, mode):
-    results = [each[f"{setting}, {mode}"] for each in found]
+    results = [each[f"{setting}-{mode} bits"] for each in found]
     bad = setting != "O0" and mode in ("infinite loss", "NaN gradient")
     assert_same(results, mode, skips=[2] if bad else [])
     names = results[0][0]["names"]
@@ -87,25 +110,27 @@ def test_all_processes_have_the_same_bits_from_the_wrap_to_the_end(found, settin
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_all_processes_have_the_same_bits_over_two_hundred_steps(size, tmp_path):
-    cases = agreeing(SETTINGS, 200)
+    cases = agreeing(200)
     found = replicas.run(tmp_path, size, cases)
     for name in cases:
-        mode = name.partition(", ")[2]
+        mode = name.partition("-")[2].removesuffix(" bits")
         bad = not name.startswith("O0") and mode in ("infinite loss", "NaN gradient")
         assert_same([each[name] for each in found], mode, skips=[2] if bad else [])
 
 
+@pytest.mark.slow_but(*FAST["wrapping"])
 @pytest.mark.parametrize("wrapping", WRAPPINGS)
 @pytest.mark.parametrize("setting", ["O1 fp16", "O2 bf16 split", "O2 fp16"])
 def test_accumulation_and_ways_to_wrap(found, setting, wrapping):
-    one, other = (each[f"{setting}, {wrapping}"] for each in found)
+    one, other = (each[f"{setting}-{wrapping} wrapping"] for each in found)
     assert one == other
     assert one[2] == 1
 
 
+@pytest.mark.slow_but(*FAST["several"])
 @pytest.mark.parametrize("setting", ["O1 fp16", "O2 bf16 split", "O2 fp16"])
 def test_several_models_with_optimizers_that_step_apart(found, setting):
-    one, other = (each[f"{setting}, several"] for each in found)
+    one, other = (each[f"{setting} several"] for each in found)
     assert one == other
     assert one[2] == 2
 
@@ -117,10 +142,11 @@ def test_a_wrapper_of_a_part_clips_alike_though_the_rest_has_other_gradients(fou
     assert one[2] != other[2]
 
 
+@pytest.mark.slow_but(*FAST["sent"])
 @pytest.mark.parametrize("setting", LOW)
 def test_a_step_sends_one_vector_and_only_where_its_model_is_wrapped(found, setting):
     for each in found:
-        alone, together, parameters = each[f"{setting}, sent"]
+        alone, together, parameters = each[f"{setting} sent"]
         assert alone == []
         assert together == [["c10d::allreduce_", bytes_of(parameters, 2)]]
         assert together[0][1] <= 8 * (3 + parameters + 1 + 2)
@@ -132,7 +158,7 @@ def test_processes_on_two_classes_of_processors_emulate_both_or_neither(found):
 
 
 def test_nothing_is_sent_at_o0(found):
-    assert [each["O0, sent"][:2] for each in found] == [[[], []]] * 2
+    assert [each["nothing"][:2] for each in found] == [[[], []]] * 2
 
 
 def test_the_process_whose_loss_was_infinite_is_named(found):
@@ -207,19 +233,21 @@ def test_a_model_that_was_wrapped_before_is_found(found):
     assert one[1:] == [1, ["c10d::allreduce_"]]
 
 
+@pytest.mark.slow_but(*FAST["told"])
 @pytest.mark.parametrize("setting", PARTING)
-@pytest.mark.parametrize("who", [[0], [1]])
+@pytest.mark.parametrize("who", ["first", "second"])
 def test_replicas_that_part_are_told_once_in_all_processes(found, setting, who):
     for each in found:
-        said = [line for lines in each[f"{setting}, loaded by {who}"] for line in lines]
+        said = [line for lines in each[f"{who}-{setting} told"] for line in lines]
         assert len(said) == 1
         assert "weights in process 1 differ from those in process 0 (0.weight, 0.bias, 1.weight" in said[0]
 
 
+@pytest.mark.slow_but(*FAST["quiet"])
 @pytest.mark.parametrize("setting", PARTING)
-@pytest.mark.parametrize("who", [[], [0, 1]])
+@pytest.mark.parametrize("who", ["none", "both"])
 def test_nothing_is_said_of_replicas_that_are_alike(found, setting, who):
-    assert [each[f"{setting}, loaded by {who}"] for each in found] == [[[]] * 9] * 2
+    assert [each[f"{who}-{setting} quiet"] for each in found] == [[[]] * 9] * 2
 
 
 def test_gradients_under_other_loss_scales_are_an_error_in_all_processes(found):
@@ -238,10 +266,11 @@ def test_each_loss_has_a_flag_of_its_own_and_one_too_many_is_an_error(found):
     assert "loss_id is 64" in message
 
 
+@pytest.mark.slow_but(*FAST["epochs"])
 @pytest.mark.parametrize("setting", PARTING)
 @pytest.mark.parametrize("optimizer", replicas.OPTIMIZERS)
 def test_optimizer_states_are_alike_from_the_wrap_on_and_after_each_join(found, setting, optimizer):
-    one, other = (each[f"{setting}, {optimizer}, epochs"] for each in found)
+    one, other = (each[f"{optimizer}-{setting} epochs"] for each in found)
     assert one == other
     assert one[0][1][0] > 0
 
@@ -252,9 +281,10 @@ def test_a_model_wrapped_before_its_weights_are_stored_low_is_refused(found):
     assert one == other
 
 
+@pytest.mark.slow_but(*FAST["closed"])
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_a_wrapper_made_for_low_weights_refuses_to_train_once_the_session_is_closed(found, setting):
-    (said, one), (_, other) = (each[f"{setting}, closed"] for each in found)
+    (said, one), (_, other) = (each[f"{setting} closed"] for each in found)
     assert one == other
     if setting.startswith(("O0", "O1")):
         assert said is None

@@ -16,7 +16,7 @@ from tests import replicas, sharded
 from tests.sharded import LEVELS, LOWS
 
 ULP = 2.0**-22  # of a loss between 2 and 4
-STEPS = 20
+STEPS = 8
 SETTINGS = [(level, low) for level in LEVELS for low in LOWS]
 FAULTS = ("loss", "batch", "gradient", "shard")
 VARIANTS = {
@@ -55,6 +55,7 @@ CASES |= {
     "gathered tensor": (sharded.gathered, ("blame", "tensor")),
     "not gathered": (sharded.not_gathered, ()),
 }
+SLOW_CASES = ("O1 bf16", "O2 fp16", "O3 bf16", *(f"O1 fp16 {what}" for what in (*FAULTS, "full")))
 SAVED = [("O1", "fp16"), ("O2", "bf16"), ("O3", "bf16")]
 FORMS = ("dcp", "full")
 
@@ -74,7 +75,8 @@ def checkpoints(folder, *, save):
 
 def pooled(folder, slow):
     cut = {how: (sharded.cut_short, (str(folder / how), how)) for how in ("missing", "truncated")}
-    return CASES | checkpoints(folder, save=True) | cut
+    cases = CASES | checkpoints(folder, save=True) | cut
+    return {name: case for name, case in cases.items() if slow or not name.startswith(SLOW_CASES)}
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +98,7 @@ def test_one_process_trains_as_an_unsharded_model_that_reads_low_rounded_weights
     assert (losses, norms, weights) == sharded.plain(level, low, STEPS, optimizer=optimizer)
 
 
+@pytest.mark.slow_but("O1-fp16", "O2-bf16", "O3-fp16")
 @pytest.mark.parametrize("low", LOWS)
 @pytest.mark.parametrize("level", LEVELS)
 def test_two_processes_train_as_one_with_two_micro_batches(level, low, found, process_group):
@@ -107,6 +110,7 @@ def test_two_processes_train_as_one_with_two_micro_batches(level, low, found, pr
     assert one[1] == pytest.approx(norms, rel=1e-6)
 
 
+@pytest.mark.slow_but("bf16")
 @pytest.mark.parametrize("low", LOWS)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_variants_train_alike_in_all_processes(name, low, found):
@@ -121,12 +125,14 @@ def test_variants_train_alike_in_all_processes(name, low, found):
         assert one[2] != base[2]
 
 
+@pytest.mark.slow_but("bf16")
 @pytest.mark.parametrize("low", LOWS)
 def test_gradients_that_wait_add_up_in_fp32_as_those_that_were_reduced(low, found):
     late, at_once = (found[0][f"O2 {low} reduced {when}"] for when in ("late", "each time"))
     assert late[0] == pytest.approx(at_once[0], abs=4 * ULP)
 
 
+@pytest.mark.slow_but("[O2")
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_step_sends_one_vector_and_reads_nothing_on_the_host(level, found):
     for each in found:
@@ -135,6 +141,7 @@ def test_a_step_sends_one_vector_and_reads_nothing_on_the_host(level, found):
         assert reads == 0
 
 
+@pytest.mark.slow_but("[O2")
 @pytest.mark.parametrize("level", LEVELS)
 def test_gathers_send_half_of_the_bytes_of_fp32(level, found):
     for each in found:
@@ -146,6 +153,7 @@ def test_gathers_send_half_of_the_bytes_of_fp32(level, found):
         assert 2 * sum(size for _, size in low) == sum(size for _, size in full)
 
 
+@pytest.mark.slow_but("[O2")
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_process_holds_sixteen_bytes_for_each_of_its_elements(level, found):
     for each in found:
@@ -154,6 +162,7 @@ def test_a_process_holds_sixteen_bytes_for_each_of_its_elements(level, found):
         assert memory == {"weights": 4 * here, "masters": 0, "gradients": 4 * here, "optimizer": 8 * here + steps}
 
 
+@pytest.mark.slow_but("[O2")
 @pytest.mark.parametrize("level", LEVELS)
 def test_evaluation_and_closing(level, found):
     (one, losses), (other, same) = (each[f"{level} bf16 between"] for each in found)
@@ -163,6 +172,7 @@ def test_evaluation_and_closing(level, found):
     assert losses[-1] < losses[1]
 
 
+@pytest.mark.slow_but("[O2")
 @pytest.mark.parametrize("what", FAULTS)
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_all_skip_what_one_process_spoils(level, what, found):
@@ -177,6 +187,7 @@ def test_all_skip_what_one_process_spoils(level, what, found):
     assert bool(names) == (what != "loss")
 
 
+@pytest.mark.slow_but("O1-fp16-dcp", "O2-bf16")
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("level", "low"), SAVED)
 def test_training_goes_on_from_a_checkpoint_bit_for_bit_in_as_many_processes(level, low, form, found):
@@ -195,7 +206,7 @@ KINDS = [  # but O3 unsharded, which keeps no fp32 values
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("level", "low", "kind"), KINDS)
-@pytest.mark.slow_but("O2-bf16", "torch")
+@pytest.mark.slow_but("O2-bf16")
 def test_a_checkpoint_of_two_processes_is_one_of_one_with_and_without_shards_and_halfstep(
     level, low, form, kind, found, pool_folder, process_group
 ):
@@ -231,6 +242,7 @@ def test_four_processes(found, pool_folder, tmp_path, process_group):
         assert under[0][1] == pytest.approx(found[0][f"{level} bf16 parallel"][1], rel=1e-2)
 
 
+@pytest.mark.slow_but("[O2")
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_replicas_of_shards_count_once(level, found):
     one, other = (each[f"{level} bf16 hybrid"] for each in found)
@@ -239,6 +251,7 @@ def test_replicas_of_shards_count_once(level, found):
     assert one[0] == pytest.approx(found[0][f"{level} bf16 plain"][0], abs=4 * ULP)
 
 
+@pytest.mark.slow_but("O1-fp16", "O2-bf16")
 @pytest.mark.parametrize("low", LOWS)
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_tensor_parallel_layers_train_as_whole_ones(level, low, found, process_group):
@@ -341,12 +354,12 @@ def test_a_copy_that_cannot_be_made_is_an_error_in_all_processes(found):
     assert "takes an open session, not a closed session" in one["closed"]
 
 
-SLOW = ("replicas", "fewer", "backward O1", "raises", "sharded raises")
+SLOW = ("replicas", "fewer", "backward O1", "backward O2", "raises", "sharded raises")
 
 
 @pytest.mark.parametrize(
     "how",
-    ["sharded", "backward O2", *(pytest.param(how, marks=pytest.mark.slow) for how in SLOW)],
+    ["sharded", *(pytest.param(how, marks=pytest.mark.slow) for how in SLOW)],
 )
 def test_a_process_that_is_gone_or_late_ends_the_step_of_the_others_with_an_error_in_time(how, tmp_path):
     begun = time.monotonic()
