@@ -16,6 +16,8 @@ from hypothesis import settings
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode
 
 from halfstep import machine
+from halfstep.bench import bench
+from halfstep.bench.lane import Deal, Local
 from halfstep.session import decide
 from halfstep.session.session import Session
 
@@ -173,6 +175,18 @@ def each_processor(request, on_processor):
     """Runs a test once as on each class of CPU."""
     on_processor(request.param)
     return request.param
+
+
+@pytest.fixture
+def peers_here(monkeypatch):
+    """Has a benchmark's rows of torch.amp train in this process: their own takes seconds to start."""
+
+    def lane(task):
+        local = Local(task.entry, Deal(task.origin.load(), torch.device(task.device)))
+        local.ready = lambda: None
+        return local
+
+    monkeypatch.setattr(bench, "Remote", lane)
 
 
 @pytest.fixture(scope="session")

@@ -39,7 +39,7 @@ def run(*command):
 
 
 @pytest.fixture
-def main(monkeypatch):
+def main(monkeypatch, peers_here):
     """Runs a script in this process, and returns its exit code."""
 
     def run(name, *arguments):
@@ -58,6 +58,7 @@ def test_the_cost_of_an_open_session_is_measured_beside_processes_without_one(tm
     assert row["time_x_alone"].keys() == {"O1", "O2"}
 
 
+@pytest.mark.slow  # starts processes as the one above
 def test_the_host_cost_has_a_row_for_each_network_and_level_in_processes_of_their_own(tmp_path):
     path = tmp_path / "found.json"
     done = run(
@@ -71,6 +72,7 @@ def test_the_host_cost_has_a_row_for_each_network_and_level_in_processes_of_thei
         assert row["time_x_peer"] == pytest.approx(row["us"] / row["peer_us"])
 
 
+@pytest.mark.slow  # so does this one, seven
 def test_the_cost_of_emulation_has_a_row_for_each_loop(tmp_path):
     path = tmp_path / "found.json"
     script = FOLDER / "emulation.py"

@@ -295,8 +295,8 @@ def test_what_a_release_does_otherwise_is_told(monkeypatch, name, value, told):
     "paths",
     [
         ["torch._C._current_graph_task_id", "torch._foreach_norm"],
-        ["torch.amp.grad_scaler.OptState"],
-        ["torch.multiprocessing.reductions.StorageWeakRef"],
+        pytest.param(["torch.amp.grad_scaler.OptState"], marks=pytest.mark.slow),
+        pytest.param(["torch.multiprocessing.reductions.StorageWeakRef"], marks=pytest.mark.slow),
     ],
 )
 def test_an_import_without_a_name_is_one_error_that_says_which_and_what_works(paths):

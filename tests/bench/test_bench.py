@@ -95,7 +95,7 @@ def test_figures_are_kept_a_seed():
     assert result.complete
 
 
-def test_rows_of_one_seed_start_from_the_same_weights_and_end_apart(on_processor):
+def test_rows_of_one_seed_start_from_the_same_weights_and_end_apart(on_processor, peers_here):
     on_processor(AVX512_BF16)
     job = Regression(batch=4, d_in=8, d_out=8, lr=0.1)
     result = bench(job, entries(["O0", "O1", "O3"], [BF16], FACTS, peer=True), steps=1, device=CPU, memory=False)
@@ -113,7 +113,7 @@ def test_seeds_differ_and_repeat():
     assert first.train_loss[1] == again.train_loss[0]
 
 
-def test_speedups_are_over_o0_and_over_the_peer_of_the_same_format():
+def test_speedups_are_over_o0_and_over_the_peer_of_the_same_format(peers_here):
     result = bench(SMALL, entries(["O0", "O1"], [BF16], FACTS, peer=True), steps=2, device=CPU, memory=False)
     o0, o1, amp = result.runs
     assert (o0.vs_o0, o0.vs_amp) == (1.0, None)

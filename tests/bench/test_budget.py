@@ -14,8 +14,7 @@ from halfstep.bench.budget import SLOW, Course, course, turn_of, warmup
 from halfstep.bench.lane import Begun, End, Step
 from halfstep.bench.remote import Remote
 from halfstep.bench.variants import AmpVariant, Entry
-from halfstep.bench.worker import Origin, origin_of, task_of
-from halfstep.cast.opregistry import REGISTRY
+from halfstep.bench.worker import Origin, task_of
 from halfstep.errors import WorkloadError
 from halfstep.formats import BF16, FP32
 from halfstep.initialize import initialize
@@ -208,24 +207,10 @@ def test_no_time_is_an_error(seconds):
         bench(SMALL, [O0], seconds=seconds, device=CPU)
 
 
-def test_no_session_is_ever_open_in_the_process_of_a_peer():
-    with initialize(SMALL.build(0), None, "O1", low="bf16"):
-        assert REGISTRY.kernels > 0
-        with (
-            closing(Remote(task_of(origin_of(SMALL), AMP, CPU))) as peer,
-            closing(Remote(task_of(origin_of(SMALL), O1, CPU))) as ours,
-        ):
-            for lane in (peer, ours):
-                lane.begin(0)
-                lane.step(0, 1)
-            assert peer.end(validate=False).kernels == 0
-            assert ours.end(validate=False).kernels == REGISTRY.kernels
-    assert REGISTRY.kernels == 0
-
-
 def test_a_peer_trains_in_its_own_process_and_not_here(monkeypatch):
     monkeypatch.setattr(AmpVariant, "train", lambda *given: pytest.fail("it trains here"))
-    full, amp = bench(SMALL, [O0, AMP], steps=2, device=CPU).runs
+    with initialize(SMALL.build(0), None, "O1", low="bf16"):  # there it would be an error, as below
+        full, amp = bench(SMALL, [O0, AMP], steps=2, device=CPU).runs
     assert (full.error, amp.error) == (None, None)
     assert (len(amp.times_ms), amp.validation.keys()) == (2, {"loss"})
     assert amp.bytes_per_parameter == full.bytes_per_parameter

@@ -320,7 +320,7 @@ def test_a_compiled_entry_says_so_and_is_run_where_its_format_is_emulated():
     assert compiled(Entry("O1", FP16, peer=False, emulated=True)).refused is None
 
 
-@pytest.mark.parametrize("row", [O0, O2])
+@pytest.mark.parametrize("row", [pytest.param(O0, marks=pytest.mark.slow), O2])
 def test_a_worker_trains_as_bench_does_and_counts_the_same_peak(row):
     with closing(Remote(task_of(row))) as remote:
         built = remote.begin(0, counted=True)
@@ -339,7 +339,12 @@ def test_a_worker_trains_as_bench_does_and_counts_the_same_peak(row):
 @pytest.mark.parametrize(
     ("third", "kind", "said"),
     [
-        ("raise ValueError('no third')", WorkloadError, r"^ValueError: no third \(own.py, line 12\)"),
+        pytest.param(
+            "raise ValueError('no third')",
+            WorkloadError,
+            r"^ValueError: no third \(own.py, line 12\)",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             "raise RuntimeError('DefaultCPUAllocator: not enough memory')",
             OutOfMemory,

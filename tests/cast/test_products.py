@@ -204,7 +204,7 @@ def test_a_recurrent_layer_is_one_fp32_operation(kind: Any, fmt: Format) -> None
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler's own
-@pytest.mark.parametrize("fmt", [FP16, BF16], ids=str)
+@pytest.mark.parametrize("fmt", [pytest.param(FP16, marks=pytest.mark.slow), BF16], ids=str)
 def test_compiled_code_has_the_bits_of_eager_code(fmt: Format) -> None:
     """Compiled code leaves out a rounding that is followed by a cast back, unless it is arithmetic."""
     torch.compiler.reset()

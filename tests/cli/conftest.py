@@ -9,7 +9,7 @@ from halfstep.machine import AVX512_BF16
 
 
 @pytest.fixture(autouse=True)
-def with_units(on_processor):
+def with_units(on_processor, peers_here):
     """Has rows named alike on every machine: bf16 is native. A test may ask for another class."""
     on_processor(AVX512_BF16)
 

@@ -101,12 +101,14 @@ def refused(rank):
 
 
 def pooled(folder, slow):
-    return {
-        "bf16": (guarded, ("bf16",)),
+    later = {
         "view": (functools.partial(guarded, gradient_as_bucket_view=True), ("bf16",)),
+        "low weights, fp16": (functools.partial(guarded, level="O2", loss_scale=COMES_DOWN), ("fp16",)),
+    }
+    return (later if slow else {}) | {
+        "bf16": (guarded, ("bf16",)),
         "fp16": (functools.partial(guarded, loss_scale=COMES_DOWN), ("fp16",)),
         "low weights": (functools.partial(guarded, level="O2"), ("bf16",)),
-        "low weights, fp16": (functools.partial(guarded, level="O2", loss_scale=COMES_DOWN), ("fp16",)),
         "both": (functools.partial(guarded, broken=(0, 1)), ("bf16",)),
         "plain": (trained, (None,)),
         "blame": (trained, (halfstep.blame,)),
@@ -124,6 +126,7 @@ def found(pool):
     return pool[__name__]
 
 
+@pytest.mark.slow_but("[bf16", "[fp16", "[low weights]")
 @pytest.mark.parametrize("run", ["bf16", "view", "fp16", "low weights", "low weights, fp16"])
 def test_gradients_that_another_process_spoiled_are_said_to_be_its(found, run):
     own, others = found[1][run], found[0][run]
@@ -134,6 +137,7 @@ def test_gradients_that_another_process_spoiled_are_said_to_be_its(found, run):
     assert "would not help" not in others[4]
 
 
+@pytest.mark.slow_but("[bf16", "[fp16")
 @pytest.mark.parametrize(("run", "last"), [("bf16", WINDOW + 3), ("view", WINDOW + 3), ("fp16", 2 * WINDOW + 4)])
 def test_all_processes_stop_at_the_step_after_that_of_the_floor_of_the_scale(found, run, last):
     assert [each[run][0] for each in found] == [last, last]
