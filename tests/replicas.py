@@ -585,6 +585,8 @@ def closed(rank, setting):
 def work(rank, path, size, cases):
     logging.getLogger("halfstep").setLevel(logging.CRITICAL)
     torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # each session looks for wrappers among all objects: not among torch's modules each time
     torch.distributed.init_process_group(
         "gloo",
         init_method=f"file://{path}/rendezvous-of-{size}",
