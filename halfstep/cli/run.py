@@ -88,7 +88,7 @@ def run(
 def summary(ran: Ran) -> str:
     """Returns one line on how a script's run went."""
     it = ran.trained
-    if it is None and ran.brings is None:
+    if it is None and ran.brings is None and not ran.outside:
         return f"no model was trained in this process, so nothing ran in mixed precision; {ran.seconds:.1f} s"
     parts = [f"the script uses {ran.brings}; no session was added"] if ran.brings else []
     if it is not None:

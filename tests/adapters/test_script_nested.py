@@ -130,6 +130,19 @@ def test_what_is_trained_outside_of_the_session_is_named():
     assert list(run.outsiders.names) == ["Stranger"]
 
 
+def test_what_is_trained_where_no_session_opened_is_named():
+    unused = nn.Parameter(torch.zeros(1))
+    with under_run("O1", "bf16") as run:
+        optimizer = torch.optim.SGD([unused], lr=0.1)
+        stranger = Stranger(1, 1)
+        own = Own(stranger.parameters())
+        for _ in range(2):
+            stranger(torch.ones(1, 1)).mean().backward()
+            own.step()
+    assert list(run.outsiders.names) == ["Stranger"]
+    del optimizer
+
+
 def test_a_refusal_says_what_helps_who_runs_a_script(tmp_path):
     text = """
 import torch

@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
@@ -32,7 +33,7 @@ class Saving(nn.Sequential):
 
 def trained():
     torch.manual_seed(0)
-    model = Saving(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    model = Saving(nn.Linear(4, 4), nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 1))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     fit(model, optimizer)
     return model, optimizer
@@ -65,6 +66,7 @@ WAYS = {
     "deepcopy": lambda m: list(copy.deepcopy(m).parameters()),
     "deepcopy of a list": lambda m: copy.deepcopy(list(m.parameters())),
     "numpy": lambda m: [torch.as_tensor(p.detach().numpy().copy()) for p in m.parameters()],
+    "tolist": lambda m: [torch.tensor(p.tolist()) for p in m.parameters()],
     "asarray": lambda m: [torch.as_tensor(np.asarray(p.data)) for p in m.parameters()],
     "save_pretrained": lambda m: list(m.save_pretrained()["weights"].values()),
     "save": lambda m: m.save()["raw"],
@@ -79,12 +81,48 @@ def test_each_way_saves_the_fp32_values(low):
         assert model[0].weight.dtype is not torch.float32
         for way, save in WAYS.items():
             saved = save(model)
-            assert [value.dtype for value in saved] == [torch.float32] * 4, way
+            assert [value.dtype for value in saved] == [torch.float32] * 6, way
             assert all(map(torch.equal, saved, expected)), way
         row = model[0].weight.detach()[1:3, ::2]
         assert np.array_equal(row.numpy(), expected[0][1:3, ::2].numpy())
         assert model[0].weight.dtype is not torch.float32
         fit(model, optimizer)
+
+
+def joblibs(model):
+    joblib = pytest.importorskip("joblib")
+    file = stored(lambda f: joblib.dump([model, dict(model.named_parameters())], f))
+    copied, named = joblib.load(file)
+    assert all(map(torch.equal, copied.parameters(), named.values()))
+    return copied.state_dict()
+
+
+def safetensors(model):
+    safe = pytest.importorskip("safetensors.torch")
+    with TemporaryDirectory() as folder:
+        safe.save_model(model, f"{folder}/model")
+        return safe.load_file(f"{folder}/model")
+
+
+def onnxs(model):
+    onnx, _ = pytest.importorskip("onnx"), pytest.importorskip("onnxscript")
+    with TemporaryDirectory() as folder:
+        torch.onnx.export(model, (X,), f"{folder}/model", verbose=False)
+        graph = onnx.load(f"{folder}/model").graph
+    return {each.name: torch.from_numpy(onnx.numpy_helper.to_array(each).copy()) for each in graph.initializer}
+
+
+@pytest.mark.filterwarnings("ignore")  # of the libraries
+@pytest.mark.parametrize("way", [joblibs, safetensors, onnxs])
+def test_libraries_save_the_fp32_values_and_training_goes_on(way):
+    with under_run("O2", "bf16"):
+        model, optimizer = trained()
+        expected = {name: value.clone() for name, value in model.state_dict().items()}
+        saved = way(model)
+        assert saved.keys() == expected.keys()
+        assert all(torch.equal(value, expected[name]) for name, value in saved.items())
+        fit(model, optimizer)
+        assert model[0].weight.dtype is torch.bfloat16
 
 
 def test_a_method_that_saves_finds_fp32_weights_and_leaves_them_as_they_were():

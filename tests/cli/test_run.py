@@ -160,6 +160,10 @@ def test_processes_of_torchrun_train_alike_and_one_of_them_tells_how(tmp_path):
             "no model was trained in this process, so nothing ran in mixed precision; 2.0 s",
         ),
         (
+            Ran(None, 0, None, 2.0, None, 0, ("Net",)),
+            "not trained under the plan but in plain fp32: Net, 2.0 s",
+        ),
+        (
             Ran(None, 0, "torch.amp's GradScaler", 2.0, None, 0),
             "the script uses torch.amp's GradScaler; no session was added, 2.0 s",
         ),

@@ -244,6 +244,8 @@ class Conversion:
                 self._in_use = len(kept)
         trained = trained_by(kept)
         roots = roots_of(trained, called)
+        if not any(called is module for root in roots for module in root.modules()):
+            return  # a program that was exported from them runs as written
         self._initialize(roots, kept, strays=unowned(trained, roots))
         plan = self._plan
         if self._session is not None and (plan.param == "low" or plan.scale.active):
@@ -336,11 +338,12 @@ class Conversion:
         """
         session = self._current()
         outputs, directions = paired(tensors, grad_tensors)
+        own = self._opened_ids()
+        if outputs is not None and self.brings is None:
+            self.outsiders.look(outputs, own)
         if session is None or outputs is None:
             original(tensors, grad_tensors, **kwargs)
             return
-        own = self._opened_ids()
-        self.outsiders.look(outputs, own)
         if not session.plan.scale.active:
             with session.scaling(*outputs):
                 begin_pass(partial(original, tensors, grad_tensors, **kwargs))

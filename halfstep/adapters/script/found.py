@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
 from halfstep.scale.leaves import leaves_of
@@ -131,10 +131,18 @@ def roots_of(parameters: Sequence[Tensor], called: nn.Module) -> list[nn.Module]
         if owned is not None:
             first[id(module)] = owned
     roots = [module for module in modules if id(module) in first and id(module) not in inner]
-    written = [root for root in roots if not isinstance(root, torch.jit.ScriptModule)]
+    written = [root for root in roots if not _is_program(root)]
     if {id(p) for root in roots for p in root.parameters()} == {id(p) for root in written for p in root.parameters()}:
         roots = written  # the others are programs that were traced from these
     return sorted(roots, key=lambda module: first[id(module)])
+
+
+def _is_program(root: nn.Module) -> bool:
+    """Returns whether `torch.jit` or `torch.export` made a module: what holds its parameters has no code."""
+    if isinstance(root, torch.jit.ScriptModule):
+        return True
+    holders = [part for part in root.modules() if next(part.parameters(recurse=False), None) is not None]
+    return all(type(part) is nn.Module or isinstance(part, fx.GraphModule) for part in holders)
 
 
 def unowned(parameters: Sequence[Tensor], roots: Iterable[nn.Module]) -> list[Tensor]:

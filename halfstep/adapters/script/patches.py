@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 import os
 import sys
@@ -96,6 +97,7 @@ def install(listener: Conversion, apex_low: Format | str) -> Callable[[], None]:
             (torch.autograd, "backward", lambda run: _backward(run, listener)),
             (torch.autograd, "grad", lambda run: _grad(run, listener)),
             (torch.Tensor, "numpy", lambda read: _as_full(read, listener)),
+            (torch.Tensor, "tolist", lambda read: _as_full(read, listener)),
             (torch.Tensor, "__reduce_ex__", lambda read: _as_full(read, listener)),
             *((owner, name, lambda run: _on_plain_models(run, listener)) for owner, name in EXPORTS),
         ):
@@ -203,6 +205,7 @@ def _on_plain_models(run: Any, listener: Conversion) -> Any:
     def export(*args: Any, **kwargs: Any) -> Any:
         with listener.paused():
             program = run(*args, **kwargs)
+        gc.collect()  # of modules around the model that torch made, in cycles
         if isinstance(program, nn.Module):
             listener.programs.add(program)
         return program
