@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -101,22 +102,8 @@ class Watching(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class ha
             self.too_many = True
             self._end()
             return as_called(func, args, kwargs)
-        self._local.started, self._local.results = False, []
-        try:
-            return super()._run(func, args, kwargs)
-        except Exception:
-            if self._local.started and not self._local.results:
-                raise  # the operation's own
-            self._end()
-            return self._local.results[0] if self._local.started else as_called(func, args, kwargs)
-        finally:
-            self._local.results = []
-
-    def _compute(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        self._local.started = True
-        result = super()._compute(func, args, kwargs)
-        self._local.results = [result]
-        return result
+        record = partial(super()._run, func, args, kwargs)
+        return self.trail.spared(func, args, kwargs, record, lambda _: self._end())
 
     def scale_of(self, note: Note | None, otherwise: Tensor) -> float:
         """Returns the loss scale of the backward pass that `note` is part of, or `otherwise` if that is unknown."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -103,6 +104,7 @@ class OverflowTrail(Generic[T]):
         self.found: list[Absorbed[T]] = []
         self._shadows: dict[int, _Shadow[T]] = {}  # keyed by the memory of a tensor, which its views share
         self._results: dict[int, _Result[T]] = {}  # likewise: what was computed from absorbed overflows
+        self._spared = threading.local()  # `made`: the result of the operation that `spared` runs, once there is one
 
     def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Callable[[], T]) -> Any:
         """Runs an operation for a dispatch mode, follows overflows through it, and returns its result."""
@@ -153,8 +155,34 @@ class OverflowTrail(Generic[T]):
         return result
 
     def compute(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Runs the operation; subclasses override this to see the result."""
-        return as_called(func, args, kwargs)
+        """Runs the operation itself."""
+        made: list[Any] | None = getattr(self._spared, "made", None)
+        if made is None:
+            return as_called(func, args, kwargs)
+        self._spared.started = True
+        made.append(as_called(func, args, kwargs))
+        return made[0]
+
+    def spared(
+        self,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        watched: Callable[[], Any],
+        end: Callable[[Exception], None],
+    ) -> Any:
+        """Returns the result of `watched`, which computes the operation; errors but the operation's own go to `end`."""
+        made: list[Any] = []
+        self._spared.made, self._spared.started = made, False
+        try:
+            return watched()
+        except Exception as error:
+            if self._spared.started and not made:
+                raise  # the operation's own
+            end(error)
+            return made[0] if made else as_called(func, args, kwargs)
+        finally:
+            self._spared.made = None
 
     def _again(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], values: Mapping[int, Tensor]

@@ -36,24 +36,6 @@ class _Here:
     operator: str
 
 
-class _Trail(OverflowTrail[_Here]):
-    """An `OverflowTrail` that keeps the operation's result, and `started`: whether the operation has begun to run.
-
-    They tell whether an error came from the operation or from the trail.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.started = False
-        self.results: list[Any] = []
-
-    def compute(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Runs the operation and keeps its result."""
-        self.started = True
-        self.results = [as_called(func, args, kwargs)]
-        return self.results[0]
-
-
 class AbsorbedWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's class has no annotations
     """Reports overflows that are absorbed in training forwards; the mode may be entered again inside itself.
 
@@ -68,7 +50,7 @@ class AbsorbedWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
         super().__init__()  # type: ignore[no-untyped-call]
         self.on = True
         self._roots = [weakref.ref(root) for root in roots]  # weak: the stack of modes must keep no session alive
-        self._trail = _Trail()
+        self._trail: OverflowTrail[_Here] = OverflowTrail()
         self._local = threading.local()
 
     def __torch_dispatch__(
@@ -80,21 +62,16 @@ class AbsorbedWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
         if idle or not self._may_train() or in_backward() or _capturing():
             return as_called(func, args, named)
         self._local.inside, trail = True, self._trail
-        trail.started, trail.results = False, []
         try:
-            return trail.run(func, args, named, lambda: self._here(func, args))
-        except Exception as error:
-            if trail.started and not trail.results:
-                raise  # the operation's own
-            self.on = False
-            _LOG.warning(
-                "a probe stops looking for absorbed overflows in this step, because of an error: %s",
-                error,
-                exc_info=True,
-            )
-            return trail.results[0] if trail.started else as_called(func, args, named)
+            follow = partial(trail.run, func, args, named, lambda: self._here(func, args))
+            return trail.spared(func, args, named, follow, self._fail)
         finally:
-            self._local.inside, trail.results = False, []
+            self._local.inside = False
+
+    def _fail(self, error: Exception) -> None:
+        self.on = False
+        said = "a probe stops looking for absorbed overflows in this step, because of an error: %s"
+        _LOG.warning(said, error, exc_info=error)
 
     def end(self, losses: Sequence[Tensor]) -> None:
         """Notes the overflows that the losses, from which a backward pass will start, depend on."""

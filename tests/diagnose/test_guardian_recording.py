@@ -12,6 +12,7 @@ from halfstep import FP16, Scaling
 from halfstep.cast.emulate import Emulation
 from halfstep.diagnose import guardian
 from halfstep.diagnose.counter import WINDOW
+from halfstep.observe.absorbed import OverflowTrail
 from halfstep.observe.recorder import OpRecorder
 from tests.contracts.cases import differing, mixed_plans, snapshot, start, train
 from tests.diagnose.closures import alarm, closure_of, cross_entropy, run, session_on, train_on
@@ -191,7 +192,10 @@ def fail(*args):
     raise RuntimeError("in the recorder")
 
 
-@pytest.mark.parametrize(("owner", "name"), [(OpRecorder, "_begin"), (OpRecorder, "_look"), (guardian, "find_origin")])
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(OpRecorder, "_begin"), (OpRecorder, "_look"), (OverflowTrail, "_run"), (guardian, "find_origin")],
+)
 def test_a_recording_or_explanation_that_fails_does_not_fail_the_step(owner, name, monkeypatch, caplog):
     monkeypatch.setattr(owner, name, fail)
     model = Cnn(LogOfZero())
