@@ -50,10 +50,7 @@ def as_it_is(call: Call, original: Original) -> Any:
 
 @contextmanager
 def watched(model: keras.Model, around: Around = as_it_is) -> Iterator[list[Call]]:
-    """Within the context, makes every call of a layer in the model run as `around(call, original)`.
-
-    `original` is the layer's own `call`. Yields the list of recorded calls, in the order in which they return.
-    """
+    """Within the context, makes every call of a layer in the model run as `around(call, original)`."""
     calls: list[Call] = []
     stack: list[Call] = []
 

@@ -57,11 +57,7 @@ def find_broken(
 
 
 def loss_of_batch(model: keras.Model, x: Any, y: Any, sample_weight: Any) -> Any:
-    """Returns the loss of a batch as `fit` computes it; call it in a StatelessScope that collects losses.
-
-    Raises:
-        SetupError: the model has no loss.
-    """
+    """Returns the loss of a batch as `fit` computes it; call it in a StatelessScope that collects losses."""
     outputs = model(x, training=True)
     own = type(model).compute_loss is not keras.Model.compute_loss
     if not own and model.loss is None and not model.losses:  # of which Keras makes zero on JAX
@@ -211,11 +207,7 @@ def _first_in_backward(model: keras.Model, run: Callable[[], Any], scale: float)
 
 
 def _backward(model: keras.Model, run: Callable[[], Any], scale: float) -> Iterator[tuple[Call, bool, Sequence[Any]]]:
-    """Yields (call, is_end, gradients) twice for each layer call, in the order of the backward pass.
-
-    For each call, `is_end` is first True, and the gradients are those of the call's outputs. Later `is_end` is False,
-    and the gradients are those of the call's inputs and of the layer's weights.
-    """
+    """Yields (call, is_end, gradients) twice for each layer call, in the order of the backward pass."""
     marks: list[tuple[Call, bool, list[int]]] = []  # which tapped tensors lie there
 
     def tapped_run(tap: Callable[[Any], Any]) -> Any:
@@ -242,11 +234,7 @@ def _backward(model: keras.Model, run: Callable[[], Any], scale: float) -> Itera
 
 
 def _cured_in_fp32(layer: Any, run: Callable[[], bool]) -> bool | None:
-    """Returns the result of `run`, called while a layer and all layers inside it compute in fp32.
-
-    `run` returns whether the values that it computes are finite. If all the layers compute in fp32 anyway, False is
-    returned without calling `run`. If `run` raises an error, None is returned.
-    """
+    """Returns the result of `run`, called while a layer and all layers inside it compute in fp32."""
     if not any(computes_low(each) for each in layer._flatten_layers()):
         return False
     try:

@@ -80,10 +80,7 @@ def set_plan(plan: Plan, *, others: tuple[keras.Model, ...] = ()) -> keras.dtype
 
 
 def built_models(others: tuple[keras.Model, ...]) -> list[str]:
-    """Returns the names, quoted and sorted, of built models that still exist, except `others`.
-
-    Models that are part of another model are left out.
-    """
+    """Returns the names, quoted and sorted, of built models that still exist, except `others`."""
     if not _built(others):
         return []
     gc.collect()  # what was deleted, and waits for it
@@ -119,14 +116,7 @@ def tell_unseen_rules(variables: Sequence[Any]) -> None:
 
 
 def policy_name(plan: Plan, policy: Policy) -> str:
-    """Returns Keras's name for a policy of a plan.
-
-    Keras casts the inputs and weights of a layer to the format in which the layer computes, and returns outputs in that
-    format. An fp32 variable of a layer that computes in low precision is a master: it is rounded at each use.
-
-    Raises:
-        PlanError: Keras has no such policy.
-    """
+    """Returns Keras's name for a policy of a plan."""
     if policy.output not in ("input", policy.compute):
         raise PlanError(
             f"{policy!r} computes {policy.compute} and returns {policy.output}, but the output of a Keras layer has "
@@ -144,11 +134,7 @@ def mixed_name(plan: Plan) -> str:
 
 
 def policy_of(plan: Plan) -> Policy:
-    """Returns the plan's policy for layers that no rule matches.
-
-    Raises:
-        PlanError: `plan` is not a Plan, or has a setting that Keras cannot express.
-    """
+    """Returns the plan's policy for layers that no rule matches."""
     if not isinstance(plan, Plan):
         raise PlanError(f"{plan!r:.80} is not a Plan; pass one, such as level('O1', 'fp16')")
     if plan.op_changes != OpChanges():

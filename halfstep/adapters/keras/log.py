@@ -193,10 +193,7 @@ class LogCallback(keras.callbacks.Callback):
             self._blame(carried)
 
     def _loss(self) -> float | None:
-        """Returns the loss of the last step, computed from the change in the sums of Keras's mean loss.
-
-        Returns None if this is not possible, for example when an earlier loss of the same epoch was not finite.
-        """
+        """Returns the loss of the last step, computed from the change in the sums of Keras's mean loss."""
         mean = next((each for each in self.model.metrics if each.name == "loss"), None)
         if mean is None:
             return None
@@ -205,11 +202,7 @@ class LogCallback(keras.callbacks.Callback):
         return (self._sums[0] - before[0]) / weight if weight and np.isfinite(before[0]) else None
 
     def _run_again(self, run: Callable[..., Any], scale: float) -> Any:
-        """Returns the result of `run` on the last batch; returns None if no batch was seen, or if a run has failed.
-
-        `run` may fail if a custom `train_step` uses batches in another way than Keras's own. A failure is logged and
-        does not end `fit`; no batch is run again after it.
-        """
+        """Returns the result of `run` on the last batch; returns None if no batch was seen, or if a run has failed."""
         if self._batch is None or not self._runs_again:
             return None
         try:
@@ -251,11 +244,7 @@ class LogCallback(keras.callbacks.Callback):
 
 
 def _names_as_planned(model: keras.Model, plan: Plan) -> tuple[str, ...]:
-    """Returns the names of the model's layers, all of which must have the plan's policies.
-
-    Raises:
-        PlanError: a layer does not have the plan's policy.
-    """
+    """Returns the names of the model's layers, all of which must have the plan's policies."""
     assignment = describe(model, plan)
     wrong = [f"{each.name or '(model)'}: {each.reason}" for each in assignment.modules if "not as" in each.reason]
     if wrong:

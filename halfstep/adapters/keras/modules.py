@@ -69,10 +69,8 @@ def _layers(model: keras.Model) -> list[Any]:
 
 
 def _make_buffers(layer: Any) -> None:
-    """Turns a layer's non-trainable variables, such as running statistics, from parameters into buffers.
-
-    Weights that are non-trainable only because their layer is frozen stay parameters.
-    """
+    """Turns a layer's non-trainable variables, such as running statistics, from parameters into buffers."""
+    # Weights that are non-trainable only because their layer is frozen stay parameters.
     held = layer.torch_params
     frozen = {id(v) for each in _layers(layer) if not each.trainable for v in each.weights}  # for a time
     for variable in layer.variables:
@@ -81,12 +79,9 @@ def _make_buffers(layer: Any) -> None:
 
 
 def _named_children(layer: Any) -> Iterator[tuple[str, nn.Module]]:
-    """Replaces torch's `named_children`: yields layers by their Keras names, then modules that are not layers.
-
-    Keras holds the variables of a layer and of its sublayers in one ParameterDict. This dict is left out if all its
-    variables belong to sublayers. The sublayers yield these variables anyway, and the dict would let a rule on one
-    sublayer match the variables of the others.
-    """
+    """Replaces torch's `named_children`: yields layers by their Keras names, then modules that are not layers."""
+    # The sublayers yield these variables anyway, and the dict would let a rule on one sublayer match the variables of
+    # the others.
     below = named_children(layer)
     yield from below
     for name, module in nn.Module.named_children(layer):
@@ -117,10 +112,8 @@ def _named(
     recurse: bool = True,
     remove_duplicate: bool = True,
 ) -> Iterator[tuple[str, Any]]:
-    """Yields (name, tensor) pairs as `of_torch` does, but names a variable by its layer's path and its own name.
-
-    `of_torch` is torch's own `named_parameters` or `named_buffers`.
-    """
+    """Yields (name, tensor) pairs as `of_torch` does, but names a variable by its layer's path and its own name."""
+    # `of_torch` is torch's own `named_parameters` or `named_buffers`.
     names = {id(v.value): f"{path}.{v.name}" for path, each in layers_of(layer) for v in own_variables(each)}
     for name, tensor in of_torch(layer, prefix, recurse, remove_duplicate):
         known = names.get(id(tensor))
@@ -128,11 +121,8 @@ def _named(
 
 
 def _deep_copy(layer: Any, memo: dict[int, Any]) -> Any:
-    """Copies a model, for `copy.deepcopy`: makes a new model from its configuration, and copies the weights to it.
-
-    Python's own deep copy fails on the trackers that Keras puts on layers. Copying by pickling would work only for
-    classes that are registered with Keras.
-    """
+    """Copies a model, for `copy.deepcopy`: makes a new model from its configuration, and copies the weights to it."""
+    # Copying by pickling would work only for classes that are registered with Keras.
     twin = keras.models.clone_model(layer)
     for copied, own in zip(_layers(twin), _layers(layer), strict=True):
         copied.name = own.name  # a layer inside of another would get a new one

@@ -12,11 +12,9 @@ from halfstep.records import Verdict
 
 
 def apply_where_finite(optimizer: Any, found: Any, grads: Sequence[Any], norm: Any, variables: Sequence[Any]) -> None:
-    """Applies the gradients unless `found` says that one of them overflowed; adapts the loss scale.
-
-    `grads` are unscaled, `norm` is their L2 norm, and `variables` are the weights. Waits for the device to compute
-    `found`, since a branch that runs on the device (`jax.lax.cond`) must not assign variables.
-    """
+    """Applies the gradients unless `found` says that one of them overflowed; adapts the loss scale."""
+    # Waits for the device to compute `found`, since a branch that runs on the device (`jax.lax.cond`) must not assign
+    # variables.
     if not bool(found):
         optimizer.inner_optimizer.apply(grads, variables)
     optimizer.adapt(found, norm)

@@ -13,15 +13,7 @@ from halfstep.records import Verdict
 
 
 def apply_where_finite(optimizer: Any, found: Any, grads: Sequence[Any], norm: Any, variables: Sequence[Any]) -> None:
-    """Applies the gradients unless one overflowed in any replica, and adapts the loss scale.
-
-    `grads` are the unscaled gradients of this replica, and `found` tells whether one of them overflowed. `norm` is the
-    L2 norm of the gradients summed over the replicas. `variables` are the weights. The optimizer sums the gradients
-    only within its step, so the replicas combine their `found` before the step.
-
-    Raises:
-        SetupError: called outside `strategy.run`.
-    """
+    """Applies the gradients unless one overflowed in any replica, and adapts the loss scale."""
     context = tf.distribute.get_replica_context()
     if context is None:
         raise SetupError("apply() was called outside a replica; call the train step as strategy.run(step, args)")
@@ -71,10 +63,7 @@ def blame_step(model: Any, loss: Callable[[], Any]) -> Verdict | None:
 
 
 def hand_out_batches(model: Any, take: Callable[[Any], None]) -> None:
-    """Makes `fit` pass each batch to `take` before its step.
-
-    Does nothing if Keras makes several steps per call, or trains several replicas.
-    """
+    """Makes `fit` pass each batch to `take` before its step."""
     if model.distribute_strategy.num_replicas_in_sync > 1 or model.steps_per_execution > 1:
         return
     step = model.train_step
@@ -103,11 +92,9 @@ def summed(grads: Sequence[Any]) -> Sequence[Any]:
 
 
 def _rows(grad: tf.IndexedSlices) -> Any:
-    """Returns the rows of a sparse gradient as a dense tensor, with rows of the same index added up into one row.
-
-    Rows of zeros at the end keep the number of rows as it was, since XLA refuses tensors whose size depends on values.
-    The rows are in the order of their indices.
-    """
+    """Returns the rows of a sparse gradient as a dense tensor, with rows of the same index added up into one row."""
+    # Rows of zeros at the end keep the number of rows as it was, since XLA refuses tensors whose size depends on
+    # values.
     order = tf.argsort(grad.indices)
     indices = tf.gather(grad.indices, order)
     is_next = tf.cast(indices[1:] != indices[:-1], tf.int32)

@@ -17,11 +17,7 @@ from halfstep.records import Verdict
 
 @torch.no_grad()
 def apply_where_finite(optimizer: Any, found: Any, grads: Sequence[Any], norm: Any, variables: Sequence[Any]) -> None:
-    """Applies the gradients unless `found` says that one of them overflowed; adapts the loss scale.
-
-    `grads` are unscaled, `norm` is their L2 norm, and `variables` are the weights. Waits for the device to compute
-    `found`, as Keras's own branches do on torch.
-    """
+    """Applies the gradients unless `found` says that one of them overflowed; adapts the loss scale."""
     if not bool(found):
         optimizer.inner_optimizer.apply(grads, variables)
     optimizer.adapt(found, norm)
@@ -47,10 +43,7 @@ def gradients(run: Callable[[Callable[[Any], Any]], Any], variables: Sequence[An
 
 
 def blame_step(model: Any, loss: Callable[[], Any]) -> Verdict | None:
-    """Returns the verdict of `blame`: which operation makes the first non-finite value of a loss or its gradients.
-
-    The model computes in the formats of its Keras policies. Returns None if the operation cannot be found.
-    """
+    """Returns the verdict of `blame`: which operation makes the first non-finite value of a loss or its gradients."""
     try:
         with seen_as_modules(model), initialize(model, plan="O0") as session:
             return blame(session, loss)

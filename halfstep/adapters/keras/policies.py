@@ -52,22 +52,14 @@ def _give(layer: Any, name: str) -> None:
 
 
 def _without_plan(layer: Any) -> Any:
-    """Returns the policy that a layer had before any plan was applied.
-
-    If no plan has changed the layer's policy, or other code has set another policy since, returns the current one.
-    """
+    """Returns the policy that a layer had before any plan was applied."""
+    # If no plan has changed the layer's policy, or other code has set another policy since, returns the current one.
     given, before = vars(layer).get(_GIVEN, (None, None))
     return before if layer._dtype_policy is given else layer._dtype_policy
 
 
 def describe(model: keras.Model, plan: Plan) -> Assignment:
-    """Returns the formats that each layer of a model has now, and the reason for them; changes nothing.
-
-    If a layer does not have the policy that the plan gives it, the reason says so and names that policy.
-
-    Raises:
-        PlanError: the model is not built, a rule matches no layer, or two rules disagree on a layer.
-    """
+    """Returns the formats that each layer of a model has now, and the reason for them; changes nothing."""
     modules = [
         _formats(path, each.layer, each.why if each.holds else f"not as planned, which is {each.policy} ({each.why})")
         for path, each in _decide(model, plan).items()
@@ -76,10 +68,7 @@ def describe(model: keras.Model, plan: Plan) -> Assignment:
 
 
 def layers_of(model: keras.Model, *, opaque: tuple[type, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """Yields (dotted path, layer) for each layer of a model except input layers; ("", model) is the first.
-
-    Layers inside a layer of one of the types `opaque` are left out.
-    """
+    """Yields (dotted path, layer) for each layer of a model except input layers; ("", model) is the first."""
     seen: set[int] = set()
 
     def walk(layer: Any, path: str) -> Iterator[tuple[str, Any]]:
@@ -156,11 +145,7 @@ class _Decision:
 
 
 def _decide(model: keras.Model, plan: Plan) -> dict[str, _Decision]:
-    """Returns a dict from the path of each layer to the policy that it gets.
-
-    The first of these that applies decides: a rule on the layer, the layer's own dtype, a rule on a layer around it,
-    the plan's default.
-    """
+    """Returns a dict from the path of each layer to the policy that it gets."""
     default = policy_name(plan, policy_of(plan))
     if not model.built:
         raise PlanError(f"model {model.name!r} is not built, so its layers have no names; call model.build(shape)")
@@ -180,11 +165,7 @@ def _decide(model: keras.Model, plan: Plan) -> dict[str, _Decision]:
 
 
 def _names(path: str, layer: Any) -> tuple[str, ...]:
-    """Returns the names of a layer that rules can match: its path and, if different, a path with its Keras name.
-
-    The two differ if several sublayers of a layer have the same Keras name (`dense`): then the last part of the path is
-    numbered (`dense_1`).
-    """
+    """Returns the names of a layer that rules can match: its path and, if different, a path with its Keras name."""
     above = path.rpartition(".")[0]
     named = f"{above}.{layer.name}".removeprefix(".") if path else path
     return (path,) if named == path else (path, named)

@@ -158,11 +158,7 @@ class Conversion:
         return self._session is None or self._session.closed or not self._session.runtime.is_entered()
 
     def _step_unopened(self, optimizer: weakref.ref[Optimizer], *args: Any, **kwargs: Any) -> Any:
-        """Steps an optimizer that no session steps yet; `args` and `kwargs` are the arguments of its `step`.
-
-        If the optimizer requires a closure, as LBFGS does, its own `step` runs. Otherwise the closure, if any, is
-        called first; if this call opens a session for the optimizer, the session makes the step.
-        """
+        """Steps an optimizer that no session steps yet; `args` and `kwargs` are the arguments of its `step`."""
         own = optimizer()
         assert own is not None  # it steps
         closure = args[0] if args else kwargs.get("closure")
@@ -224,11 +220,7 @@ class Conversion:
         return _there([made for made in self._made.values() if not made.waits])
 
     def _open(self, called: nn.Module) -> None:
-        """Closes the open session, and opens one for the script's optimizers and the models that they train.
-
-        If the optimizers in use are still those of the open session, it stays open instead. `called` is the module that
-        is about to be called.
-        """
+        """Closes the open session, and opens one for the script's optimizers and the models that they train."""
         kept, replaced = newest(self._alive())
         if self._session is not None and not self._stale and [id(optimizer) for optimizer in kept] == self._opened:
             self._watch()
@@ -261,12 +253,7 @@ class Conversion:
             self.watch.stop()
 
     def _open_by_hand(self, module: nn.Module) -> None:
-        """Opens the session for `module`, which the script trains without an optimizer.
-
-        The session includes all modules trained without an optimizer that were found before and are still there. If the
-        plan stores weights in low precision, no session is opened, and the next backward pass raises an error that
-        names the module's type.
-        """
+        """Opens the session for `module`, which the script trains without an optimizer."""
         if not any(p.requires_grad for p in module.parameters()):
             return
         if self._plan.param == "low":
@@ -357,10 +344,7 @@ class Conversion:
             self._forget()
 
     def _skip_by_hand(self, by_hand: ByHand) -> None:
-        """Lets the session check the gradients, and zeroes them if the session skips the step.
-
-        An update that the script then makes by hand changes nothing.
-        """
+        """Lets the session check the gradients, and zeroes them if the session skips the step."""
         by_hand.step()
         if self._skipped is not None:
             with torch.no_grad():
@@ -381,13 +365,7 @@ class Conversion:
             self._inside = False
 
     def _current(self) -> Session | None:
-        """Returns the session that a backward pass goes through; None if torch alone runs the pass.
-
-        Also copies to the masters what the script has written to the weights.
-
-        Raises:
-            SetupError: the script trains a model without an optimizer, and the plan stores weights in low precision.
-        """
+        """Returns the session that a backward pass goes through; None if torch alone runs the pass."""
         if self._inside:
             return None
         if self._session is not None and self._session.closed:
@@ -407,10 +385,8 @@ class Conversion:
             self._open(next(iter(self._known)))
 
     def _adopt(self) -> None:
-        """Copies to the masters what the script has written to the weights since the last step.
-
-        This is needed because no hook can see what is written to `p.data`.
-        """
+        """Copies to the masters what the script has written to the weights since the last step."""
+        # This is needed because no hook can see what is written to `p.data`.
         session = self._session
         if session is not None and session.plan.param == "low" and not session.closed:
             session.adopt_weights()

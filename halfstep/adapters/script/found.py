@@ -76,11 +76,9 @@ def _sample(t: Tensor) -> Tensor:
 
 
 def alias_of(optimizer: Optimizer) -> Optimizer:
-    """Returns another object with the very attributes of an optimizer, for a session to hold in its place.
-
-    Whatever is read from or written to one of the two, the other has it. Only what the script itself holds keeps its
-    optimizer alive, so that the optimizer is freed when it is in plain Python.
-    """
+    """Returns another object with the very attributes of an optimizer, for a session to hold in its place."""
+    # Only what the script itself holds keeps its optimizer alive, so that the optimizer is freed when it is in plain
+    # Python.
     alias: Optimizer = object.__new__(type(optimizer))
     alias.__dict__ = optimizer.__dict__
     return alias
@@ -93,11 +91,7 @@ def trained_by(optimizers: Iterable[Optimizer]) -> list[Tensor]:
 
 
 def newest(optimizers: Sequence[Optimizer]) -> tuple[list[Optimizer], list[Optimizer]]:
-    """Splits optimizers into those in use and those that a newer optimizer has replaced; returns both lists.
-
-    An optimizer is replaced if a newer one that is in use updates some of the same parameters. The oldest optimizer
-    comes first in `optimizers`.
-    """
+    """Splits optimizers into those in use and those that a newer optimizer has replaced; returns both lists."""
     taken: set[int] = set()
     kept: list[Optimizer] = []
     replaced: list[Optimizer] = []
@@ -110,11 +104,7 @@ def newest(optimizers: Sequence[Optimizer]) -> tuple[list[Optimizer], list[Optim
 
 
 def roots_of(parameters: Sequence[Tensor], called: nn.Module) -> list[nn.Module]:
-    """Returns the outermost modules that own any of these parameters, sorted by the first parameter that each owns.
-
-    They are found with the garbage collector: registration hooks miss copied and unpickled modules. The collector does
-    not list frozen objects (`gc.freeze`), so `called`, the module being called, is always considered.
-    """
+    """Returns the outermost modules that own any of these parameters, sorted by the first parameter that each owns."""
     places = {id(p): place for place, p in reversed(list(enumerate(parameters)))}
     modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]  # a million objects, so no more
     modules = [each for each in modules if not isinstance(each, Strays)]

@@ -159,10 +159,7 @@ def _session_made(made: Any, listener: Conversion) -> Any:
 
 
 def _is_ours(frame: FrameType | None) -> bool:
-    """Returns whether torch (for example in checkpointing) or halfstep created an autocast object, not the script.
-
-    `frame` is the frame that called the constructor of the autocast object.
-    """
+    """Returns whether torch (for example in checkpointing) or halfstep created an autocast object, not the script."""
     while frame is not None and frame.f_code.co_filename in MAKERS:
         frame = frame.f_back
     return frame is not None and frame.f_code.co_filename.startswith((FOLDER, HALFSTEP))

@@ -118,11 +118,7 @@ def _say_for_scripts(error: BaseException) -> None:
 
 
 def _run_file(path: Path) -> None:
-    """Runs a script in a new `__main__` module, as `python` does.
-
-    `runpy.run_path` sets `sys.argv[0]` to the full path, which `python` does not do. So it is used only for folders,
-    zip files and .pyc files.
-    """
+    """Runs a script in a new `__main__` module, as `python` does."""
     if path.is_dir() or path.suffix == ".pyc" or zipfile.is_zipfile(path):
         runpy.run_path(str(path), run_name="__main__")
         return
