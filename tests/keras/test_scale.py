@@ -189,6 +189,14 @@ def test_scale_skips_and_weights_are_those_of_the_rule(name, loop):
     assert 20 < sum(rule.skips) < 60
 
 
+def test_it_begins_at_the_scale_of_keras():
+    first = [
+        kind(keras.optimizers.SGD(LR)).initial_scale
+        for kind in (LossScaleOptimizer, keras.optimizers.LossScaleOptimizer)
+    ]
+    assert first == [2.0**15, 2.0**15]
+
+
 def test_hysteresis_forgives_overflows_from_the_first_step_on():
     rows = np.ones((4, 3), "float32")
     rows[:3, 0] = np.inf

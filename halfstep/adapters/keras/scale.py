@@ -16,17 +16,19 @@ from halfstep.plan.levels import as_scaling
 from halfstep.scale.scaling import next_state, schedule_of
 
 ops = keras.ops
+_AS_KERAS = Scaling("dynamic", init=2.0**15)  # its first scale is half that of plans
 
 
 @keras.saving.register_keras_serializable(package="halfstep")
 class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     """Wraps an optimizer: scales the loss, and skips steps whose gradients are not finite.
 
-    `scaling` is a Scaling, "dynamic", a number, or "none". With "none" the loss is not scaled, but steps are still
-    skipped. Pass this optimizer to `model.compile(optimizer=...)`; `fit` does the rest. A custom loop calls
-    `scale_loss`, computes gradients, and calls `apply`. To read or change unscaled gradients, it calls `unscale` and
-    `apply_unscaled` instead of `apply`. The scale and its counters are variables of the optimizer, saved and loaded
-    with it. Under a strategy with several replicas, all replicas skip a step that overflowed in any of them.
+    `scaling` is a Scaling, "dynamic", a number, or "none"; by default it begins where Keras's own does. With "none" the
+    loss is not scaled, but steps are still skipped. Pass this optimizer to `model.compile(optimizer=...)`; `fit` does
+    the rest. A custom loop calls `scale_loss`, computes gradients, and calls `apply`. To read or change unscaled
+    gradients, it calls `unscale` and `apply_unscaled` instead of `apply`. The scale and its counters are variables of
+    the optimizer, saved and loaded with it. Under a strategy with several replicas, all replicas skip a step that
+    overflowed in any of them.
 
     Raises:
         SetupError: `inner_optimizer` is not a Keras optimizer, or scales the loss itself.
@@ -36,7 +38,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def __init__(
         self,
         inner_optimizer: keras.optimizers.Optimizer,
-        scaling: Scaling | str | float = "dynamic",
+        scaling: Scaling | str | float = _AS_KERAS,
         *,
         name: str | None = None,
     ) -> None:
