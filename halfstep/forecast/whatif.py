@@ -33,7 +33,7 @@ from halfstep.plan.levels import customize, loss_scale_of
 from halfstep.plan.matching import uncompiled
 from halfstep.plan.plan import Plan
 from halfstep.plan.resolve import resolve
-from halfstep.processes.replicas import wrappers_of
+from halfstep.processes.replicas import alone, wrappers_of
 from halfstep.records import Finding, Observation, Rounded, WhatIf, absorbed_finding
 from halfstep.scale.loss import FP16_LOSS_CEILING
 from halfstep.session.session import Session
@@ -96,7 +96,7 @@ def whatif(
             f"low for a while, as {low_plan.name} does; call whatif before wrapping, or with plan='O1'"
         )
     closure = _fed(closure, further=2 if FP16 in chosen else 1)
-    with untouched([model], list(model.parameters())) as rewind, _kept(optimizer):
+    with untouched([model], list(model.parameters())) as rewind, _kept(optimizer), alone():
         scouted = scout(closure, model, low_plan)
         rewind()
         prediction = predict(

@@ -6,8 +6,9 @@ import gc
 import secrets
 import sys
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import compress
 from typing import Any, Protocol, TypeVar
@@ -69,6 +70,19 @@ class Replica(Protocol):
         `sent_again` means that DistributedDataParallel will write the same weights once more. This write must not count
         as a change of the weights.
         """
+
+
+_ALONE: ContextVar[bool] = ContextVar("alone", default=False)
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Within the context, sessions that this process opens by itself, for a forecast, tell other processes nothing."""
+    token = _ALONE.set(True)
+    try:
+        yield
+    finally:
+        _ALONE.reset(token)
 
 
 class Replicas:
@@ -140,7 +154,7 @@ class Replicas:
         shared = {id(p) for wrapper in wrappers for p in self._shared(wrapper, wrapper.module)}
         for wrapper in [] if self._plain else wrappers:
             self._attach(wrapper, self._shared(wrapper, wrapper.module))
-        if shared:  # in the models' order, which all have: the wrappers are found in none
+        if shared and not _ALONE.get():  # in the models' order, which all have: the wrappers are found in none
             own = {id(p): p for root in self._roots for p in root.parameters()}
             self._compare([p for key, p in own.items() if key in shared], wrappers[0].process_group)
 
