@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import halfstep
-from halfstep import NumericsError, OpChange, Rule, Scaling, SetupError
+from halfstep import Kind, NumericsError, OpChange, Rule, Scaling, SetupError
 from halfstep.diagnose import guardian
 from halfstep.diagnose.counter import WINDOW
 from halfstep.diagnose.cures import FULL_OUT, WHOLE, untried_cure
@@ -209,7 +209,7 @@ def test_an_inverse_that_is_too_large_gets_no_guess():
 
 
 def test_a_cure_that_the_plan_has_is_none():
-    found = Diagnosis("overflow", "0", "linear", "forward", exact=1e6)
+    found = Diagnosis(Kind.OVERFLOW, "0", "linear", "forward", exact=1e6)
     model, plan = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), halfstep.level("O2", "fp16")
     first = untried_cure(plan, found, [model])
     assert first == (Rule("0", FULL_OUT),)
