@@ -118,6 +118,8 @@ class GradientAccumulator:
             self._join(held, scale)
         else:
             self._set_apart(held)
+        if self._widened:
+            self._sum_in(torch.float32)
         self._losses_before = self._losses
         if loss_id not in self._losses:
             self._losses += (loss_id,)
@@ -134,6 +136,8 @@ class GradientAccumulator:
         if self._stash:
             self._add_apart(loss_id, scale)
             reached = _first_gradient(self._present)
+        if self._widened:
+            self._sum_in(None)
         self._scales[loss_id] = self._scale
         self._mark = _mark_of(reached)
 
@@ -149,6 +153,7 @@ class GradientAccumulator:
         for param, held in self._sums.release(self._present).items():
             param.grad = None
             self._set_wide(param, held)
+        self._sum_in(None)
 
     def unscale_(self) -> None:
         """Turns `p.grad` into the true gradients: unscaled, and in fp32 for parameters in low precision."""
@@ -247,6 +252,12 @@ class GradientAccumulator:
             new, param.grad = param.grad, None
             self._set_wide(param, held if new is None else held.add_(new))
         return bool(left)
+
+    def _sum_in(self, dtype: torch.dtype | None) -> None:
+        """Has a backward pass sum the uses of a weight that has an fp32 gradient in `dtype`; None: in that of each."""
+        for param in self._widened:
+            if param.grad is None or param.grad.dtype is torch.float32:
+                param.grad_dtype = dtype
 
     def _set_wide(self, param: Parameter, grad: Tensor) -> None:
         param.grad_dtype = None  # any: code that makes gradients itself assigns them in the parameter's dtype
