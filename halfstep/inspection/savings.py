@@ -22,6 +22,7 @@ from halfstep.inspection.meter import Call, Meter, Shape, place_in
 from halfstep.inspection.reasons import AS_CALLED, Reason, Step, kept_full
 from halfstep.inspection.replay import Change, gain, gain_of_casts, narrowed, padded, taken
 from halfstep.measurements import Saving
+from halfstep.modes import is_custom
 from halfstep.torch_internals import FLASH_ATTENTION_CPU_BACKWARD, schema_of, tree_leaves
 
 _HEAVY = 0.05  # of the step's time: a slow operation that takes less is not looked at
@@ -65,7 +66,7 @@ def _full(step: Step) -> Iterator[Saving]:
             if wide is torch.float64:  # no plan casts it; what it is once it is fp32 is the plan's
                 why, advice, cure = _DOUBLE
                 then = torch.float32 if kept else then
-            saved = _saved(full, narrowed(wide, then), known[wide, then])
+            saved = _saved(full, _under(narrowed(wide, then)), known[wide, then])
             count = f"{len(full)} product{'s' if len(full) > 1 else ''}"
             evidence = f"{count} in {name}, {sum(c.flops for c in full) / 1e9:,.3g} GFLOP: {why}"
             yield Saving("ran full", _place(full), evidence, advice, saved, cure)
@@ -89,21 +90,23 @@ def _slow(step: Step) -> Iterator[Saving]:
             groups[call.note.module, call.func].append(call)
     for (module, func), calls in groups.items():
         share = sum(call.seconds for call in calls) / step.seconds
-        if share < _HEAVY or not_called(calls) is not None:
+        if share < _HEAVY:
             continue
-        saved, known = 0.0, dict[str, float]()
+        saved, refused = None, None if not_called(calls) is None else "it is not defined in Python"
         try:
-            for call in calls:
-                key = f"{call.args} {call.kwargs}"
-                known[key] = known[key] if key in known else gain_of_casts(call, torch.float32)
-                saved += known[key]
-        except Exception:  # an operation may raise anything when it is given random numbers
-            continue
+            saved = None if refused else _saved(calls, lambda call: gain_of_casts(call, torch.float32), {})
+        except Exception as error:  # an operation may raise anything when it is given random numbers
+            if not is_custom(func):  # else whether it is slow is not known, which is said
+                continue
+            refused = f"on random numbers it raises {type(error).__name__}: {error}"
+        kernel = "its own kernel" if is_custom(func) else "torch's own kernel, for which this device has no units,"
         evidence = (
-            f"{schema_of(func).name} ran torch's own {step.plan.low} kernel, for which this device has no units, and "
-            f"took {share:.0%} of the step's time: halfstep emulates products alone"
+            f"{schema_of(func).name} ran {kernel} on {step.plan.low} tensors and took {share:.0%} of the step's time: "
+            "halfstep emulates products alone"
         )
-        advice = f"deny {step.meter.operator(calls[0].note)}, or keep the module in fp32"
+        evidence += f"; the gain of fp32 was not measured: {refused}" if refused else ""
+        deny = "pass it fp32 tensors" if is_custom(func) else f"deny {step.meter.operator(calls[0].note)}"
+        advice = f"{deny}, or keep the module in fp32"
         yield Saving("ran slow", place_of(module, calls[0].note.line), evidence, advice, saved)
 
 
@@ -128,7 +131,7 @@ def _not_aligned(step: Step) -> Iterator[Saving]:
         low = [call for call in calls if any(dtype in LOW_DTYPES for dtype in call.inputs)]
         sizes = sorted({size for call in low for size in _sizes(call) if size > _ALIGNED and size % _ALIGNED})
         if sizes:
-            saved = _saved(low, padded(_ALIGNED), known)
+            saved = _saved(low, _under(padded(_ALIGNED)), known)
             up = ", ".join(f"{size} to {-(-size // _ALIGNED) * _ALIGNED}" for size in sizes)
             evidence = f"products with sizes {', '.join(map(str, sizes))}, which are not multiples of {_ALIGNED}"
             yield Saving("not aligned", _place(low), evidence, f"pad {up}", saved)
@@ -190,13 +193,17 @@ def _sizes(call: Call) -> Iterator[int]:
             yield from each.shape[-2:] if len(each.shape) < 4 else each.shape[:2]
 
 
-def _saved(calls: Sequence[Call], change: Change, known: dict[str, float]) -> float:
-    """Returns the total seconds that calls save under a change."""
+def _under(change: Change) -> Callable[[Call], float]:
+    return lambda call: gain(call, change)
+
+
+def _saved(calls: Sequence[Call], gain_of: Callable[[Call], float], known: dict[str, float]) -> float:
+    """Returns the total seconds that calls save, each as `gain_of` measures it."""
     # `known` caches the saving for each operation and its shapes, so that equal calls are timed once.
     keys = [f"{call.func} {call.args} {call.kwargs}" for call in calls]
     for key, call in zip(keys, calls, strict=True):
         if key not in known:
-            known[key] = gain(call, change)
+            known[key] = gain_of(call)
     return sum(known[key] for key in keys)
 
 

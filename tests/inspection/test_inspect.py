@@ -243,7 +243,7 @@ def test_an_operation_that_runs_natively_where_products_are_emulated_is_named_if
 
     def of_powers(call, to):
         wide.append(to)
-        return 1.0 if call.func is torch.ops.aten.pow.Tensor_Scalar else -1.0
+        return 1.0 if call.func in (torch.ops.aten.pow.Tensor_Scalar, torch.ops.aten.addmm.default) else -1.0
 
     monkeypatch.setattr(savings, "gain_of_casts", of_powers)
     model, x = Root(), torch.randn(16, 8)
