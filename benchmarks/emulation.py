@@ -14,27 +14,22 @@ ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
-import shlex
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
-from datetime import datetime, timezone
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from time import process_time
 
 import torch
-from host_cost import GPT, Step, blocks, perceptron
+from host_cost import GPT, Step, blocks, perceptron, save
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
 import halfstep
-from halfstep.machine import read_machine
 from halfstep.workloads.cifar_resnet import Basic, ResNet
 
 F = nn.functional
@@ -188,15 +183,7 @@ def main() -> int:
             row["network"], row["loop"], seconds if isinstance(seconds, str) else f"{seconds * 1e3:.2f}", *ratios
         )
     Console().print(table)
-    if options.json is not None:
-        result = {
-            "command": shlex.join(["python", *sys.argv]),
-            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "machine": asdict(read_machine(torch.device("cpu"))),
-            "rounds": options.rounds,
-            "rows": rows,
-        }
-        options.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    save(options.json, rounds=options.rounds, rows=rows)
     return 0
 
 

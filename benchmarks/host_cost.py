@@ -221,6 +221,18 @@ def rows_of(times: dict[str, dict[str, list[float]]]) -> list[dict[str, object]]
     return rows
 
 
+def save(path: Path | None, **found: object) -> None:
+    """Writes what was found as JSON, with the command, the time and the machine, if there is a path."""
+    if path is not None:
+        result = {
+            "command": shlex.join(["python", *sys.argv]),
+            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "machine": asdict(read_machine(torch.device("cpu"))),
+            **found,
+        }
+        path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
 def main() -> int:
     """Measures, prints the table and writes the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -245,16 +257,7 @@ def main() -> int:
             quartiles,
         )
     Console().print(table)
-    if options.json is not None:
-        result = {
-            "command": shlex.join(["python", *sys.argv]),
-            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "machine": asdict(read_machine(torch.device("cpu"))),
-            "rounds": options.rounds,
-            "steps": options.steps,
-            "rows": rows,
-        }
-        options.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    save(options.json, rounds=options.rounds, steps=options.steps, rows=rows)
     return 0
 
 

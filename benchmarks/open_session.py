@@ -11,26 +11,21 @@ torch.autocast, on one thread, as CPU time. The table has the least time of each
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
-import shlex
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
-from datetime import datetime, timezone
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from time import process_time
 
 import torch
-from host_cost import GPT, LOW, Step, blocks
+from host_cost import GPT, LOW, Step, blocks, save
 from rich.console import Console
 from rich.table import Column, Table
 from torch import Tensor, nn
 
 import halfstep
-from halfstep.machine import read_machine
 
 F = nn.functional
 ALONE, LEVELS = "no session", ("O1", "O2")
@@ -181,15 +176,7 @@ def main() -> int:
         rows.append({"name": name, "us": found[ALONE] * 1e6, "time_x_alone": ratios})
         table.add_row(name, f"{found[ALONE] * 1e6:.1f}", *(f"{ratio:.2f}" for ratio in ratios.values()))
     Console().print(table)
-    if options.json is not None:
-        result = {
-            "command": shlex.join(["python", *sys.argv]),
-            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "machine": asdict(read_machine(torch.device("cpu"))),
-            "rounds": options.rounds,
-            "rows": rows,
-        }
-        options.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    save(options.json, rounds=options.rounds, rows=rows)
     return 0
 
 
