@@ -18,14 +18,6 @@ X, Y = torch.randn(N, C, generator=FIXED), torch.randint(0, C, (N,), generator=F
 ZERO_OR_ONE = torch.randint(0, 2, (N, C), generator=FIXED).float()
 
 
-@pytest.fixture
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 class Net(nn.Module):
     """Gives `head(z)` of low values `z`; `head` is what fp32 code applies to `z.float()` too."""
 

@@ -105,6 +105,13 @@ def test_without_a_library_the_step_takes_another_implementation(folder, monkeyp
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+def test_this_checkout_has_its_loops():
+    """Or every test that asks for them would be skipped without a word."""
+    if torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"):
+        assert library.find() is not None, library.MEND
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 def test_it_is_built_once_replaces_what_is_stale_and_says_why_it_is_not(folder, monkeypatch):
     monkeypatch.setattr(hatch_build, "FLAGS", [*hatch_build.FLAGS, "-O0"])
     monkeypatch.setattr(hatch_build, "CLASSES", {"x86_64": {"x86-64-v3": []}})

@@ -293,6 +293,7 @@ def test_steps_are_written_when_they_have_arrived_and_in_order(path, late):
     assert numbers(read_log(path)) == [1, 2, 3]
     log.flush()
     assert numbers(read_log(path)) == [1, 2, 3, 4, 5]
+    assert all(each.come for each in late)  # numbers that have not arrived are waited for, not read as they lie
     log(step(6))
     log.close()
     assert numbers(read_log(path)) == [1, 2, 3, 4, 5, 6]

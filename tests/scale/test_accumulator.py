@@ -196,6 +196,23 @@ class TestSum:
         twin.play([(*OTHER, [0, 1, 2]), ("check",)])
 
 
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("second", [0, 1], ids=["same loss", "another loss"])
+def test_a_second_pass_sums_the_uses_of_a_weight_in_fp32(dtype, second):
+    """As of a tied weight; between the passes user code may assign a gradient in the weight's own format."""
+    twin, (small, large) = Twin(dtype), (2.0**-9 if dtype is torch.bfloat16 else 2.0**-12, 1.0)
+    twin.play([("backward", 0, [1.0, 1.0], [0])])
+    scale = twin.scales[second].value
+    twin.accumulator.before_backward(second, scale)
+    used = [twin.weights[0] * torch.tensor(x, dtype=dtype) for x in (large, small)]
+    (sum(each.sum().float() for each in used) * scale).backward()
+    twin.accumulator.after_backward(second, scale)
+    twin.accumulator.unscale_()
+    assert twin.weights[0].grad.tolist() == [2.0 + small] * 2
+    twin.weights[0].grad = torch.ones(2, dtype=dtype)
+    assert twin.weights[0].grad.dtype is dtype
+
+
 # One step of a random story: (what, loss, number). Numbers are eighths; 99 stands for infinity.
 events = st.one_of(
     st.tuples(st.just("backward"), st.integers(0, 1), st.integers(-16, 16)),
