@@ -37,45 +37,27 @@ _LOG = logging.getLogger("halfstep")
 
 @dataclass
 class Gate:
-    """The casts and callbacks around one module's forward; deep copies of the module share its gate, pickles have none.
+    """The casts and callbacks around a module's forward; deep copies of the module share its gate, pickles do not."""
 
-    `region()` returns a context manager that enters the plan and that torch.compile can trace. `enter(token)` and
-    `leave(token)`, with the token that `read()` returned, do the same faster in eager code. `cast_in(args, kwargs)`
-    returns the arguments cast. `cast_out(output, args, kwargs)` returns the output cast; it gets the arguments from
-    before `cast_in`.
-    `full(parameter)` returns the fp32 value of a parameter that is stored low. In the context `lent()` all parameters
-    of the session are stored in fp32.
-
-    In eager code, `begin()` is called before every forward, then `before()` before every training forward, and the
-    context `around()` is open during the forward, where somebody looks at its operations.
-
-    `kept` has the weights that the module's code reads low although they are stored in fp32, `written` the names of
-    those that code inside the plan has written, which are read in fp32 from then on, and `began_with_grad` whether
-    gradients were on when the module's forward began (None: it does not run).
-
-    `marker` names an autocast bit that is on inside the plan; while it is off, the gate `first` is used in place of
-    this one. A gate that is not `active` does nothing. `copies` are the module's deep copies.
-    """
-
-    region: Callable[[], AbstractContextManager[Any]]
-    read: Callable[[], Any]
+    region: Callable[[], AbstractContextManager[Any]]  # enters the plan; torch.compile can trace it
+    read: Callable[[], Any]  # in eager code faster than `region`: the token for `enter` and `leave`
     enter: Callable[[Any], None]
     leave: Callable[[Any], None]
-    cast_in: Values | None
-    cast_out: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] | None
-    full: Callable[[nn.Parameter], Tensor]
-    lent: Callable[[], AbstractContextManager[Any]] = nullcontext
-    around: Callable[[], AbstractContextManager[Any]] | None = None
-    before: Callable[[], None] | None = None
-    begin: Callable[[], None] | None = None
-    active: bool = True
+    cast_in: Values | None  # returns the arguments cast
+    cast_out: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] | None  # gets the arguments from before `cast_in`
+    full: Callable[[nn.Parameter], Tensor]  # the fp32 value of a parameter that is stored low
+    lent: Callable[[], AbstractContextManager[Any]] = nullcontext  # in it the session stores all parameters in fp32
+    around: Callable[[], AbstractContextManager[Any]] | None = None  # open during a forward whose operations are seen
+    before: Callable[[], None] | None = None  # called before each training forward in eager code, after `begin`
+    begin: Callable[[], None] | None = None  # called before each forward in eager code
+    active: bool = True  # if False, the gate does nothing
     copies: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)  # they leave the session with it
-    marker: str = ""
-    first: Gate | None = None
+    marker: str = ""  # an autocast bit that is on inside the plan
+    first: Gate | None = None  # used in place of this gate while the marker is off
     calls: Calls = field(default_factory=Calls)
-    kept: dict[str, nn.Parameter] = field(default_factory=dict)
-    written: set[str] = field(default_factory=set)
-    began_with_grad: bool | None = None
+    kept: dict[str, nn.Parameter] = field(default_factory=dict)  # stored in fp32, read low by the module's own code
+    written: set[str] = field(default_factory=set)  # of `kept`: written by code inside the plan, read in fp32 since
+    began_with_grad: bool | None = None  # whether gradients were on when the forward began; None: it does not run
 
     def reads_low(self, module: nn.Module, name: str, weight: Tensor) -> bool:
         """Returns whether code inside the plan gets the low form of a module's fp32 weight, and not the weight itself.
@@ -171,11 +153,11 @@ def run_traced(gate: Gate, forward: Callable[..., Any], module: nn.Module, args:
 
 
 def stays_as_written(module: nn.Module, args: Any, kwargs: Any, *, inside: bool) -> bool:
-    """Returns whether a call runs as written, without the plan, because the model's own code has changed autocast."""
+    """Returns whether the model itself switched autocast off around this call; then the plan must not switch it on."""
     gate: Any = module._halfstep_gate
     if gate is None or torch.compiler.is_compiling():
         return inside
-    if in_backward():
+    if in_backward():  # the thread's flags cannot tell there, so a call runs as its first run did
         entered: bool | None = gate.calls.repeated(args, kwargs)
         if entered is not None:
             return not entered

@@ -226,7 +226,7 @@ class Registry:
             return marker
 
     def release(self, marker: str) -> None:
-        """Gives back the marker of one engine; if no other engine uses it, the kernels of its table are removed."""
+        """Ends one engine's use of a table, which `marker` switches on; the last one to end removes its kernels."""
         with self._lock:
             slot = self._slots[marker]
             slot.users -= 1

@@ -60,7 +60,7 @@ def compute_loss(closure: Callable[[], Any], params: Sequence[nn.Parameter]) -> 
 
 @contextmanager
 def leaves_kept(loss: Tensor, params: list[nn.Parameter]) -> Iterator[list[Tensor]]:
-    """Yields the leaves whose gradients the backward pass of a loss writes: `params`, and other leaves of its graph."""
+    """Yields all leaves that a backward pass writes gradients of; puts back those of leaves outside of `params`."""
     leaves = {id(leaf): leaf for leaf in [*params, *leaves_of([loss])]}
     own = {id(p) for p in params}
     kept = [(leaf, leaf.grad) for leaf in leaves.values() if id(leaf) not in own]

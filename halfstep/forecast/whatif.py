@@ -95,7 +95,7 @@ def whatif(
             "the model is wrapped in DistributedDataParallel, which stops reducing gradients when weights are stored "
             f"low for a while, as {low_plan.name} does; call whatif before wrapping, or with plan='O1'"
         )
-    closure = _fed(closure, further=2 if FP16 in chosen else 1)
+    closure = _fed(closure, steps, calls=steps + (2 if FP16 in chosen else 1))
     with untouched([model], list(model.parameters())) as rewind, _kept(optimizer), alone():
         scouted = scout(closure, model, low_plan)
         rewind()
@@ -118,14 +118,14 @@ def whatif(
     )
 
 
-def _fed(closure: Callable[[], Any], further: int) -> Callable[[], Any]:
+def _fed(closure: Callable[[], Any], steps: int, calls: int) -> Callable[[], Any]:
     def fed() -> Any:
         try:
             return closure()
         except StopIteration:
             raise SessionError(
-                f"the closure ran out of batches: it is called {('once', 'twice')[further - 1]} more than there are "
-                "steps; pass fewer steps, or use an endless iterator"
+                f"the closure ran out of batches: what-if calls it {calls} times for steps={steps}; pass fewer steps "
+                "or use an endless iterator"
             ) from None
 
     return fed

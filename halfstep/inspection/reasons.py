@@ -98,7 +98,7 @@ def kept_full(step: Step, module: str | None, call: Call) -> Reason | None:
 
 
 def _rules_over(step: Step, module: str | None) -> list[Rule]:
-    """Returns all rules that must be edited so that a module runs low."""
+    """Returns the rules that keep this module in fp32, and those that would contradict them once they are edited."""
     sites = [site for number, root in enumerate(step.session.runtime.roots) for site in find_sites(root, number)]
     number, name = in_model(module)
     here = {path: site for site in sites if site.model == int(number or 0) for path in site.names}
@@ -106,7 +106,7 @@ def _rules_over(step: Step, module: str | None) -> list[Rule]:
     above = [here.get(".".join(parts[:i])) for i in range(len(parts), -1, -1)]
     hits = ([rule for rule in step.plan.rules if _matches(rule, site)] for site in above if site is not None)
     found = [rule for rule in next(filter(None, hits), []) if rule.policy.compute == "full"]  # the nearest decide
-    for rule in found:  # which grows
+    for rule in found:  # which grows: two rules that match one module must agree
         met = [site for site in sites if _matches(rule, site)]
         found += [other for other in _full(step.plan.rules, met) if other not in found]
     return found

@@ -53,7 +53,7 @@ class Absorbed(Generic[T]):
 class _Origin(Generic[T]):
     """An operation that overflowed."""
 
-    of: T  # what `here()` returned in `OverflowTrail.run`, such as a `Note`
+    of: T  # the caller's handle for the operation, such as its Note
     values: Tensor  # in fp32, of the elements that became infinite in the result
     dtype: torch.dtype  # of that result
 

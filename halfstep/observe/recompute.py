@@ -137,7 +137,7 @@ def _has_poles(func: Any, read: list[Tensor]) -> bool:
 
 
 def _is_written(value: float, given: tuple[Sequence[Any], dict[str, Any]], tensors: list[Tensor], out: Tensor) -> bool:
-    """Tells whether a constant in the forward pass was written by the user, not computed from learned values."""
+    """Returns whether the constant `value` is one that the user's forward wrote, not one computed from weights."""
     if backward_task() != NO_BACKWARD and not torch.is_grad_enabled():  # a gradient, not a checkpoint's forward
         return False
     if any(isinstance(leaf, (int, float)) and _is_near(leaf, value) for leaf in tree_leaves(given)):

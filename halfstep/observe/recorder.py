@@ -371,7 +371,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         return note
 
     def _enter(self, note: Note) -> None:
-        """Notes that the forward operation `note` made the autograd nodes that are new since the previous operation."""
+        """Credits `note` with every autograd node created since the previous operation."""
         now = next_sequence_number()
         seen = getattr(self._local, "seen", now)
         for number in range(seen, now):

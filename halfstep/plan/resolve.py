@@ -337,7 +337,8 @@ def _computes_a_weight(site: Site) -> bool:
 
 
 def _is_door(plan: Plan, module: nn.Module, decision: _Decision, fp32: Container[int]) -> bool:
-    """Returns whether the plan also applies when user code calls a module directly, not through the model's forward."""
+    """Returns whether calling this submodule directly, as in `model.encoder(x)`, must enter the plan."""
+    # It must if the submodule computes low and holds a weight that the plan stores low or that a product casts.
     own_forward = "forward" in module.__dict__ and compiled_module(module) is None
     called = own_forward or not _is_uncalled(module)
     if decision.policy.compute == "full" or not called or not enterable(module):

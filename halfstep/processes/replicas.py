@@ -535,9 +535,9 @@ def _living(kind: type[T]) -> list[T]:
 
 
 def living_wrappers_of(roots: Sequence[nn.Module]) -> list[DistributedDataParallel]:
-    """Returns the wrappers that `wrappers_of` finds after garbage collection: only those that are still in use."""
-    # Without the collection, processes could differ: some would still find wrappers that others have already freed.
-    if wrappers_of(roots):  # to collect takes half a second
+    """Returns the DDP wrappers of the models that are still in use, the same in all processes."""
+    # Garbage is collected first: otherwise some processes would find a wrapper that others have already freed.
+    if wrappers_of(roots):  # only then, since a collection takes half a second
         gc.collect()
     return wrappers_of(roots)
 

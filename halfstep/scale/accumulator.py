@@ -246,7 +246,7 @@ class GradientAccumulator:
             self._widened.discard(param)
 
     def _add_held(self) -> bool:
-        """Adds the gradients that `_hold` took out of `p.grad` to the new ones there; returns whether it added any."""
+        """Adds what `_hold` set aside back into `p.grad`, unless the all-reduce has; returns whether any was added."""
         left = self._sums.release(self._present)
         for param, held in left.items():
             new, param.grad = param.grad, None
