@@ -1,10 +1,9 @@
-"""`halfstep.initialize`, which starts training: it checks arguments, decides on the plan and opens a session."""
+"""`halfstep.initialize`, which starts training: it checks arguments, chooses the plan and opens a guarded session."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, get_args
 
 import torch
@@ -12,36 +11,23 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from halfstep.cast.owners import all_owners, owners
 from halfstep.diagnose.guardian import Guardian, OnFailure
 from halfstep.edits import OpChanges, Rule, Scaling, Width
 from halfstep.errors import SetupError
 from halfstep.formats import Format
 from halfstep.machine import read_facts
 from halfstep.modes import ordinary_tensors
+from halfstep.observe.overflows import watch_absorbed
 from halfstep.plan.choose import choose_plan
-from halfstep.plan.compatibility import (
-    as_list,
-    first_device,
-    named,
-    unwrap,
-)
+from halfstep.plan.compatibility import as_list, first_device
 from halfstep.plan.levels import customize
 from halfstep.plan.plan import Master, Plan, PlanInput
 from halfstep.processes.agree import agreed
 from halfstep.processes.gone import telling_of_errors
-from halfstep.session.decide import (
-    Stepping,
-    decide,
-    say_how_products_run,
-    say_what_stays_full,
-    say_what_steps_itself,
-)
-from halfstep.session.loaded import widened
+from halfstep.session.decide import Stepping
+from halfstep.session.open import open_session
 from halfstep.session.session import Session, Sink
 from halfstep.validate import short
-
-_LOG = logging.getLogger("halfstep")
 
 
 def initialize(  # noqa: PLR0913  # the one public entry; each keyword is a documented override of the plan
@@ -99,7 +85,7 @@ def initialize(  # noqa: PLR0913  # the one public entry; each keyword is a docu
         SessionError: the processes that hold the model's shards differ in what they train, or one of them is gone.
     """
     models = as_list(model, nn.Module, "model")
-    with ordinary_tensors(), ExitStack() as stack:
+    with ordinary_tensors():
         with telling_of_errors(models):
             optimizers = [] if optimizer is None else as_list(optimizer, Optimizer, "optimizer", empty=True)
             facts = agreed(read_facts(first_device(models)))
@@ -116,32 +102,22 @@ def initialize(  # noqa: PLR0913  # the one public entry; each keyword is a docu
             )
             _check_settings(chosen, sinks, on_failure, stepping, emulate)
             _check_group(process_group, chosen)
-            inside = owners(module for model in models for module in unwrap(model).modules())
-            earlier = [owner for owner in inside if isinstance(owner, Session)]
-            made_low = [p for session in earlier for p in session.low_parameters()]
-            others = [each for each in all_owners() if isinstance(each, Session) and each not in earlier]
-            _refuse_shared(models, others, lambda other: other.low_parameters())
-            stack.enter_context(widened(models, chosen, made_low, optimizers))
-            decision = decide(
-                models,
-                optimizers,
-                chosen,
-                emulate=emulate,
-                stepping=stepping,
-                facts=facts,
-                made_low=made_low,
-                training=optimizer is not None,
-                group=process_group,
-            )
-            to_be_low = {id(p) for p in decision.stored_low()}
-            _refuse_shared(models, others, lambda other: (p for p in other.parameters() if id(p) in to_be_low))
-        _close(earlier)
-        if notice:
-            _LOG.warning(notice)
-        say_how_products_run(decision, told=notice is not None)
-        say_what_steps_itself(decision, optimizers)
-        say_what_stays_full(decision)
-        return _guarded(Session(decision, sinks=sinks), on_failure)
+        session = open_session(
+            models,
+            optimizers,
+            chosen,
+            facts=facts,
+            notice=notice,
+            emulate=emulate,
+            stepping=stepping,
+            training=optimizer is not None,
+            group=process_group,
+            sinks=sinks,
+        )
+        if session.plan.ops != "none":  # else nothing runs low
+            session.watchers.append(Guardian(session.runtime, session.tell, on_failure=on_failure))
+            session.overflows = partial(watch_absorbed, session.runtime.roots, session.runtime.under)
+        return session
 
 
 def _check_settings(plan: Plan, sinks: Any, on_failure: Any, stepping: Any, emulate: Any) -> None:
@@ -180,34 +156,3 @@ def _check_group(group: Any, plan: Plan) -> None:
         raise SetupError(
             f"process_group has no effect at {plan.name}, where nothing is scaled or skipped; leave it out"
         )
-
-
-def _refuse_shared(
-    models: Sequence[nn.Module], others: Iterable[Session], stored: Callable[[Session], Iterable[nn.Parameter]]
-) -> None:
-    """Refuses parameters of the models that are among those that `stored` returns for another open session."""
-    names = {id(p): name for model in models for name, p in model.named_parameters()}
-    for other in others:
-        shared = [names[id(p)] for p in stored(other) if id(p) in names]
-        if shared:
-            raise SetupError(
-                f"{named(shared)} would be in two open sessions, of which one stores them in low precision: the other "
-                "would read and save rounded values. Pass all models that share parameters to one call of "
-                "halfstep.initialize, or close the first session before"
-            )
-
-
-def _close(earlier: Iterable[Session]) -> None:
-    for session in earlier:
-        _LOG.warning(
-            "the model was still in a session (%s), which is closed now; the weights keep what they have learned",
-            session.plan.name,
-        )
-        session.close()
-
-
-def _guarded(session: Session, on_failure: OnFailure) -> Session:
-    """Returns the session, with a guardian added unless the plan changes no operation, as at O0."""
-    if session.plan.ops != "none":
-        session.watchers.append(Guardian(session.runtime, session.tell, on_failure=on_failure))
-    return session

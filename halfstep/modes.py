@@ -1,4 +1,4 @@
-"""Restores autocast in a dispatch mode, where torch switches it off, and makes compiled code run eagerly.
+"""Orders dispatch modes, restores autocast in them, where torch switches it off, and makes compiled code run eagerly.
 
 Compiled code must run eagerly while it is observed, because it ignores hooks that were added after its compilation.
 torch.compile has one switch for this, its stance, which acts on the whole process. Therefore all requests to run
@@ -114,6 +114,21 @@ def take_off(mode: TorchDispatchMode, thread: int) -> None:
     mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
     for each in reversed(later):
         push_mode(each)
+
+
+class Above:
+    """Enters a mode and, above it, a recorder, which sees operations before the mode does; may be entered again."""
+
+    def __init__(self, mode: AbstractContextManager[Any], recorder: TorchDispatchMode) -> None:
+        self._mode, self._recorder = mode, recorder
+
+    def __enter__(self) -> None:
+        self._mode.__enter__()
+        self._recorder.__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        self._recorder.__exit__(*error)  # type: ignore[no-untyped-call]
+        self._mode.__exit__(*error)
 
 
 class _Uncompiled:

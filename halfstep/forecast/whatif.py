@@ -23,19 +23,20 @@ from halfstep.forecast.backward import rounded, watching_gradients
 from halfstep.forecast.predict import GRADIENTS, LEAST_SNR_DB, Prediction, Scouted, predict
 from halfstep.forecast.watch import TensorName, parameters, step
 from halfstep.formats import BF16, FP16, FP32, Format, as_format
-from halfstep.initialize import initialize
 from halfstep.machine import read_facts
 from halfstep.observe.overflows import AbsorbedWatch
 from halfstep.optim.steppers import needs_closure
 from halfstep.plan.choose import choose_plan
-from halfstep.plan.compatibility import check_models, check_optimizers
+from halfstep.plan.compatibility import check_models, check_optimizers, first_device
 from halfstep.plan.levels import customize, loss_scale_of
 from halfstep.plan.matching import uncompiled
 from halfstep.plan.plan import Plan
 from halfstep.plan.resolve import resolve
+from halfstep.processes.agree import agreed
 from halfstep.processes.replicas import alone, wrappers_of
 from halfstep.records import Finding, Observation, Rounded, WhatIf, absorbed_finding
 from halfstep.scale.loss import FP16_LOSS_CEILING
+from halfstep.session.open import open_session
 from halfstep.session.session import Session
 from halfstep.torch_internals import mark_stepped, was_stepped
 
@@ -212,8 +213,7 @@ def scout(closure: Callable[[], Any], model: nn.Module, plan: Plan) -> Scouted:
         if gradient.dtype is plan.low.dtype and gradient.numel():
             inside.append(_amax(gradient.float()))
 
-    still = torch.optim.SGD([p for p in model.parameters() if p.requires_grad] or model.parameters(), lr=0.0)
-    with initialize(model, still, plan.edit(Scaling("none"))) as session:
+    with _session(model, plan) as session:
 
         def backward(loss: Tensor) -> None:
             with leaves_kept(loss, list(model.parameters())), watching_gradients(loss, see_inside):
@@ -243,6 +243,13 @@ def scout(closure: Callable[[], Any], model: nn.Module, plan: Plan) -> Scouted:
         inside=most / outside if outside else 1.0,
         ceiling=FP16_LOSS_CEILING if low_losses or loss.dtype is plan.low.dtype else LARGEST_SCALE,
     )
+
+
+def _session(model: nn.Module, plan: Plan) -> Session:
+    """Opens a session that scales no loss, with an optimizer that changes nothing."""
+    still = torch.optim.SGD([p for p in model.parameters() if p.requires_grad] or model.parameters(), lr=0.0)
+    facts = agreed(read_facts(first_device([model])))
+    return open_session([model], [still], plan.edit(Scaling("none")), facts=facts)
 
 
 def _follow(
@@ -288,8 +295,7 @@ def _harm(row: Rounded) -> str:
 
 def _absorbed_in_fp16(closure: Callable[[], Any], model: nn.Module, plan: Plan) -> tuple[Observation | Finding, ...]:
     """Returns the overflows absorbed in the forward pass of one step under `plan` in fp16."""
-    still = torch.optim.SGD([p for p in model.parameters() if p.requires_grad] or model.parameters(), lr=0.0)
-    with initialize(model, still, customize(plan, low=FP16).edit(Scaling("none"))) as session:
+    with _session(model, customize(plan, low=FP16)) as session:
         watch = AbsorbedWatch(session.runtime.roots)
         try:
             with session.runtime.under(watch), watch:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Any
 
 from torch import nn
 
 from halfstep.edits import FULL, Rule
 from halfstep.errors import ObserveError, PlanError
-from halfstep.observe.overflows import Under, watch_absorbed
 from halfstep.observe.probe import Probe
 from halfstep.observe.rows import check_sample
-from halfstep.observe.window import owned
+from halfstep.observe.window import Overflows, owned
 from halfstep.plan.matching import find_sites, nearest, uncompiled
 from halfstep.records import TENSOR_KINDS, UPDATE, Observation
 from halfstep.validate import near_miss, short
@@ -30,11 +28,9 @@ def make_probe(
     tensors: str | Iterable[str],
     sample: int | None,
     deliver: Sequence[Callable[[Observation], object]] = (),
-    absorbed: Under | None = None,
+    absorbed: Overflows | None = None,
 ) -> Probe:
     """Returns a probe on the modules that the patterns match and all modules inside them; see `Session.observe`."""
-    # `absorbed` is None unless absorbed overflows are requested. Otherwise it is a function that puts a mode above the
-    # one that emulates a format, so that the mode sees operations as the model called them.
     whole = isinstance(every, int) and not isinstance(every, bool)
     if not whole or every < 1:
         raise ObserveError(f"every is {every!r}; pass an integer, 1 or more: every=10 observes one step in ten")
@@ -51,8 +47,7 @@ def make_probe(
             f"tensors is {sorted(kinds)}, but none of the {len(chosen)} modules that {modules!r} matches has a "
             "floating-point parameter; name other modules, or observe their activations"
         )
-    watch = None if absorbed is None else partial(watch_absorbed, roots, absorbed)
-    return Probe(chosen, kinds, every=every, sample=sample, deliver=deliver, absorbed=watch)
+    return Probe(chosen, kinds, every=every, sample=sample, deliver=deliver, absorbed=absorbed)
 
 
 def check_delivery(

@@ -121,10 +121,9 @@ def _observation(step: int, absorbed: Absorbed[_Here]) -> Observation:
     )
 
 
-Watched = tuple[AbsorbedWatch, Callable[[], None]]
-
-
-def watch_absorbed(roots: Sequence[nn.Module], under: Under, undo: list[Callable[[], None]]) -> Watched:
+def watch_absorbed(
+    roots: Sequence[nn.Module], under: Under, undo: list[Callable[[], None]]
+) -> tuple[AbsorbedWatch, Callable[[], None]]:
     """Returns a watch that sees all operations from now on, and a function that leaves the context `under(watch)`."""
     # The watch is pushed on the stack of modes at once: if it were pushed inside a forward, a `with` block around that
     # forward would pop it.

@@ -15,9 +15,8 @@ from torch.nn import Parameter
 
 from halfstep.kernels.update_stats import Updates
 from halfstep.observe.outputs import readable
-from halfstep.observe.overflows import Watched
 from halfstep.observe.rows import Pending
-from halfstep.observe.window import Window, undo_all
+from halfstep.observe.window import Overflows, Window, undo_all
 from halfstep.records import UPDATE, Observation
 
 LONGEST = 8  # consecutive steps that are observed until each optimizer has made one
@@ -56,7 +55,7 @@ class Probe(AbstractContextManager["Probe"]):
         every: int,
         sample: int | None,
         deliver: Sequence[Callable[[Observation], object]],
-        absorbed: Callable[[list[Callable[[], None]]], Watched] | None = None,
+        absorbed: Overflows | None = None,
     ) -> None:
         self._absorbed = absorbed
         self._modules, self._kinds, self._every, self._sample = modules, kinds, every, sample

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -430,21 +429,6 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
             self._local.seen = next_sequence_number()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
-
-
-class Recorded:
-    """Enters a mode and, above it, a recorder, which sees operations before the mode does; may be entered again."""
-
-    def __init__(self, mode: AbstractContextManager[Any], recorder: TorchDispatchMode) -> None:
-        self._mode, self._recorder = mode, recorder
-
-    def __enter__(self) -> None:
-        self._mode.__enter__()
-        self._recorder.__enter__()  # type: ignore[no-untyped-call]
-
-    def __exit__(self, *error: Any) -> None:
-        self._recorder.__exit__(*error)  # type: ignore[no-untyped-call]
-        self._mode.__exit__(*error)
 
 
 def _as(leaf: Leaf, named: tuple[str, str, Tensor]) -> Leaf:

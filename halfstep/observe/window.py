@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +15,27 @@ from halfstep.kernels.update_stats import Updates
 from halfstep.modes import run_uncompiled
 from halfstep.observe.hooks import Found, StepHooks
 from halfstep.observe.outputs import readable
-from halfstep.observe.overflows import AbsorbedWatch, Watched
 from halfstep.observe.rows import Pending, StepRows, Subject
-from halfstep.records import UPDATE
+from halfstep.records import UPDATE, Observation
 from halfstep.torch_internals import parameters_of
 
 Owners = dict[int, tuple[Parameter, str, str]]  # by id: a parameter, the first module that has it, and its name there
+
+
+class OverflowWatch(Protocol):
+    """Looks in the forwards of one step for overflows that a later operation absorbs, while `on` is true."""
+
+    on: bool
+
+    def end(self, losses: Sequence[Tensor]) -> None:
+        """Notes the overflows that the losses, from which a backward pass will start, depend on."""
+
+    def observations(self, step: int) -> list[Observation]:
+        """Returns what was found, as observations."""
+
+
+# Begins a watch: adds what ends it to the list, and returns it with the function that leaves the emulation's modes.
+Overflows = Callable[[list[Callable[[], None]]], tuple[OverflowWatch, Callable[[], None]]]
 
 
 class Window:
@@ -35,11 +51,11 @@ class Window:
         kinds: frozenset[str],
         sample: int | None,
         undo: list[Callable[[], None]],
-        absorbed: Callable[[list[Callable[[], None]]], Watched] | None = None,
+        absorbed: Overflows | None = None,
     ) -> None:
         self.kinds = kinds
         self.hooks: StepHooks | None = None
-        self.watch: AbsorbedWatch | None = None
+        self.watch: OverflowWatch | None = None
         self._modules = modules
         self.unread: set[str] = set()  # types of tensors that could not be read
         self.captured = False  # by a CUDA graph, whose replays would count again

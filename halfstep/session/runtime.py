@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.cast.casting import Casting
-from halfstep.observe.recorder import OpRecorder, Recorded
+from halfstep.modes import Above
 from halfstep.optim.masters import Fit
 from halfstep.plan.plan import Plan
 from halfstep.scale.loss import FP16_LOSS_CEILING, wide
@@ -54,7 +54,7 @@ class Runtime:
             begin_pass(lambda: (wide(loss) * scale).backward(retain_graph=True))  # type: ignore[no-untyped-call]
 
     @contextmanager
-    def recording(self, recorder: OpRecorder) -> Iterator[None]:
+    def recording(self, recorder: TorchDispatchMode) -> Iterator[None]:
         """Returns a context in which `recorder` sees each operation that the models call."""
         with self.under(recorder), recorder:
             yield
@@ -65,4 +65,4 @@ class Runtime:
 
     def under(self, mode: TorchDispatchMode) -> AbstractContextManager[None]:
         """Returns a context in which the dispatch mode `mode` sees operations before emulation changes them."""
-        return self.casting.over_emulation(lambda emulation: Recorded(emulation, mode))
+        return self.casting.over_emulation(lambda emulation: Above(emulation, mode))

@@ -33,6 +33,7 @@ from halfstep.formats import FP16, FP32
 from halfstep.modes import ordinary_tensors
 from halfstep.observe.attach import check_delivery, make_probe
 from halfstep.observe.probe import Probe, Probes
+from halfstep.observe.window import Overflows
 from halfstep.optim.guard import forbid_step, lend_weights, send_step
 from halfstep.optim.hooks import watch_steps
 from halfstep.optim.masters import MasterStore
@@ -117,6 +118,7 @@ class Session:
         self.assignment: Assignment = decision.assignment
         self.closed = False
         self.watchers: list[Watcher] = []
+        self.overflows: Overflows | None = None  # for `observe(absorbed=True)`
         self._decision = decision
         self._roots = roots
         self._sinks = tuple(sinks)
@@ -702,7 +704,7 @@ class Session:
             tensors=tensors,
             sample=sample,
             deliver=deliver,
-            absorbed=self.runtime.under if absorbed and self._decision.mixed else None,
+            absorbed=self.overflows if absorbed else None,
         )
         self._probes.add(probe)
         return probe

@@ -6,7 +6,8 @@ from torch.utils.checkpoint import checkpoint
 
 from halfstep.cast.emulate import Emulation
 from halfstep.formats import FP16
-from halfstep.observe.recorder import OpRecorder, Recorded
+from halfstep.modes import Above
+from halfstep.observe.recorder import OpRecorder
 from halfstep.torch_internals import tree_leaves
 
 LOW = torch.float16
@@ -15,7 +16,7 @@ LOW = torch.float16
 def found(function, *inputs, emulated=False):
     """Returns what the result of a call with fp16 inputs absorbed: who overflowed, who absorbed it, and the numbers."""
     recorder = OpRecorder([])
-    with Recorded(Emulation(FP16), recorder) if emulated else recorder:
+    with Above(Emulation(FP16), recorder) if emulated else recorder:
         result = function(*(torch.tensor(values, dtype=LOW) for values in inputs))
     recorder.trail.end(tree_leaves(result))
     return [(each.origin.aten, each.by.aten, each) for each in recorder.trail.found]

@@ -11,9 +11,10 @@ from torch.utils.checkpoint import checkpoint
 from halfstep.cast.emulate import Emulation
 from halfstep.diagnose.origin import find_origin
 from halfstep.formats import FP16
+from halfstep.modes import Above
 from halfstep.observe.customs import is_brought_in
 from halfstep.observe.nonfinite import NonFinite, finite_range, nonfinite
-from halfstep.observe.recorder import OpRecorder, Recorded
+from halfstep.observe.recorder import OpRecorder
 
 INF, NAN = torch.inf, torch.nan
 
@@ -178,7 +179,7 @@ def test_the_result_in_fp32_is_known():
 def test_under_emulation_operations_are_seen_as_the_caller_made_them():
     a = torch.full((1, 2), 256.0, dtype=torch.float16)
     recorder = OpRecorder([])
-    with recorder, Recorded(Emulation(FP16), recorder):
+    with recorder, Above(Emulation(FP16), recorder):
         out = a @ a.T
     assert [note.aten for note in recorder.notes if note.aten == "mm"] == ["mm"]
     origin = find_origin(recorder, [out])
