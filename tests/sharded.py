@@ -33,7 +33,8 @@ from torch.utils.checkpoint import checkpoint
 import halfstep
 from halfstep import NumericsError
 from halfstep.errors import HalfstepError, SessionError
-from halfstep.processes.shards import is_sharded, reshard
+from halfstep.processes.shards import reshard
+from halfstep.sharded import is_sharded
 from tests.replicas import Sent, digest
 
 LEVELS = ("O1", "O2", "O3")

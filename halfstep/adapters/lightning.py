@@ -21,10 +21,10 @@ from halfstep.initialize import initialize
 from halfstep.optim.masters import is_low
 from halfstep.plan.compatibility import unwrap
 from halfstep.plan.plan import Plan
-from halfstep.processes.shards import is_sharded
 from halfstep.records import StepRecord
 from halfstep.scale.loss import wide
 from halfstep.session.session import Session, Sink
+from halfstep.sharded import is_sharded
 
 try:
     import lightning

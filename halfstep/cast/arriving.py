@@ -13,7 +13,7 @@ from halfstep.errors import SetupError
 from halfstep.formats import FP32
 from halfstep.plan.plan import Plan
 from halfstep.plan.resolve import ModuleFormats
-from halfstep.processes.shards import fsdp_modules, is_sharded
+from halfstep.sharded import fsdp_modules, is_sharded
 from halfstep.torch_internals import parameters_of, policy_of
 
 Undo = Callable[[], None]

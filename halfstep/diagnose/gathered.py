@@ -13,8 +13,9 @@ from halfstep.errors import SessionError, SetupError
 from halfstep.machine import free_bytes
 from halfstep.plan.plan import Plan
 from halfstep.processes.one_rank import full_state, run_on_rank
-from halfstep.processes.shards import fsdp_modules, group_of, reshard, sharded_parameters
+from halfstep.processes.shards import group_of, reshard, sharded_parameters
 from halfstep.session.session import Session
+from halfstep.sharded import fsdp_modules
 
 T = TypeVar("T")
 PER_ELEMENT = 16  # bytes: fp32 weights and gradients of the copy, and of the copy of it on which cures are tried

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from halfstep.torch_internals import NO_TORCH_DISPATCH, unflatten
+from halfstep.torch_internals import unflatten
 
 Layout = Literal["full", "low", "copy", "split"]
 T = TypeVar("T")
@@ -161,11 +161,6 @@ def chunks(batch: Batch, limit: int) -> Iterator[Batch]:
 def is_dense(t: Tensor) -> bool:
     """Returns whether `t` fills one block of memory without gaps or overlaps, in whatever order."""
     return t.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(t)
-
-
-def is_wrapped(t: Tensor) -> bool:
-    """Returns whether `t` is a wrapper, such as a DTensor: its class handles operations, its own storage is empty."""
-    return type(t).__torch_dispatch__ is not NO_TORCH_DISPATCH
 
 
 def resolved(t: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.kernels.batch import is_wrapped
+from halfstep.sharded import is_wrapped
 from halfstep.torch_internals import is_functorch_wrapped
 
 _LAYOUTS = (torch.strided, torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)

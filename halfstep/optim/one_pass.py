@@ -12,7 +12,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from halfstep.errors import SessionError
-from halfstep.kernels.batch import Batch, Options, Scratch, as_real, in_layout_of, is_dense, is_wrapped, resolved
+from halfstep.kernels.batch import Batch, Options, Scratch, as_real, in_layout_of, is_dense, resolved
 from halfstep.optim.batch_cache import BatchCache
 from halfstep.optim.clip import group_factors
 from halfstep.optim.gradients import true_gradients
@@ -21,7 +21,8 @@ from halfstep.optim.implementations import IMPLEMENTATIONS, Implementation, upda
 from halfstep.optim.masters import MasterStore
 from halfstep.optim.sparse import SparseRows, touched_rows, widened
 from halfstep.optim.table import OptimizerRow, unsupported_options
-from halfstep.processes.shards import is_sharded, like, local, part_of, spread
+from halfstep.processes.shards import like, local, part_of, spread
+from halfstep.sharded import is_sharded, is_wrapped
 from halfstep.torch_internals import mark_stepped
 
 StateDict = dict[str, Any]

@@ -17,10 +17,9 @@ from torch.optim import Optimizer
 
 from halfstep.errors import SessionError, SetupError, StateError
 from halfstep.formats import LOW_DTYPES
-from halfstep.kernels.batch import is_wrapped
 from halfstep.pages import TRAINERS, more
 from halfstep.plan.plan import Plan
-from halfstep.processes.shards import fsdp_modules, is_sharded
+from halfstep.sharded import fsdp_modules, is_sharded, is_wrapped
 from halfstep.torch_internals import compiled_module, is_made, offloads
 
 SUPPORTED_DEVICES = ("cpu", "cuda")

@@ -19,7 +19,7 @@ from halfstep.plan.matching import Site, find_sites, match_rules, uncompiled
 from halfstep.plan.norms import has_running_stats, norm_kind
 from halfstep.plan.opnames import check_op_changes
 from halfstep.plan.plan import Plan
-from halfstep.processes.shards import is_sharded
+from halfstep.sharded import is_sharded
 from halfstep.torch_internals import compiled_module, parameters_of
 from halfstep.validate import instance, near_miss
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from halfstep.errors import SessionError
-from halfstep.processes.shards import is_sharded
+from halfstep.sharded import is_sharded
 
 T = TypeVar("T")
 

@@ -7,31 +7,19 @@ from __future__ import annotations
 
 import functools
 import math
-import sys
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from halfstep.errors import SessionError, SetupError
-from halfstep.kernels.batch import is_wrapped
+from halfstep.sharded import fsdp_modules, is_sharded, is_wrapped
 from halfstep.torch_internals import holds_unreduced, policy_of, version_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import FSDPModule
-    from torch.distributed.tensor import DTensor
-
-
-def is_sharded(t: Any) -> TypeGuard[DTensor]:
-    """Tells whether a tensor is a DTensor (placed on a mesh of processes), even if each process has all of it."""
-    if not isinstance(t, Tensor) or not is_wrapped(t):
-        return False
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(t, DTensor)
 
 
 def local(t: Tensor) -> Tensor:
@@ -80,16 +68,6 @@ def sharded_parameters(roots: Iterable[nn.Module]) -> list[nn.Parameter]:
     """Returns the sharded parameters of models, each once."""
     found = {id(p): p for root in roots for p in root.parameters() if is_sharded(p)}
     return list(found.values())  # type: ignore[arg-type]  # a DTensor that is a Parameter is of its own class
-
-
-def fsdp_modules(roots: Iterable[nn.Module]) -> list[FSDPModule]:
-    """Returns the modules that `fully_shard` was called on."""
-    if "torch.distributed.fsdp" not in sys.modules:
-        return []
-    from torch.distributed.fsdp import FSDPModule
-
-    found = {id(module): module for root in roots for module in root.modules() if isinstance(module, FSDPModule)}
-    return list(found.values())
 
 
 def policies(roots: Sequence[nn.Module]) -> dict[str, str]:

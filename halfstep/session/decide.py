@@ -31,7 +31,8 @@ from halfstep.plan.compatibility import (
 from halfstep.plan.plan import Plan
 from halfstep.plan.resolve import Assignment, check_forwards, resolve
 from halfstep.processes.replicas import living_wrappers_of
-from halfstep.processes.shards import is_sharded, reshard
+from halfstep.processes.shards import reshard
+from halfstep.sharded import is_sharded
 from halfstep.torch_internals import parameters_of
 
 MPS = (

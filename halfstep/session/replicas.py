@@ -20,11 +20,12 @@ from halfstep.plan.io import to_dict
 from halfstep.plan.plan import Plan
 from halfstep.processes.findings import LOSSES, Findings, LateNumbers
 from halfstep.processes.replicas import Replicas
-from halfstep.processes.shards import is_sharded, shards
+from halfstep.processes.shards import shards
 from halfstep.scale.accumulator import Collected
 from halfstep.scale.norm import Reading, read
 from halfstep.scale.scales import LossScales
 from halfstep.session.parts import Flags, Part, updated_by
+from halfstep.sharded import is_sharded
 
 _LOG = logging.getLogger("halfstep")
 

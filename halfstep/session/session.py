@@ -43,7 +43,7 @@ from halfstep.plan.io import to_dict
 from halfstep.plan.plan import Plan
 from halfstep.plan.resolve import Assignment, ModuleFormats, resolve
 from halfstep.processes.replicas import Replicas
-from halfstep.processes.shards import is_sharded, local, own_number, reshard
+from halfstep.processes.shards import local, own_number, reshard
 from halfstep.records import (
     TENSOR_KINDS,
     Finding,
@@ -70,6 +70,7 @@ from halfstep.session.parts import Flags, LastStep, Part, StepFacts, make_part, 
 from halfstep.session.replicas import SharedState
 from halfstep.session.runtime import Runtime
 from halfstep.session.training import MixedTraining, PlainTraining, Stepped, Training, TrueGradients
+from halfstep.sharded import is_sharded
 from halfstep.torch_internals import parameters_of
 
 Sink = Callable[[StepRecord], None]

@@ -23,7 +23,7 @@ from halfstep.optim.masters import MasterStore
 from halfstep.optim.one_pass import check_gradients
 from halfstep.optim.update_watch import UpdateWatch
 from halfstep.processes.replicas import Replicas
-from halfstep.processes.shards import Unreduced, is_sharded, reshard
+from halfstep.processes.shards import Unreduced, reshard
 from halfstep.records import StepRecord
 from halfstep.scale.accumulator import Collected
 from halfstep.scale.buffers import BufferGuard
@@ -33,6 +33,7 @@ from halfstep.scale.scales import LossScales
 from halfstep.scale.scaling import Scale
 from halfstep.session.parts import Flags, LastStep, Part, Replacements, Update, last_steps, step_each
 from halfstep.session.replicas import Agreed, Hearing, agree, read_by_shards, share_of_square
+from halfstep.sharded import is_sharded
 from halfstep.stack import begin_pass
 
 
