@@ -1,5 +1,7 @@
 """Mixed precision training for PyTorch that says what broke, where and why, and measures what was gained."""
 
+from typing import TYPE_CHECKING
+
 from halfstep.adapters.fsdp import fsdp_policy
 from halfstep.cast.autocast import autocast
 from halfstep.diagnose.blame import blame
@@ -20,7 +22,6 @@ from halfstep.errors import (
 from halfstep.forecast.whatif import whatif
 from halfstep.formats import BF16, E4M3, E5M2, FP16, FP32, TF32, Format
 from halfstep.initialize import initialize
-from halfstep.inspection.inspect import inspect
 from halfstep.kinds import Kind
 from halfstep.measurements import Inspection
 from halfstep.observe.probe import Probe
@@ -54,6 +55,21 @@ from halfstep.report.run import Run, read_log
 from halfstep.scale.grad_scaler import GradScaler
 from halfstep.session.session import Session
 from halfstep.version import __version__
+
+if TYPE_CHECKING:
+    from halfstep.inspection.inspect import inspect
+else:  # loaded when it is first asked for, as it only measures
+
+    def __getattr__(name: str) -> object:
+        if name != "inspect":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from halfstep.inspection.inspect import inspect
+
+        return inspect
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})
+
 
 __all__ = [
     "BF16",

@@ -48,8 +48,11 @@ def places_where(paths, condition):
 
 
 def imported_names(path):
-    imports = [node for node in tree_of(path).body if isinstance(node, ast.Import | ast.ImportFrom)]
-    return {alias.asname or alias.name for node in imports for alias in node.names}
+    """Names that a module imports at its top level, or for type checkers alone, as what is loaded when asked for."""
+    body = tree_of(path).body
+    late = [node for each in body if isinstance(each, ast.If) for node in each.body]
+    imports = [node for node in (*body, *late) if isinstance(node, ast.Import | ast.ImportFrom)]
+    return {alias.asname or alias.name for node in imports for alias in node.names} - {"annotations", "TYPE_CHECKING"}
 
 
 @pytest.mark.parametrize("path", PACKAGES, ids=name_of)
@@ -58,15 +61,16 @@ def test_all_names_what_the_package_imports_and_nothing_else(path):
         pytest.importorskip("keras", reason="Keras is not installed; run ./dev adapters keras")
     names = getattr(importlib.import_module(name_of(path)), "__all__", [])
     assert len(set(names)) == len(names)
-    assert set(names) == imported_names(path) - {"annotations"}
+    assert set(names) == imported_names(path)
 
 
 @pytest.mark.parametrize("path", PACKAGES, ids=name_of)
 def test_an_init_holds_imports_and_all_only(path):
     docstring, *rest = tree_of(path).body
     assert isinstance(docstring, ast.Expr)
-    others = [ast.unparse(node) for node in rest if not isinstance(node, ast.Import | ast.ImportFrom)]
-    assert [text.partition(" = ")[0] for text in others] == (["__all__"] if rest else [])
+    others = [ast.unparse(node).splitlines()[0] for node in rest if not isinstance(node, ast.Import | ast.ImportFrom)]
+    expected = ["if TYPE_CHECKING:", "__all__"] if path == PACKAGE / "__init__.py" else ["__all__"]
+    assert [text.partition(" = ")[0] for text in others] == (expected if rest else [])
 
 
 def test_every_module_has_a_docstring():
@@ -154,8 +158,17 @@ def test_import_brings_nothing_outside_the_allow_list(imported):
     assert brought - ALLOWED_IMPORTS - sys.stdlib_module_names == set()
 
 
-def test_import_loads_neither_the_compiler_nor_the_stand_in_of_apex(imported):
-    assert [name for name in imported if name.startswith(("torch._dynamo", "halfstep.adapters.apex"))] == []
+def test_import_loads_neither_the_compiler_nor_the_stand_in_of_apex_nor_what_only_measures(imported):
+    rooms = ("adapters.apex", "bench", "doctor", "inspection", "workloads", "timing")
+    late = ("torch._dynamo", *(f"halfstep.{room}" for room in rooms))
+    assert [name for name in imported if name.startswith(late)] == []
+
+
+def test_what_is_loaded_when_asked_for_is_there():
+    assert halfstep.inspect is importlib.import_module("halfstep.inspection.inspect").inspect
+    assert set(halfstep.__all__) <= set(dir(halfstep))
+    with pytest.raises(AttributeError, match="module 'halfstep' has no attribute 'inspekt'"):
+        halfstep.inspekt  # noqa: B018
 
 
 def test_versions_agree():
