@@ -30,7 +30,7 @@ from halfstep.errors import HalfstepError
 from halfstep.formats import BF16, FP16
 from halfstep.machine import read_facts
 from halfstep.measurements import BenchResult, BenchRun
-from halfstep.report.json import bench_json
+from halfstep.report.json import to_json
 from halfstep.workloads.load import load_workload
 
 RESULTS = Path(__file__).resolve().parent / "results" / "accuracy"
@@ -182,7 +182,7 @@ def main() -> int:
             if not result.complete:
                 print("interrupted; run the same command again to go on", file=sys.stderr)
                 return 130
-            path.write_text(bench_json(result), encoding="utf-8")
+            path.write_text(to_json(result), encoding="utf-8")
     return report(options.results)
 
 

@@ -15,9 +15,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from docs.browser import Browser, find_browser
-from halfstep.bench.results import read_sweep
-from halfstep.cli.options import check_page
-from halfstep.cli.sweep import write_sweep_page
+from halfstep.bench.sweep import read_sweep
+from halfstep.cli.options import check_page, write_page
+from halfstep.report.sweep import sweep_sheet
 
 # Each chart becomes one SVG, which takes the width that there is; what drew it goes, and the styles that it brought.
 DRAW = """
@@ -63,7 +63,7 @@ def main() -> None:
     if options.static and find_browser() is None:
         parser.error("--static draws the charts in Chromium, which is not installed here")
     check_page(page, options.results)
-    write_sweep_page(page, found)
+    write_page(page, sweep_sheet(found))
     if options.static:
         page.write_text(static(page), encoding="utf-8")
     print(page.resolve().as_uri())

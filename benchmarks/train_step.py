@@ -33,7 +33,7 @@ from halfstep.formats import BF16, FP32, Format, as_format
 from halfstep.machine import DeviceFacts, read_facts
 from halfstep.measurements import BenchResult, BenchRun
 from halfstep.plan.levels import level
-from halfstep.report.json import bench_json
+from halfstep.report.json import to_json
 from halfstep.timing import speedup
 from halfstep.workloads.char_lm import Block
 from halfstep.workloads.cifar_resnet import Bottleneck, ResNet
@@ -296,7 +296,7 @@ def main() -> int:
         print(table(result), flush=True)
         if options.json is not None:  # after each, so that what is there stays when the time is up
             options.json.parent.mkdir(parents=True, exist_ok=True)
-            text = {"benchmark": "train_step", "results": [json.loads(bench_json(done)) for done in results]}
+            text = {"benchmark": "train_step", "results": [json.loads(to_json(done)) for done in results]}
             options.json.write_text(json.dumps(text, indent=1) + "\n", encoding="utf-8")
     runs = [run for result in results for run in result.runs]
     return int(any(run.error is not None and run.level.startswith("O") for run in runs))

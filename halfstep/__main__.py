@@ -8,14 +8,11 @@ try:
     import typer
 
     from halfstep.cli.bench import bench
-    from halfstep.cli.check import check
     from halfstep.cli.doctor import doctor
-    from halfstep.cli.inspect import inspect
-    from halfstep.cli.levels import levels
-    from halfstep.cli.ops import ops
+    from halfstep.cli.plans import levels, ops
     from halfstep.cli.report import report
     from halfstep.cli.run import ScriptRaised, run
-    from halfstep.cli.whatif import whatif
+    from halfstep.cli.step import check, inspect, whatif
     from halfstep.errors import HalfstepError, ScriptError
     from halfstep.pages import DIAGNOSIS, FRONT, GUIDE, LEVELS, PLANS, SEEING, SLOWER, more
 except KeyboardInterrupt:  # what the package imports before this module, above all torch, is out of reach here

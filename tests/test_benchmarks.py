@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from docs.browser import find_browser
-from halfstep.bench.results import read_sweep
+from halfstep.bench.sweep import read_sweep
 from halfstep.formats import BF16, FP16
 from halfstep.machine import AVX512_BF16, DeviceFacts, cpu_flags
-from halfstep.report.sweep import sweep_charts, sweep_headline, sweep_rows
+from halfstep.report.sweep import sweep_sheet
 
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
 
@@ -434,16 +434,16 @@ def test_the_page_of_a_sweep_is_made_of_its_results(tmp_path, main, capsys):
 
 def check_static(text):
     """Checks that a page has the charts and figures of the sweep, and nothing that runs or is fetched."""
-    sweep = read_sweep(SWEEP)
+    sheet = sweep_sheet(read_sweep(SWEEP))
     assert not re.search(
         r"<script|<link(?! rel=\"icon\" href=\"data:,\")|<img|<iframe|//|\bon\w+=|plotly|@import", text
     )
-    assert f"<h1>{sweep_headline(sweep)}</h1>" in text
+    assert f"<h1>{sheet.headline}</h1>" in text
     figures = text[text.index("<tbody>") : text.index("</tbody>")]
     cells = [[html.unescape(cell) for cell in re.findall("<td>(.*?)</td>", row)] for row in figures.split("<tr>")[1:]]
-    assert cells == sweep_rows(sweep)[1]
+    assert cells == sheet.rows
     drawn = text.split('class="chart"')[1:]
-    charts = sweep_charts(sweep)
+    charts = sheet.charts
     assert [chart.title in before for chart, before in zip(charts, text.split('class="chart"'), strict=False)]
     assert len(drawn) == len(charts)
     for chart, picture in zip(charts, drawn, strict=True):

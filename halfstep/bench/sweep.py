@@ -6,12 +6,14 @@ At each point, every row runs in its own process, and the processes take trainin
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
 
+import msgspec
 import torch
 
 from halfstep.bench.bench import Progress
@@ -147,6 +149,38 @@ def sweep(
         result = replace(result, points=(*result.points[:at], point, *result.points[at + 1 :]))
         keep(result)
     return result
+
+
+def read_sweep(path: Path) -> Sweep | None:
+    """Returns the sweep that a file holds, or None if the file does not exist."""
+    if path.exists() and not path.is_file():
+        raise WorkloadError(
+            f"{path} is not a regular file, but a sweep keeps what it has measured in one; pass one to --json"
+        )
+    try:
+        text = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise WorkloadError(f"{path} cannot be read: {error.strerror}") from None
+    try:
+        fields = json.loads(text)
+        schema = fields["schema"]
+        if schema == SCHEMA:
+            found = msgspec.convert(fields, Sweep, strict=False)  # "nan" and "inf" are numbers
+            if "points" not in fields:
+                raise KeyError("points")
+            data = found.asked.get("data", "none")
+            if Path(data).is_absolute():  # until 2026-11-23 files had the path
+                found = replace(found, asked={**found.asked, "data": data_name(Path(data))})
+            return found
+        why = f"its schema is {schema}, that of this halfstep version is {SCHEMA}"
+    except (ValueError, KeyError, TypeError, RecursionError, msgspec.MsgspecError) as error:
+        why = f"{type(error).__name__}: {error}"
+    raise WorkloadError(
+        f"{path} holds no sweep that this halfstep version can read ({why}); pass another file to --json "
+        "(nothing was written to this one)"
+    )
 
 
 def check_same(before: Mapping[str, str], now: Mapping[str, str]) -> None:

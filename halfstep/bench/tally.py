@@ -77,7 +77,7 @@ class Tally:
             low=self.entry.low.name,
             peer=self.entry.peer,
             emulated=self.entry.emulated,
-            times_ms=tuple(self.times_ms),
+            times_ms=tuple(round(each, 3) for each in self.times_ms),  # no clock here is better than a microsecond
             step_ms=spread(self.times_ms),
             peak_bytes=self.peak,
             bytes_per_parameter={key: size / parameters for key, size in self.memory.items()},

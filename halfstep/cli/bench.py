@@ -13,7 +13,8 @@ import typer
 from halfstep.bench.bench import STEPS
 from halfstep.bench.bench import bench as run_bench
 from halfstep.bench.budget import SLOW, TIMED
-from halfstep.bench.sweep import Asked
+from halfstep.bench.largest import largest_batches
+from halfstep.bench.sweep import Asked, check_same, read_sweep, sweep
 from halfstep.bench.variants import Entry, compiled, entries
 from halfstep.bench.worker import Origin
 from halfstep.cli.options import (
@@ -22,19 +23,22 @@ from halfstep.cli.options import (
     Json,
     Settings,
     bytes_of,
+    check_page,
     check_writable,
     device_of,
     names,
     sizes,
     write_json,
+    write_page,
 )
-from halfstep.cli.screen import end, progress_bar, stdout
-from halfstep.cli.sweep import run_largest, run_sweep
+from halfstep.cli.screen import INTERRUPTED, end, progress_bar, stderr, stdout
 from halfstep.errors import WorkloadError
 from halfstep.formats import as_format
 from halfstep.machine import read_facts, read_machine
+from halfstep.measurements import Sweep
 from halfstep.report.bench import bench_table
-from halfstep.report.json import bench_json
+from halfstep.report.json import to_json
+from halfstep.report.sweep import largest_sheet, sheet_text, sweep_sheet
 from halfstep.workloads.load import MODELS, WORKLOADS, load_workload, parse_settings
 
 DEFAULT = "char_lm"
@@ -132,9 +136,9 @@ def bench(  # noqa: PLR0913  # each is an option of the command, described above
             parse_settings(settings), data, command=_command(),
         )  # fmt: skip
         if largest_batch is not None:
-            run_largest(asked, bytes_of(largest_batch), json=json, page=page)
+            _largest(asked, bytes_of(largest_batch), json=json, page=page)
         else:
-            run_sweep(asked, json=json, page=page)
+            _sweep(asked, json=json, page=page)
         return
     given = parse_settings(settings)
     job = load_workload(name, given, data=data)
@@ -146,9 +150,43 @@ def bench(  # noqa: PLR0913  # each is an option of the command, described above
         )  # fmt: skip
     screen = stdout()
     screen.print(bench_table(result, width=screen.width))
-    if json is not None:
-        write_json(json, bench_json(result))
+    write_json(json, to_json(result))
     end(result.runs, complete=result.complete)
+
+
+def _sweep(asked: Asked, *, json: Path | None, page: Path | None) -> None:
+    """Measures the points of a sweep that the file `json` does not have yet, and prints the whole sweep."""
+    check_page(page, json)
+    done = None if json is None else read_sweep(json)
+    if done is not None:
+        check_same(done.asked, asked.words())
+        whole = sum(not asked.failed(point) for point in done.points)
+        stderr().print(f"{json} already has {whole} of {done.total} points; these are not measured again")
+
+    def keep(result: Sweep) -> None:
+        write_json(json, to_json(result))
+
+    with progress_bar(unit="examples") as progress:
+        found = sweep(asked, done=done, keep=keep, progress=progress)
+    sheet = sweep_sheet(found)
+    stdout().print(sheet_text(sheet))
+    write_page(page, sheet)
+    runs = (run for point in found.points for run in point.result.runs)
+    end(runs, complete=len(found.points) == found.total)
+
+
+def _largest(asked: Asked, limit: int, *, json: Path | None, page: Path | None) -> None:
+    """Finds and prints, for each model and row, the largest batch that fits into `limit` bytes."""
+    check_page(page, json)
+    with stderr().status("starting") as status:
+        found = largest_batches(asked, limit, progress=status.update)
+    if not found:
+        raise typer.Exit(INTERRUPTED)
+    sheet = largest_sheet(found, asked.words(), asked.command)
+    stdout().print(sheet_text(sheet))
+    write_json(json, to_json({"command": asked.command, "asked": asked.words(), "largest": found}))
+    write_page(page, sheet)
+    end(found, complete=len(found) == len(asked.points()) * len(asked.rows))
 
 
 def _first_line(name: str, rows: list[Entry], steps: int | None, seconds: float | None, device: torch.device) -> str:

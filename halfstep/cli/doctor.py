@@ -22,5 +22,4 @@ def doctor(device: Device = "auto", json: Json = None, save: Save = False) -> No
     with stderr().status("measuring") as status:
         found = examine(place, tell=lambda what: status.update(f"measuring {what}"), keep=save)
     stdout().print(doctor_report(found))
-    if json is not None:
-        write_json(json, to_json(found))
+    write_json(json, to_json(found))

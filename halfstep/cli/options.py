@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated
@@ -11,10 +13,9 @@ import torch
 import typer
 from torch import nn
 
-from halfstep.bench.results import replace_text
 from halfstep.bench.tally import foreseen
 from halfstep.errors import WorkloadError
-from halfstep.report.charts import Chart
+from halfstep.report.sweep import Sheet
 from halfstep.workloads.load import WORKLOADS, load_workload, parse_settings
 from halfstep.workloads.workload import Workload
 
@@ -84,9 +85,10 @@ def device_of(name: str) -> torch.device:
 
 
 def open_job(
-    workload: str, settings: list[str], *, data: Path | None, device: str, seed: int
+    workload: str, settings: list[str], *, data: Path | None, device: str, seed: int, json: Path | None
 ) -> tuple[Workload, nn.Module]:
-    """Returns a workload and its model, built from a seed on a device."""
+    """Returns a workload and its model, built from a seed on a device, if the result can be written to `json`."""
+    check_writable(json)
     job = load_workload(workload, parse_settings(settings), data=data)
     place = device_of(device)
     with foreseen(f"{job.name}: building the model"):
@@ -112,9 +114,10 @@ def check_writable(path: Path | None, option: str = "--json") -> None:
         raise WorkloadError(f"{option} {path} cannot be written: {error.strerror}; name another file") from error
 
 
-def write_json(path: Path, text: str) -> None:
-    """Writes a result as JSON, replacing the file's content."""
-    _write(path, text, "--json")
+def write_json(path: Path | None, text: str) -> None:
+    """Writes a result as JSON, replacing the file's content; does nothing for None."""
+    if path is not None:
+        _write(path, text, "--json")
 
 
 def html_pages(asked: str) -> ModuleType:
@@ -135,18 +138,10 @@ def check_page(path: Path | None, json: Path | None) -> None:
         html_pages("--page")
 
 
-def write_page(
-    path: Path,
-    title: str,
-    headline: str,
-    table: tuple[list[str], list[list[str]]],
-    charts: list[Chart],
-    *,
-    notes: list[str],
-    facts: list[tuple[str, str]],
-) -> None:
-    """Writes the HTML page of a measurement."""
-    _write(path, html_pages("--page").charts_html(title, headline, table, charts, notes=notes, facts=facts), "--page")
+def write_page(path: Path | None, sheet: Sheet) -> None:
+    """Writes the HTML page of a measurement; does nothing for None."""
+    if path is not None:
+        _write(path, html_pages("--page").sheet_html(sheet), "--page")
 
 
 def _write(path: Path, text: str, option: str) -> None:
@@ -156,3 +151,22 @@ def _write(path: Path, text: str, option: str) -> None:
         raise WorkloadError(
             f"{option} {path} could not be written: {error.strerror}; it is unchanged; free some space and run again"
         ) from error
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Replaces a file's text atomically, so that a killed process or a full disk leaves a complete file."""
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8")
+        return
+    place = path.resolve()  # a link stays one
+    part = place.with_name(f".{place.name}.part")
+    try:
+        with part.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, place)
+    except BaseException:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+        raise

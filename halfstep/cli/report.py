@@ -10,8 +10,8 @@ import typer
 from halfstep.cli.options import html_pages
 from halfstep.cli.screen import stdout
 from halfstep.errors import LogError
-from halfstep.report.run import read_log, shown
-from halfstep.report.several import first_overflow, rows_of, table_of
+from halfstep.report.run import PROCESSES, first_overflow, read_log, rows_of, shown
+from halfstep.report.tables import table
 
 Logs = Annotated[
     list[Path],
@@ -44,7 +44,7 @@ def report(logs: Logs, output: Output = None, low: Low = None) -> None:
         for note in run.notes:
             print(f"note: {shown(run.path)}: {note}" if rows else f"note: {note}")
     if rows:
-        stdout().print(table_of(rows))
+        stdout().print(table(rows, PROCESSES, words=PROCESSES))
         if said := first_overflow(rows):
             print(said)
     print(shown(page))

@@ -11,13 +11,13 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from halfstep.measurements import BenchRun
+from halfstep.measurements import BenchRun, Largest
 
 FAILED, INTERRUPTED = 1, 130  # exit codes; 128 + SIGINT, as shells have it
 WIDE = 200  # a file or pipe has no width; a table keeps its lines there
 
 
-def end(runs: Iterable[BenchRun], *, complete: bool) -> None:
+def end(runs: Iterable[BenchRun | Largest], *, complete: bool) -> None:
     """Ends `halfstep bench` with 130 if it is not `complete`, with 1 if all rows failed; otherwise returns."""
     if not complete:
         raise typer.Exit(INTERRUPTED)

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
-from halfstep.measurements import Examination, Rate
-from halfstep.report.tables import plain_table
+from halfstep.measurements import Examination, Spread
+from halfstep.report.tables import Columns, numbered, table
+
+RATES: Columns = {
+    "work": lambda rate: rate.work,
+    "format": lambda rate: rate.format if rate.how == "native" else f"{rate.format} {rate.how}",
+    "rate": lambda rate: f"none: {rate.error}"[:60] if rate.rate is None else f"{rate.rate:,.4g} {rate.unit}",
+    "quartiles ms": lambda rate: _milliseconds(rate.seconds),
+    "speed x fp32": lambda rate: "" if rate.vs_fp32 is None else f"{rate.vs_fp32:.3g}",
+}
 
 
 def doctor_report(found: Examination) -> Group:
@@ -20,40 +28,23 @@ def doctor_report(found: Examination) -> Group:
         f"{machine.processor}, {machine.cores} cores, {machine.threads} threads; {device}; "
         f"torch {machine.torch}, Python {machine.python}"
     )
-    return Group(
-        Text(head), Text(), _table(found), Text(), _memory(found), Text(), *(Text(line) for line in _lines(found))
-    )
-
-
-def _table(found: Examination) -> Table:
-    header = ("work", "format", "rate", "quartiles ms", "speed x fp32")
-    before = ["", *(rate.work for rate in found.rates)]
-    rows = [
-        ("" if rate.work == last else rate.work, *_cells(rate)) for last, rate in zip(before, found.rates, strict=False)
+    works = [rate.work for rate in found.rates]
+    rates = [
+        replace(rate, work="") if rate.work == before else rate
+        for rate, before in zip(found.rates, ["", *works], strict=False)
     ]
-    return plain_table(header, rows, words=("work", "format"))
-
-
-def _memory(found: Examination) -> Table:
-    rows = [
+    uses = found.memory[0].bytes if found.memory else ()
+    memory = [
         (each.level, each.low, *(f"{size:.3g}" for size in (*each.bytes.values(), sum(each.bytes.values()))))
         for each in found.memory
     ]
-    uses = found.memory[0].bytes if found.memory else ()
-    return plain_table(("AdamW, bytes a parameter", "format", *uses, "sum"), rows, words=("format",))
+    columns = numbered(("AdamW, bytes a parameter", "format", *uses, "sum"))
+    shown = (table(rates, RATES, words=("work", "format")), table(memory, columns, words=("format",)))
+    return Group(Text(head), *(part for each in shown for part in (Text(), each)), Text(), *map(Text, _lines(found)))
 
 
-def _cells(rate: Rate) -> tuple[str, ...]:
-    name = rate.format if rate.how == "native" else f"{rate.format} {rate.how}"
-    if rate.seconds is None or rate.rate is None:
-        return name, f"none: {rate.error}"[:60], "", ""
-    ratio = "" if rate.vs_fp32 is None else f"{rate.vs_fp32:.3g}"
-    return (
-        name,
-        f"{rate.rate:,.4g} {rate.unit}",
-        f"{1e3 * rate.seconds.low:.3g} to {1e3 * rate.seconds.high:.3g}",
-        ratio,
-    )
+def _milliseconds(seconds: Spread | None) -> str:
+    return "" if seconds is None else f"{1e3 * seconds.low:.3g} to {1e3 * seconds.high:.3g}"
 
 
 def _lines(found: Examination) -> Iterator[str]:

@@ -11,36 +11,24 @@ import torch
 from plotly.offline import get_plotlyjs
 
 from halfstep.formats import Format
-from halfstep.report.charts import Chart
 from halfstep.report.page import page_of
-from halfstep.report.run import Run
-from halfstep.report.several import HEADERS, ProcessRow
+from halfstep.report.run import PROCESSES, ProcessRow, Run
+from halfstep.report.sweep import Sheet
+from halfstep.report.tables import cells
 
 _HERE = Path(__file__).parent
 
 
 def page_html(run: Run, low: Format | torch.dtype | str | None = None, *, processes: Sequence[ProcessRow] = ()) -> str:
     """Returns the page of a run as HTML."""
-    page = page_of(run, low, processes=processes)
-    script = (_HERE / "page.js").read_text(encoding="utf-8")
-    return _render("page.html", page.charts, page=page, script=script, headers=HEADERS)
+    page, script = page_of(run, low), (_HERE / "page.js").read_text(encoding="utf-8")
+    table = {"headers": PROCESSES, "processes": cells(processes, PROCESSES)}
+    return _render("page.html", page.charts, page=page, script=script, **table)
 
 
-def charts_html(
-    title: str,
-    headline: str,
-    table: tuple[Sequence[str], Sequence[Sequence[str]]],
-    charts: Sequence[Chart],
-    *,
-    notes: Sequence[str] = (),
-    facts: Sequence[tuple[str, str]] = (),
-) -> str:
+def sheet_html(sheet: Sheet) -> str:
     """Returns the page of a measurement as HTML."""
-    header, rows = table
-    return _render(
-        "charts.html", charts, title=title, headline=headline, header=header, rows=rows, notes=notes, charts=charts,
-        facts=facts,
-    )  # fmt: skip
+    return _render("charts.html", sheet.charts, sheet=sheet)
 
 
 def _render(template: str, data: object, **values: object) -> str:

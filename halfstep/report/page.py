@@ -34,7 +34,6 @@ from halfstep.report.gather import FIRST, MEASURES, MODEL, AbsorbedAt, Gathered,
 from halfstep.report.headline import GRADIENTS, Headline, headline
 from halfstep.report.lines import Event
 from halfstep.report.run import Run, shown
-from halfstep.report.several import ProcessRow
 
 POINTS = 4000  # of a line; more steps are thinned to the smallest and the largest value of each group
 SHOWN = (FP16, BF16, E4M3, E5M2)
@@ -69,7 +68,6 @@ class Page:
     facts: tuple[tuple[str, str], ...]
     notes: tuple[str, ...]
     rows: tuple[TableRow, ...]
-    processes: tuple[ProcessRow, ...]
     charts: dict[str, Any]
 
 
@@ -77,7 +75,6 @@ def page_of(
     run: Run,
     low: Format | torch.dtype | str | None = None,
     *,
-    processes: Sequence[ProcessRow] = (),
     now: float | None = None,
 ) -> Page:
     """Returns the page of a run."""
@@ -95,7 +92,6 @@ def page_of(
         facts=tuple(_facts(run, judge)),
         notes=run.notes,
         rows=tuple(_rows(run, gathered.absorbed)),
-        processes=tuple(processes),
         charts=_charts(run, gathered, found),
     )
 

@@ -1,21 +1,170 @@
-"""Tables for the terminal."""
+"""Tables for the terminal, and those that show plans: the levels and the operations."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from operator import attrgetter, itemgetter
+from typing import Any
 
+from rich.console import Group
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
+
+from halfstep.edits import Scaling
+from halfstep.formats import BF16, FP16
+from halfstep.plan.levels import Level
+from halfstep.plan.optable import ROWS, Action, ListedOp, device_note, effective, find
+from halfstep.plan.plan import Plan
 
 ABSENT = "-"
 MIB = 2**20
 
+Columns = Mapping[str, Callable[[Any], object]]  # what stands in a row's cell, by the column's header; None is "-"
 
-def plain_table(header: Sequence[str], rows: Iterable[Sequence[str]], *, words: Collection[str] = ()) -> Table:
-    """Returns a table without borders; columns are right-aligned, except those whose header is in `words`."""
-    table = Table(box=None, padding=(0, 1))
-    for name in header:
-        table.add_column(name, justify="left" if name in words else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*map(escape, row))
-    return table
+
+def cells(rows: Iterable[Any], columns: Columns) -> list[list[str]]:
+    """Returns the cells of each row, as text."""
+    return [[ABSENT if (cell := fill(row)) is None else str(cell) for fill in columns.values()] for row in rows]
+
+
+def numbered(headers: Iterable[str]) -> Columns:
+    """Returns the columns of rows that are sequences of cells."""
+    return {header: itemgetter(at) for at, header in enumerate(headers)}
+
+
+def table(rows: Iterable[Any], columns: Columns, *, words: Collection[str] = ()) -> Table:
+    """Returns a table with a row for each of `rows`; where there is little room it wraps words, but never figures.
+
+    The columns in `words` hold words and are left-aligned, all others hold figures and are right-aligned.
+    """
+    made, filled = Table(box=None, padding=(0, 1)), cells(rows, columns)
+    for at, header in enumerate(columns):
+        longest = max((len(word) for row in filled for word in row[at].split()), default=None)
+        if header in words:
+            made.add_column(header, overflow="fold")
+        else:
+            made.add_column(header, overflow="fold", justify="right", min_width=longest)
+    for row in filled:
+        made.add_row(*map(escape, row))
+    return made
+
+
+OPS = {"none": "as written", "table": "the table"}
+OPS_AT_LOW = "allow and promote rows, losses full; the rest as stored"
+FULL_OR_LOW = {"full": "fp32", "low": "low"}
+LEVELS: Columns = {
+    "level": lambda plan: plan.name,
+    "weights": lambda plan: FULL_OR_LOW[plan.param],
+    "ops": lambda plan: OPS_AT_LOW if plan.param == "low" else OPS[plan.ops],
+    "norms": lambda plan: _if_low(plan, FULL_OR_LOW[plan.norms], "by the table"),
+    "master (bf16 / fp16)": lambda plan: _if_low(plan, plan.master, "weights are fp32"),
+    "scale (bf16 / fp16)": lambda plan: _scale(plan.scale),
+    "inputs": lambda plan: "as given" if plan.input == "keep" else FULL_OR_LOW[plan.input],
+    "outputs": lambda plan: "as written" if plan.output == "keep" else FULL_OR_LOW[plan.output],
+}
+
+
+def level_table(levels: Iterable[Level]) -> Group:
+    """Returns a table with a row for each level: what it stores low, what it casts, and how it scales the loss."""
+
+    def both(fill: Callable[[Any], object]) -> Callable[[Level], str]:
+        return lambda row: " / ".join(dict.fromkeys(str(fill(row.plans[low])) for low in (BF16, FP16)))
+
+    columns: Columns = {header: both(fill) for header, fill in LEVELS.items()} | {"for": lambda row: row.purpose}
+    return Group(Text("low is bf16 or fp16"), table(levels, columns, words=columns))
+
+
+def _if_low(plan: Plan, stored: str, cast: str) -> str:
+    return stored if plan.param == "low" else cast if plan.ops == "table" else ABSENT
+
+
+def _scale(scaling: Scaling) -> str:
+    return f"{scaling.init:g}" if scaling.active and not scaling.adapts else scaling.kind
+
+
+WORDS: Mapping[Action | None, str] = {
+    "low": "low",
+    "full": "fp32",
+    "promote": "widest input",
+    "norm": "fp32 where formats mix",
+    "gather": "as stored; on cpu gradients of low weights add up in fp32",
+    "refuse": "refused on low",
+    "logits": "fp32, from what a sigmoid was given",
+    "pass": "as stored",
+    "infer": "as its inputs",
+    "probability": "as stored; fp32 where it leaves the model",
+    "carry": "as stored",
+    None: "as written",
+}
+CHANGED = "changed by the plan"
+
+
+@dataclass(frozen=True)
+class OpLine:
+    """A row of the op table, as text.
+
+    `why` is the reason for the category, `source` says whose list the op is from (torch's, halfstep's or the plan's),
+    `action` is what the plan does with the op, and `cpu` and `cuda` say who does it there, torch or halfstep.
+    """
+
+    op: str
+    category: str
+    why: str
+    source: str
+    action: str
+    cpu: str
+    cuda: str
+
+
+# what a plan does to ops without a row
+_WITHOUT_ROW: Mapping[Action, OpLine] = {
+    "gather": OpLine("", ABSENT, "sums of gradients", "halfstep", WORDS["gather"], "halfstep", ABSENT),
+    "probability": OpLine("", ABSENT, "logarithms outside", "halfstep", WORDS["probability"], "halfstep", "halfstep"),
+    "refuse": OpLine("", "refuse", "infinite logarithm", "torch", WORDS["refuse"], "halfstep", "torch"),
+}
+
+
+def op_table(plan: Plan, text: str = "") -> Table | None:
+    """Returns a table of the ops whose name contains `text`, and what a plan does with each; None if there are none."""
+    lines = [line for line in op_lines(plan) if text in line.op]
+    headers = ("op", "category", "why", "list of", f"at {plan.name}", "on cpu by", "on cuda by")
+    columns = {header: attrgetter(each.name) for header, each in zip(headers, fields(OpLine), strict=True)}
+    return table(lines, columns, words=headers) if lines else None
+
+
+def op_lines(plan: Plan) -> list[OpLine]:
+    """Returns the op table under a plan: a line for each of its rows, then other ops that the plan treats specially."""
+    actions = effective(plan)
+    changed = _changed(plan)
+    rows = {row.op: row for row in ROWS}
+    known = {overload for row in (*ROWS, *changed.values()) for overload in row.overloads}
+    lines = [_line(changed.get(op, row), actions, row.source) for op, row in rows.items()]
+    lines += [_line(row, actions, "plan") for op, row in changed.items() if op not in rows]
+    others = ((_op(overload), action) for overload, action in actions.items() if overload not in known)
+    return lines + [replace(_WITHOUT_ROW[action], op=op) for op, action in others if action in _WITHOUT_ROW]
+
+
+def _line(row: ListedOp, actions: Mapping[str, Action], source: str) -> OpLine:
+    does = ", ".join(dict.fromkeys(WORDS[actions.get(overload)] for overload in row.overloads))
+    return OpLine(row.op, row.category, row.why, source, does, device_note(row, "cpu"), device_note(row, "cuda"))
+
+
+def _changed(plan: Plan) -> dict[str, ListedOp]:
+    """Returns, as a dict by op, the rows of the ops that the plan changes, with the changes applied."""
+    if plan.ops == "none":
+        return {}
+    rows = {row.op: row for row in ROWS}
+    changed: dict[str, ListedOp] = {}
+    for category, name in plan.op_changes.listed():
+        for overload in (name,) if ":" in name else find(name):
+            op = _op(overload)
+            earlier = changed.get(op) or rows.get(op) or ListedOp(op, (), category, CHANGED, "halfstep")
+            overloads = tuple(dict.fromkeys((*earlier.overloads, overload)))
+            changed[op] = replace(earlier, overloads=overloads, category=category, why=CHANGED)
+    return changed
+
+
+def _op(overload: str) -> str:
+    return overload if ":" in overload else overload.partition(".")[0]

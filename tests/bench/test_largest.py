@@ -20,7 +20,7 @@ from halfstep.bench.variants import Entry
 from halfstep.errors import WorkloadError
 from halfstep.formats import BF16, FP32
 from halfstep.measurements import Largest
-from halfstep.report.largest import largest_charts, largest_headline, largest_rows, largest_table
+from halfstep.report.sweep import largest_sheet, sheet_text
 from halfstep.workloads.load import load_model
 from tests.bench.test_sweep import Played
 
@@ -81,13 +81,19 @@ def test_each_row_has_its_largest_batch_and_the_report_says_so(played):
     assert dict(found[0].tried) == {1: True, 2: True, 4: True, 8: True, 16: True, 32: False, 24: False, 20: True,
                                     22: False, 21: True}  # fmt: skip
     console = Console(file=io.StringIO(), width=200)
-    console.print(largest_table(found))
+    sheet = largest_sheet(found, ASKED.words(), "halfstep bench")
+    console.print(sheet_text(sheet))
     lines = console.file.getvalue().splitlines()
-    assert lines[2].split() == ["regression", "O2", "bf16", "40", "1.90"]
+    assert lines[0].startswith("regression; cpu, ")
+    assert lines[4].split() == ["regression", "O2", "bf16", "40", "1.90"]
     assert lines[-1] == "regression at O2 bf16 takes 40 examples per batch, 1.90 times those of O0."
-    (chart,) = largest_charts(found)
+    (chart,) = sheet.charts
     assert [(trace["x"], trace["y"]) for trace in chart.traces] == [(["regression"], [21]), (["regression"], [40])]
     assert largest_headline(found[:1]) == "No level takes a larger batch than O0."
+
+
+def largest_headline(found):
+    return largest_sheet(found, ASKED.words(), "halfstep bench").headline
 
 
 @pytest.mark.parametrize(
@@ -108,7 +114,7 @@ def test_where_all_is_compiled_batches_count_in_those_of_the_compiled_o0():
         return [Largest("m", name.replace("_", " "), MIB, batch) for name, batch in batches.items()]
 
     def shares(rows):
-        return [cells[-1] for cells in largest_rows(rows)]
+        return [cells[-1] for cells in largest_sheet(rows, ASKED.words(), "").rows]
 
     compiled = found(O0_compiled=20, O2_bf16_compiled=30)
     assert shares(compiled) == ["1.00", "1.50"]

@@ -17,13 +17,13 @@ from halfstep.bench import sweep as sweep_module
 from halfstep.bench.bench import bench
 from halfstep.bench.lane import Begun, End, Step
 from halfstep.bench.remote import OutOfMemory, Remote
-from halfstep.bench.results import read_sweep, replace_text
-from halfstep.bench.sweep import Asked, sweep
+from halfstep.bench.sweep import Asked, read_sweep, sweep
 from halfstep.bench.variants import Entry, compiled
+from halfstep.cli.options import replace_text
 from halfstep.errors import DataError, WorkloadError
 from halfstep.formats import BF16, FP16, FP32
 from halfstep.measurements import Sweep
-from halfstep.report.json import sweep_json
+from halfstep.report.json import to_json
 from halfstep.workloads.load import load_model
 
 CPU = torch.device("cpu")
@@ -128,7 +128,7 @@ def test_an_interrupted_sweep_goes_on_and_what_was_there_stays_byte_for_byte(pla
             raise KeyboardInterrupt
 
     played.fail = stop
-    keep = lambda result: replace_text(path, sweep_json(result))  # noqa: E731
+    keep = lambda result: replace_text(path, to_json(result))  # noqa: E731
     broken = sweep(ASKED, keep=keep)
     assert (len(broken.points), broken.total) == (1, 2)
     before = path.read_text(encoding="utf-8")
@@ -148,9 +148,9 @@ def test_an_interrupted_sweep_goes_on_and_what_was_there_stays_byte_for_byte(pla
 def test_losses_that_are_no_numbers_come_back_from_the_file(played, tmp_path, monkeypatch):
     step = Played.step
     monkeypatch.setattr(Played, "step", lambda self, *given: Step(float("nan"), step(self, *given).ms))
-    text = sweep_json(sweep(replace(ASKED, batches=(2,))))
+    text = to_json(sweep(replace(ASKED, batches=(2,))))
     (tmp_path / "sweep.json").write_text(text, encoding="utf-8")
-    assert sweep_json(read_sweep(tmp_path / "sweep.json")) == text
+    assert to_json(read_sweep(tmp_path / "sweep.json")) == text
 
 
 def test_a_model_can_have_its_own_batch_size(played):
@@ -211,7 +211,7 @@ def test_a_sweep_of_other_data_is_another():
 def test_a_file_that_has_the_path_of_its_data_is_read_as_one_that_has_its_name(played, tmp_path):
     folder, path = tmp_path / "data", tmp_path / "sweep.json"
     words = replace(ASKED, data=folder).words()
-    path.write_text(sweep_json(Sweep(1, {**words, "data": str(folder.resolve())}, 2)))
+    path.write_text(to_json(Sweep(1, {**words, "data": str(folder.resolve())}, 2)))
     assert read_sweep(path).asked == words
 
 
@@ -368,5 +368,5 @@ def test_a_process_says_how_it_ended(third, kind, said, tmp_path):
 
 
 def test_the_file_is_plain_json(played, tmp_path):
-    fields = json.loads(sweep_json(sweep(ASKED)))
+    fields = json.loads(to_json(sweep(ASKED)))
     assert (fields["schema"], fields["total"], len(fields["points"])) == (1, 2, 2)

@@ -13,7 +13,7 @@ from halfstep import FULL, OpChange, Rule
 from halfstep.inspection import custom, meter, savings
 from halfstep.inspection.meter import Call, Shape
 from halfstep.inspection.replay import gain_of_casts
-from halfstep.report.inspect import inspection_report
+from halfstep.report.step import inspection_report
 
 
 def kept(ctx, inputs, output):

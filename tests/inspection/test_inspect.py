@@ -22,8 +22,8 @@ from halfstep.inspection.kernels import kernel_rows
 from halfstep.inspection.meter import Call, Shape
 from halfstep.inspection.replay import gain, narrowed, padded
 from halfstep.machine import AVX2, AVX512_BF16
-from halfstep.report.inspect import inspection_report
 from halfstep.report.json import to_json
+from halfstep.report.step import inspection_report
 from tests.models.zoo import TASKS
 
 LEVELS = [("O0", "bf16"), ("O1", "bf16"), ("O2", "bf16"), ("O3", "bf16"), ("O1", "fp16"), ("O2", "fp16")]

@@ -11,7 +11,7 @@ from rich.console import Console
 from halfstep.machine import Machine
 from halfstep.measurements import BenchResult, BenchRun, Spread
 from halfstep.report.bench import bench_table, over_seeds
-from halfstep.report.json import bench_json
+from halfstep.report.json import to_json
 
 MACHINE = Machine("cpu", "Some Chip", 2, 2, ("fp32", "bf16"), "Linux", "3.11.7", "2.13.0", "0.1.0", "abc")
 O0 = BenchRun(
@@ -186,16 +186,16 @@ def test_figures_over_seeds(values, text):
 
 
 def test_json_and_back_is_the_same():
-    assert msgspec.convert(json.loads(bench_json(RESULT)), BenchResult, strict=False) == RESULT
+    assert msgspec.convert(json.loads(to_json(RESULT)), BenchResult, strict=False) == RESULT
 
 
 def test_json_is_standard_also_where_a_loss_is_not_finite():
     def refuse(constant):
         raise AssertionError(constant)
 
-    runs = json.loads(bench_json(RESULT), parse_constant=refuse)["runs"]
+    runs = json.loads(to_json(RESULT), parse_constant=refuse)["runs"]
     assert runs[1]["validation"]["loss"] == ["inf", 2.5]
 
 
 def test_lists_of_numbers_stay_on_one_line():
-    assert '"times_ms": [ 100.0, 104.0 ]' in bench_json(RESULT)
+    assert '"times_ms": [ 100.0, 104.0 ]' in to_json(RESULT)

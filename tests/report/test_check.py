@@ -2,7 +2,7 @@
 
 from halfstep.edits import FULL, Rule
 from halfstep.records import Finding
-from halfstep.report.check import check_text
+from halfstep.report.step import check_text
 
 ERROR = Finding("error", "mixed formats", "a.b", "[seen] it", "do that", (Rule("a.b", FULL),))
 NOTE = Finding("note", "no loss scale", "O3", "lost", "take one")

@@ -10,8 +10,8 @@ from halfstep.kinds import Kind
 from halfstep.plan.io import to_dict
 from halfstep.plan.levels import level
 from halfstep.records import Verdict
-from halfstep.report.run import read_log
-from halfstep.report.several import first_overflow, rows_of
+from halfstep.report.run import PROCESSES, first_overflow, read_log, rows_of
+from halfstep.report.tables import cells
 from tests.report.logs import START, seen, step, write
 
 
@@ -34,9 +34,9 @@ def test_each_process_has_a_row_in_the_order_of_the_processes(tmp_path):
     spoiled = [shared[0], step(2, scale=8.0, skipped=True, loss=math.inf), shared[2]]
     zero, one = logs(tmp_path, shared, spoiled)
     rows = rows_of([one, zero])
-    assert [row.cells() for row in rows] == [
-        ("0", str(zero.path), "1 to 3", "1", "4", ""),
-        ("1", str(one.path), "1 to 3", "1", "4", "step 2: its loss"),
+    assert cells(rows, PROCESSES) == [
+        ["0", str(zero.path), "1 to 3", "1", "4", ""],
+        ["1", str(one.path), "1 to 3", "1", "4", "step 2: its loss"],
     ]
     assert first_overflow(rows) == "first not finite, at step 2: process 1: its loss"
 
@@ -55,7 +55,7 @@ def test_the_first_overflow_names_the_parameter_and_all_processes_that_saw_it(tm
 
 def test_a_process_that_was_killed_has_fewer_steps_and_one_may_have_none(tmp_path):
     rows = rows_of(logs(tmp_path, [step(1), step(2)], [step(1)], []))
-    assert [row.cells()[2] for row in rows] == ["1 to 2", "1 to 1", "none"]
+    assert [row.steps for row in rows] == ["1 to 2", "1 to 1", "none"]
 
 
 def test_logs_without_a_number_count_in_their_order(tmp_path):

@@ -10,9 +10,9 @@ from rich.console import Console
 from docs.browser import Browser, find_browser
 from halfstep.machine import Machine
 from halfstep.measurements import BenchResult, BenchRun, Point, Spread, Sweep
-from halfstep.report.html import charts_html
-from halfstep.report.recommend import recommendation
-from halfstep.report.sweep import sweep_charts, sweep_facts, sweep_headline, sweep_rows, sweep_table, title, words
+from halfstep.report.bench import recommendation
+from halfstep.report.html import sheet_html
+from halfstep.report.sweep import sheet_text, sweep_sheet
 
 MACHINE = Machine("cpu", "Some Chip", 2, 2, ("fp32",), "Linux", "3.13", "2.13", "0.1", None)
 MIB = 2**20
@@ -48,13 +48,13 @@ SWEEP = Sweep(
 
 def text_of(sweep):
     console = Console(file=io.StringIO(), width=200)
-    console.print(sweep_table(sweep))
+    console.print(sheet_text(sweep_sheet(sweep)))
     return console.file.getvalue()
 
 
 def test_a_row_has_speed_throughput_time_per_epoch_and_memory():
-    header, rows = sweep_rows(SWEEP)
-    named = dict(zip(header, rows[2], strict=True))
+    sheet = sweep_sheet(SWEEP)
+    named = dict(zip(sheet.header, sheet.rows[2], strict=True))
     assert named["speed\nx O0"] == "2.50"
     assert named["examples\nper s"] == "100.0"  # 4 examples in 40 ms
     assert named["minutes\nan epoch"] == "1.0"  # 6000 of them
@@ -90,7 +90,7 @@ def test_the_recommendation_is_the_fastest_that_learns_everywhere(change, said):
         )))
         for point in SWEEP.points
     ]  # fmt: skip
-    assert sweep_headline(replace(SWEEP, points=tuple(changed))) == said
+    assert sweep_sheet(replace(SWEEP, points=tuple(changed))).headline == said
     assert text_of(replace(SWEEP, points=tuple(changed))).rstrip().endswith(said)
 
 
@@ -98,9 +98,9 @@ def test_where_low_is_slower_o0_is_recommended_with_what_it_costs():
     sweep = replace(SWEEP, points=(point_of("resnet18", 4, O0, run_of("O2 bf16", 200.0, 0.5, 60)),))
     said = "Train at O0 if its memory is available: the fastest other, O2 bf16, is 0.50 times as fast as O0 "
     said += "(this cpu has no fast bf16 units), with 0.60 of its peak memory."
-    assert sweep_headline(sweep) == said
-    assert sweep_headline(replace(SWEEP, points=(point_of("x", 4, O0),))).startswith("Nothing to recommend")
-    assert sweep_headline(replace(SWEEP, points=())).startswith("Nothing to recommend")
+    assert sweep_sheet(sweep).headline == said
+    assert sweep_sheet(replace(SWEEP, points=(point_of("x", 4, O0),))).headline.startswith("Nothing to recommend")
+    assert sweep_sheet(replace(SWEEP, points=())).headline.startswith("Nothing to recommend")
 
 
 OUT_OF_MEMORY = {"error": "step 1: out of memory: no more", "losses": (), "vs_o0": None, "step_ms": None}
@@ -124,17 +124,17 @@ def test_where_memory_runs_out_the_other_points_are_compared(full, low, said):
 
     points = [point_of("m", 4, run("O0", 1.0, a), run("O1 bf16", 3.0, b)) for a, b in zip(full, low, strict=True)]
     best = "Train at O1 bf16: 3.00 times as fast as O0, with 1.00 of its peak memory"
-    assert sweep_headline(replace(SWEEP, points=tuple(points))) == said.format(best)
+    assert sweep_sheet(replace(SWEEP, points=tuple(points))).headline == said.format(best)
 
 
 def test_where_all_rows_are_compiled_memory_counts_in_that_of_o0_compiled():
     runs = [replace(run_of("O0 compiled", 2.0, 1.0, 100), compiled=True), run_of("O1 bf16 compiled", 1.0, 2.0, 80)]
-    header, rows = sweep_rows(replace(SWEEP, points=(point_of("m", 4, *runs),)))
-    assert rows[1][header.index("memory\nx O0")] == "0.80"
+    sheet = sweep_sheet(replace(SWEEP, points=(point_of("m", 4, *runs),)))
+    assert sheet.rows[1][sheet.header.index("memory\nx O0")] == "0.80"
 
 
 def test_the_charts_hold_the_figures():
-    charts = {chart.name: chart for chart in sweep_charts(SWEEP)}
+    charts = {chart.name: chart for chart in sweep_sheet(SWEEP).charts}
     assert list(charts) == ["speed", "throughput", "memory", "loss-resnet18", "loss-resnet50"]
     speed = {trace["name"]: trace for trace in charts["speed"].traces}
     assert speed["O2 bf16"]["x"] == [["resnet18", "resnet50"], ["batch 4", "batch 8"]]
@@ -148,20 +148,19 @@ def test_the_charts_hold_the_figures():
 def test_the_page_draws_every_chart_and_asks_the_network_for_nothing(tmp_path):
     named = replace(SWEEP.points[0], model="</script><b>")
     sweep = replace(SWEEP, points=(*SWEEP.points, named))
-    charts = sweep_charts(sweep)
+    sheet = sweep_sheet(sweep)
     page = tmp_path / "sweep.html"
-    rest = {"notes": list(words(sweep)), "facts": sweep_facts(sweep)}
-    page.write_text(charts_html(title(sweep), sweep_headline(sweep), sweep_rows(sweep), charts, **rest), "utf-8")
+    page.write_text(sheet_html(sheet), "utf-8")
     with Browser() as browser:
         browser.open(page)
         count = lambda selector: browser.run(f"document.querySelectorAll({selector!r}).length")  # noqa: E731
         assert browser.errors == []
         assert [asked for asked in browser.requests if not asked.startswith(("file:", "data:", "blob:"))] == []
-        assert count(".chart .main-svg") >= len(charts) == 6
+        assert count(".chart .main-svg") >= len(sheet.charts) == 6
         assert count("#speed .bars .point path") == 4 * 3
         assert count("#loss-resnet50 .scatterlayer .trace") == 3  # what failed has no losses
         assert count(".figures tbody tr") == 12
-        assert browser.run("document.querySelector('h1').textContent") == sweep_headline(sweep)
+        assert browser.run("document.querySelector('h1').textContent") == sheet.headline
 
 
 def test_o3_without_masters_is_recommended_only_where_its_loss_was_seen():

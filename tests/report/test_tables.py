@@ -9,8 +9,7 @@ from halfstep.edits import OpChanges
 from halfstep.formats import BF16, FP16
 from halfstep.plan.levels import LEVELS, level
 from halfstep.plan.optable import effective
-from halfstep.report.levels import level_table
-from halfstep.report.ops import WORDS, op_lines, op_table
+from halfstep.report.tables import WORDS, level_table, op_table
 
 
 def lines(table):
@@ -52,7 +51,7 @@ def test_levels_are_the_table_of_the_design():
 
 
 def ops(plan):
-    header, *rows = lines(op_table(op_lines(plan), plan=plan.name))
+    header, *rows = lines(op_table(plan))
     assert header == ["op", "category", "why", "list of", f"at {plan.name}", "on cpu by", "on cuda by"]
     return {row[0]: row[1:] for row in rows}
 

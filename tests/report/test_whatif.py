@@ -10,7 +10,7 @@ from rich.console import Console
 
 from halfstep.records import Finding, Rounded, ScaleRange, WhatIf
 from halfstep.report.json import to_json
-from halfstep.report.whatif import whatif_table
+from halfstep.report.step import whatif_report
 from tests.report.logs import counted
 
 
@@ -43,7 +43,7 @@ FOUND = WhatIf(
 
 def printed(found, width=200, **options):
     console = Console(width=width, record=True, file=io.StringIO())
-    console.print(whatif_table(found, **options))
+    console.print(whatif_report(found, **options))
     return console.export_text()
 
 

@@ -1,0 +1,113 @@
+"""The commands about one training step of a workload: `halfstep check`, `halfstep inspect` and `halfstep whatif`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from torch import Tensor
+
+from halfstep.bench.tally import first_batch, foreseen
+from halfstep.cli.options import Data, Device, Json, Low, Name, Seed, Settings, names, open_job, write_json
+from halfstep.cli.screen import FAILED, stdout
+from halfstep.forecast.whatif import whatif as predict
+from halfstep.initialize import initialize
+from halfstep.inspection.inspect import inspect as run_inspect
+from halfstep.preflight.check import check as run_check
+from halfstep.report.json import to_json
+from halfstep.report.step import check_text, inspection_report, whatif_report
+from halfstep.workloads.workload import to_device_of
+
+HORIZON = 100  # steps of a training whose first ones are made, for the schedule of the learning rate
+
+PlanName = Annotated[str, typer.Option("--plan", help="The level, or plan file, to train under.")]
+Level = Annotated[str, typer.Option("--level", help="The level, or plan file, to inspect the step under.")]
+Formats = Annotated[str, typer.Option("--formats", help="Formats, separated by commas.")]
+Steps = Annotated[int, typer.Option("--steps", min=1, help="Training steps in fp32.")]
+LowOf = Annotated[str, typer.Option("--plan", help="The level, or plan file, whose low tensors are predicted.")]
+Modules = Annotated[
+    bool, typer.Option("--modules", help="Show every module, not only totals and what should stay full.")
+]
+LossScale = Annotated[float | None, typer.Option("--loss-scale", help="Predict for this loss scale.")]
+
+
+def check(  # noqa: PLR0913  # each is an option of the command, described above
+    workload: Name = "char_lm",
+    plan: PlanName = "O1",
+    low: Low = None,
+    settings: Settings = [],  # noqa: B006  # read only; typer's way
+    data: Data = None,
+    device: Device = "auto",
+    seed: Seed = 0,
+    json: Json = None,
+) -> None:
+    """Check a workload before it trains, by one traced step; exits with 1 if an error was found."""
+    job, model = open_job(workload, settings, data=data, device=device, seed=seed, json=json)
+    batches = iter(job.batches(seed))
+
+    def closure() -> object:
+        inputs, targets = to_device_of(model, *next(batches))
+        return job.loss(model(inputs), targets)
+
+    with initialize(model, job.optimizer(model, fused=False), plan, low=low) as session:
+        found = run_check(session, closure)
+        stdout().print(check_text(found, what=f"{job.name} under {session.plan.name} in {session.plan.low}"))
+        checked = {"workload": job.name, "plan": session.plan.name, "low": session.plan.low.name}
+        write_json(json, to_json(checked | {"findings": found}))
+    if any(finding.severity == "error" for finding in found):
+        raise typer.Exit(FAILED)
+
+
+def inspect(  # noqa: PLR0913  # each is an option of the command, described above
+    workload: Name = "char_lm",
+    level: Level = "O1",
+    low: Low = None,
+    settings: Settings = [],  # noqa: B006  # read only; typer's way
+    data: Data = None,
+    device: Device = "auto",
+    seed: Seed = 0,
+    json: Json = None,
+) -> None:
+    """Show where the time, FLOPs and casts of one training step go, and what would save time."""
+    job, model = open_job(workload, settings, data=data, device=device, seed=seed, json=json)
+    inputs, targets = to_device_of(model, *first_batch(job, seed))
+
+    def closure() -> Tensor:
+        with foreseen(f"{job.name}: the forward pass"):
+            return job.loss(model(inputs), targets)
+
+    with initialize(model, job.optimizer(model, fused=False), level, low=low) as session:
+        found = run_inspect(session, closure)
+        stdout().print(inspection_report(found, what=f"{job.name} under {session.plan.name} in {session.plan.low}"))
+        write_json(json, to_json({"workload": job.name, **vars(found)}))
+
+
+def whatif(  # noqa: PLR0913  # each is an option of the command, described above
+    workload: Name = "char_lm",
+    formats: Formats = "fp16,bf16,e4m3,e5m2",
+    steps: Steps = 3,
+    plan: LowOf = "O2",
+    loss_scale: LossScale = None,
+    modules: Modules = False,
+    settings: Settings = [],  # noqa: B006  # read only; typer's way
+    data: Data = None,
+    device: Device = "auto",
+    seed: Seed = 0,
+    json: Json = None,
+) -> None:
+    """Train a workload for a few fp32 steps; predict what other formats would lose and which loss scales are safe."""
+    job, model = open_job(workload, settings, data=data, device=device, seed=seed, json=json)
+    optimizer = job.optimizer(model, fused=False)
+    base = [group["lr"] for group in optimizer.param_groups]
+    batches = enumerate(job.batches(seed))
+
+    def closure() -> object:
+        number, (inputs, targets) = next(batches)
+        for group, lr in zip(optimizer.param_groups, base, strict=True):
+            group["lr"] = lr * job.lr_factor(number, HORIZON)
+        inputs, targets = to_device_of(model, inputs, targets)
+        return job.loss(model(inputs), targets)
+
+    result = predict(closure, model, names(formats), steps=steps, optimizer=optimizer, plan=plan, loss_scale=loss_scale)
+    stdout().print(whatif_report(result, modules=modules), crop=False)  # a figure is better broken than cut
+    write_json(json, to_json(result))
