@@ -5,6 +5,8 @@ As in apex, all functions share one state. docs/apex.md lists what works as in a
 
 from __future__ import annotations
 
+import re
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,45 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from halfstep.adapters.apex.functions import (
-    disable_casts,
-    float_function,
-    half_function,
-    promote_function,
-    register_float_function,
-    register_half_function,
-    register_promote_function,
-)
-from halfstep.adapters.apex.properties import BRIEFS, Properties, disabled, make_plan, make_scaling, switch
-from halfstep.adapters.apex.saved_scales import load_state_dict, state_dict
-from halfstep.adapters.apex.state import (
-    NOT_INITIALIZED,
-    STATE,
-    LossScaler,
-    Trained,
-    master_params,
-    maybe_print,
-    warn_or_err,
-)
+from halfstep.adapters.apex.properties import BRIEFS, Properties, defaults, disabled, make_plan, make_scaling, switch
+from halfstep.adapters.apex.state import NOT_INITIALIZED, STATE, LossScaler, Trained, maybe_print, warn_or_err
+from halfstep.errors import StateError
 from halfstep.initialize import initialize as open_session
 
-__all__ = [
-    "_amp_state",
-    "disable_casts",
-    "float_function",
-    "half_function",
-    "initialize",
-    "load_state_dict",
-    "master_params",
-    "promote_function",
-    "register_float_function",
-    "register_half_function",
-    "register_promote_function",
-    "scale_loss",
-    "state_dict",
-]
+__all__ = ["initialize", "load_state_dict", "scale_loss", "state_dict"]
 
-_amp_state = STATE
+_SCALER = "loss_scaler"  # what the name of a loss scale in a checkpoint begins with
 
 
 def initialize(  # noqa: PLR0913  # apex's arguments, in their order
@@ -125,16 +96,14 @@ def initialize(  # noqa: PLR0913  # apex's arguments, in their order
 
 def _properties(opt_level: str, overrides: Mapping[str, Any]) -> Properties:
     """Returns the options of an `initialize` call: the level's defaults, changed by `overrides`."""
-    properties = Properties(opt_level, STATE._low, warn_or_err)
-    maybe_print(f"Selected optimization level {BRIEFS[opt_level]}", rank0=True)
-    maybe_print("Defaults for this optimization level are:", rank0=True)
-    for line in properties.lines():
+    properties = defaults(opt_level, STATE._low)
+    selected = f"Selected optimization level {BRIEFS[opt_level]}"
+    overriding = "Processing user overrides (additional kwargs that are not None)..."
+    for line in (selected, "Defaults for this optimization level are:", *properties.lines(), overriding):
         maybe_print(line, rank0=True)
-    maybe_print("Processing user overrides (additional kwargs that are not None)...", rank0=True)
     for name, value in overrides.items():
-        properties.override(name, value)
-    maybe_print("After processing overrides, optimization options are:", rank0=True)
-    for line in properties.lines():
+        properties.override(name, value, warn_or_err)
+    for line in ("After processing overrides, optimization options are:", *properties.lines()):
         maybe_print(line, rank0=True)
     return properties
 
@@ -234,3 +203,63 @@ def _number_of(loss_id: int, num_losses: int) -> int:
             f"loss_id is {loss_id!r}, but amp.initialize was called with num_losses={num_losses}; pass a loss_id from "
             f"0 to {num_losses - 1}, or a larger num_losses"
         ) from None
+
+
+def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Returns, for each loss, its scale and the number of steps without overflow since the scale last changed.
+
+    The layout is that of apex's checkpoints: `{"loss_scaler0": {"loss_scale": ..., "unskipped": ...}, ...}`. If
+    `destination` is passed, the entries are added to it. Before `initialize`, and with `enabled=False`, there are no
+    entries.
+    """
+    found: dict[str, Any] = OrderedDict() if destination is None else destination
+    for index, scaler in enumerate(getattr(STATE, "loss_scalers", [])):
+        found[f"{_SCALER}{index}"] = {"loss_scale": scaler.loss_scale(), "unskipped": scaler._unskipped}
+    return found
+
+
+def load_state_dict(state_dict: Mapping[str, Any]) -> None:
+    """Restores the loss scales from a dict that `state_dict` of halfstep or of apex returned.
+
+    A static scale stays as `initialize` set it. If the dict has more or fewer loss scales than `initialize` made, a
+    warning is printed. If an error is raised, no scale was changed.
+
+    Raises:
+        RuntimeError: `initialize` was not called, or a key is not the name of a loss scale.
+        StateError: a loss scale is out of range or incomplete.
+        TypeError: the state is not a mapping.
+    """
+    entries = _entries(state_dict)
+    if entries and not hasattr(STATE, "opt_properties"):
+        raise RuntimeError(
+            "amp.load_state_dict was called before amp.initialize, which makes the loss scales; call it after"
+        )
+    scalers = getattr(STATE, "loss_scalers", [])
+    if len(entries) != len(scalers):
+        maybe_print(f"Warning: state_dict contains {len(entries)} entries, while {len(scalers)} loss_scalers are used")
+    found: dict[int, tuple[float, int]] = {}
+    for number, (scale, unskipped) in entries.items():
+        if number >= len(scalers):
+            maybe_print(f"Skipping loss_scaler[{number}], since num_losses was set to {len(scalers)}")
+        elif scalers[number].dynamic:
+            maybe_print(f"Restoring loss_scaler[{number}] from loss_scaler{number}")
+            found[number] = scale, unskipped
+        elif scalers[number].loss_scale() != scale:
+            maybe_print(
+                f"Skipping loss_scaler{number}: its scale is {scale}, but amp.initialize set another, static one"
+            )
+    if found and STATE._current is not None:
+        STATE._current.load(found)
+
+
+def _entries(state_dict: Any) -> dict[int, tuple[float, int]]:
+    """Checks the layout of a state; returns a dict from a loss's number to its scale and steps without overflow."""
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"amp.load_state_dict got {type(state_dict).__name__}; pass the result of amp.state_dict()")
+    unknown = [str(key) for key in state_dict if not re.fullmatch(_SCALER + r"\d+", str(key))]
+    if unknown:
+        raise RuntimeError(f"Unexpected key(s) in amp's state: {', '.join(unknown)}; expected loss_scaler0, 1, ...")
+    for key, entry in state_dict.items():
+        if not isinstance(entry, Mapping) or not {"loss_scale", "unskipped"} <= entry.keys():
+            raise StateError(f"amp's state has {key}={entry!r}; expected a dict with loss_scale and unskipped")
+    return {int(key.removeprefix(_SCALER)): (each["loss_scale"], each["unskipped"]) for key, each in state_dict.items()}

@@ -21,26 +21,19 @@ from halfstep.validate import one_of
 
 _HERE = "halfstep.adapters.apex"
 
+_PARALLEL = ("", ".distributed", ".sync_batchnorm", ".optimized_sync_batchnorm")
+_OPTIMIZERS = ("", ".fused_adam", ".fused_sgd", ".fused_lamb", ".fused_novograd", ".fused_adagrad")
 MODULES = MappingProxyType(
     {
         "apex": (),
-        "apex.amp": ("amp",),
+        "apex.amp": ("amp", "functions", "state"),
         "apex.amp._amp_state": ("state",),
         "apex.amp.amp": ("functions",),
         "apex.amp.frontend": ("amp",),
-        "apex.amp.handle": ("amp",),
-        "apex.parallel": ("parallel",),
-        "apex.parallel.distributed": ("parallel",),
-        "apex.parallel.sync_batchnorm": ("parallel",),
-        "apex.parallel.optimized_sync_batchnorm": ("parallel",),
-        "apex.optimizers": ("optimizers",),
-        "apex.optimizers.fused_adam": ("optimizers",),
-        "apex.optimizers.fused_sgd": ("optimizers",),
-        "apex.optimizers.fused_lamb": ("optimizers",),
-        "apex.optimizers.fused_novograd": ("optimizers",),
-        "apex.optimizers.fused_adagrad": ("optimizers",),
-        "apex.normalization": ("normalization",),
-        "apex.normalization.fused_layer_norm": ("normalization",),
+        "apex.amp.handle": ("amp", "functions"),
+        **{f"apex.parallel{leaf}": ("parallel",) for leaf in _PARALLEL},
+        **{f"apex.optimizers{leaf}": ("optimizers",) for leaf in _OPTIMIZERS},
+        **{f"apex.normalization{leaf}": ("normalization",) for leaf in ("", ".fused_layer_norm")},
         **dict.fromkeys(gone.MODULES, ("gone",)),
     }
 )

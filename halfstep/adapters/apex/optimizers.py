@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, Optimizer
 
 from halfstep.errors import SetupError
@@ -16,13 +16,62 @@ from halfstep.optim.own_step import own_step
 
 __all__ = ["FusedAdagrad", "FusedAdam", "FusedLAMB", "FusedNovoGrad", "FusedSGD"]
 
+_BETAS = (0.9, 0.999)
+_REFUSED: dict[str, tuple[type[Exception], str]] = {
+    "amsgrad": (
+        RuntimeError,
+        "{} does not support the AMSGrad variant, and neither does apex's; leave amsgrad out, or use "
+        "torch.optim.AdamW(amsgrad=True), which halfstep supports",
+    ),
+    "master_weights": (
+        SetupError,
+        "{} got master_weights=True, which halfstep does not support; pass fp32 parameters and train at opt_level O2, "
+        "which keeps fp32 masters",
+    ),
+    "wd_after_momentum": (
+        SetupError,
+        "{} got wd_after_momentum=True, which torch's SGD does not have; leave it out to add the weight decay to the "
+        "gradient before the momentum, as torch.optim.SGD does",
+    ),
+    "adagrad_w_mode": (
+        SetupError,
+        "{} got adagrad_w_mode=True, which torch's Adagrad does not have; leave it out, and the weight decay is added "
+        "to the gradient",
+    ),
+}
+"""Arguments of apex's that have to be false: the error for one that is not."""
+_NO_EFFECT = ("materialize_master_grads",)  # about how apex stored gradients
+_NAMES = {"adam_w_mode": "decoupled_weight_decay", "use_nvlamb": "always_adapt"}  # what the base classes call them
+
+
+def _signature(**defaults: Any) -> inspect.Signature:
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return inspect.Signature([inspect.Parameter(name, kind, default=value) for name, value in defaults.items()])
+
 
 class _Fused(Optimizer):
-    """The base of all optimizers here: `set_grad_none` is the default of `set_to_none` in `zero_grad`."""
+    """Takes apex's arguments: `takes` has those after `params`, in apex's order.
 
-    def __init__(self, *args: Any, set_grad_none: bool, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.set_grad_none = set_grad_none
+    `in_groups` are those that the base class does not take. `set_grad_none` is the default of `set_to_none` in
+    `zero_grad`.
+    """
+
+    takes: inspect.Signature
+    in_groups: tuple[str, ...] = ()
+
+    def __init__(self, params: Iterable[Any], *args: Any, **kwargs: Any) -> None:
+        bound = self.takes.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = dict(bound.arguments)
+        for name, (error, message) in _REFUSED.items():
+            if given.pop(name, False):
+                raise error(message.format(type(self).__name__))
+        self.set_grad_none = given.pop("set_grad_none")
+        own = {name: given.pop(name) for name in self.in_groups}
+        super().__init__(params, **{_NAMES.get(name, name): given[name] for name in given if name not in _NO_EFFECT})
+        self.defaults.update(own)
+        for group in self.param_groups:
+            group.update({**own, **group})
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "set_grad_none": self.set_grad_none}
@@ -36,40 +85,11 @@ class FusedAdam(_Fused, Adam):
     """apex's Adam: AdamW unless `adam_w_mode=False`; `bias_correction=False` leaves the moments uncorrected."""
 
     updates_as = Adam
-
-    def __init__(  # noqa: PLR0913  # apex's
-        self,
-        params: Iterable[Any],
-        lr: float | Tensor = 1e-3,
-        bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        adam_w_mode: bool = True,
-        weight_decay: float = 0.0,
-        amsgrad: bool = False,
-        set_grad_none: bool = True,
-        capturable: bool = False,
-        master_weights: bool = False,
-    ) -> None:
-        _refuse_amsgrad("FusedAdam", amsgrad)
-        if master_weights:
-            raise SetupError(
-                "FusedAdam got master_weights=True, which halfstep does not support; pass fp32 parameters and train at "
-                "opt_level O2, which keeps fp32 masters"
-            )
-        super().__init__(
-            params,
-            lr=lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            capturable=capturable,
-            decoupled_weight_decay=adam_w_mode,
-            set_grad_none=set_grad_none,
-        )
-        self.defaults["bias_correction"] = bias_correction
-        for group in self.param_groups:
-            group.setdefault("bias_correction", bias_correction)
+    takes = _signature(
+        lr=1e-3, bias_correction=True, betas=_BETAS, eps=1e-8, adam_w_mode=True, weight_decay=0.0, amsgrad=False,
+        set_grad_none=True, capturable=False, master_weights=False,
+    )  # fmt: skip
+    in_groups = ("bias_correction",)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Calls `closure`, if any, and updates the parameters that have a gradient; returns the closure's result."""
@@ -82,31 +102,16 @@ class FusedSGD(_Fused, SGD):
     """torch's SGD with apex's arguments; `materialize_master_grads`, about how apex stored gradients, has no effect."""
 
     updates_as = SGD
+    takes = _signature(
+        lr=None, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False, wd_after_momentum=False,
+        materialize_master_grads=True, set_grad_none=False,
+    )  # fmt: skip
 
-    def __init__(  # noqa: PLR0913  # apex's
-        self,
-        params: Iterable[Any],
-        lr: float | Tensor | None = None,
-        momentum: float = 0.0,
-        dampening: float = 0.0,
-        weight_decay: float = 0.0,
-        nesterov: bool = False,
-        wd_after_momentum: bool = False,
-        materialize_master_grads: bool = True,
-        set_grad_none: bool = False,
-    ) -> None:
-        if wd_after_momentum:
-            raise SetupError(
-                "FusedSGD got wd_after_momentum=True, which torch's SGD does not have; leave it out to add the weight "
-                "decay to the gradient before the momentum, as torch.optim.SGD does"
-            )
+    def __init__(self, params: Iterable[Any], lr: Any = None, *args: Any, **kwargs: Any) -> None:
         params = list(params)
         if lr is None:
             _require_lr(params)
-        super().__init__(
-            params, lr=0.0 if lr is None else lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay,
-            nesterov=nesterov, set_grad_none=set_grad_none,
-        )  # fmt: skip
+        super().__init__(params, 0.0 if lr is None else lr, *args, **kwargs)
         self.defaults["lr"] = lr
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -120,102 +125,28 @@ class FusedLAMB(_Fused, Lamb):
     """`halfstep.optim.lamb.Lamb` with apex's arguments; `max_grad_norm` limits the gradient norm over all groups."""
 
     updates_as = Lamb
-
-    def __init__(  # noqa: PLR0913  # apex's
-        self,
-        params: Iterable[Any],
-        lr: float | Tensor = 1e-3,
-        bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-6,
-        weight_decay: float = 0.01,
-        amsgrad: bool = False,
-        adam_w_mode: bool = True,
-        grad_averaging: bool = True,
-        set_grad_none: bool = True,
-        max_grad_norm: float | None = 1.0,
-        use_nvlamb: bool = False,
-    ) -> None:
-        _refuse_amsgrad("FusedLAMB", amsgrad)
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            bias_correction=bias_correction,
-            grad_averaging=grad_averaging,
-            max_grad_norm=max_grad_norm,
-            decoupled_weight_decay=adam_w_mode,
-            always_adapt=use_nvlamb,
-            set_grad_none=set_grad_none,
-        )
+    takes = _signature(
+        lr=1e-3, bias_correction=True, betas=_BETAS, eps=1e-6, weight_decay=0.01, amsgrad=False, adam_w_mode=True,
+        grad_averaging=True, set_grad_none=True, max_grad_norm=1.0, use_nvlamb=False,
+    )  # fmt: skip
 
 
 class FusedNovoGrad(_Fused, NovoGrad):
     """`halfstep.optim.novograd.NovoGrad` with apex's arguments."""
 
     updates_as = NovoGrad
-
-    def __init__(  # noqa: PLR0913  # apex's
-        self,
-        params: Iterable[Any],
-        lr: float | Tensor = 1e-3,
-        bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        amsgrad: bool = False,
-        reg_inside_moment: bool = False,
-        grad_averaging: bool = True,
-        norm_type: int = 2,
-        init_zero: bool = False,
-        set_grad_none: bool = True,
-    ) -> None:
-        _refuse_amsgrad("FusedNovoGrad", amsgrad)
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            bias_correction=bias_correction,
-            grad_averaging=grad_averaging,
-            reg_inside_moment=reg_inside_moment,
-            norm_type=norm_type,
-            init_zero=init_zero,
-            set_grad_none=set_grad_none,
-        )
+    takes = _signature(
+        lr=1e-3, bias_correction=True, betas=_BETAS, eps=1e-8, weight_decay=0.0, amsgrad=False,
+        reg_inside_moment=False, grad_averaging=True, norm_type=2, init_zero=False, set_grad_none=True,
+    )  # fmt: skip
 
 
 class FusedAdagrad(_Fused, Adagrad):
     """torch's Adagrad with apex's arguments; low-precision weights are updated through fp32 copies."""
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float | Tensor = 1e-2,
-        eps: float = 1e-10,
-        weight_decay: float = 0.0,
-        set_grad_none: bool = True,
-        adagrad_w_mode: bool = False,
-    ) -> None:
-        if adagrad_w_mode:
-            raise SetupError(
-                "FusedAdagrad got adagrad_w_mode=True, which torch's Adagrad does not have; leave it out, and the "
-                "weight decay is added to the gradient"
-            )
-        super().__init__(params, lr=lr, eps=eps, weight_decay=weight_decay, set_grad_none=set_grad_none)
+    takes = _signature(lr=1e-2, eps=1e-10, weight_decay=0.0, set_grad_none=True, adagrad_w_mode=False)
 
 
 def _require_lr(groups: list[Any]) -> None:
     if not groups or any(not isinstance(group, dict) or "lr" not in group for group in groups):
         raise ValueError("FusedSGD got parameters without a learning rate; pass lr, or a group with 'lr' for each")
-
-
-def _refuse_amsgrad(name: str, amsgrad: bool) -> None:
-    if amsgrad:
-        raise RuntimeError(
-            f"{name} does not support the AMSGrad variant, and neither does apex's; leave amsgrad out, or use "
-            "torch.optim.AdamW(amsgrad=True), which halfstep supports"
-        )

@@ -20,17 +20,8 @@ from halfstep.validate import real
 FIRST_SCALE = 2.0**16
 LOW_TYPES = (torch.float16, torch.bfloat16)
 
-OPTIONS = (
-    "enabled",
-    "opt_level",
-    "cast_model_type",
-    "patch_torch_functions",
-    "keep_batchnorm_fp32",
-    "master_weights",
-    "loss_scale",
-)
 _LOW = object()  # stands for the low format in the table
-# opt_level: cast_model_type, patch_torch_functions, keep_batchnorm_fp32, master_weights, loss_scale
+_OPTIONS = ("cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights", "loss_scale")
 _LEVELS: MappingProxyType[str, tuple[object, ...]] = MappingProxyType(
     {
         "O0": (torch.float32, False, None, False, 1.0),
@@ -61,28 +52,12 @@ DENIED = (
 
 
 class Properties:
-    """The options of one call of `initialize`: the defaults of a level, until `override` changes them.
-
-    `low` is the low-precision dtype. `refuse` is a function; it is called with a message if an override contradicts the
-    level.
-
-    Raises:
-        RuntimeError: there is no such level.
-    """
+    """The options of one call of `initialize`, which scripts read as attributes; `options` is a dict of them all."""
 
     options: dict[str, Any]
 
-    def __init__(self, opt_level: str, low: torch.dtype, refuse: Callable[[str], None]) -> None:
-        if opt_level not in _LEVELS:
-            raise RuntimeError(
-                f"Unexpected optimization level {opt_level}. Options are 'O0', 'O1', 'O2', 'O3'. "
-                "Note that in `O0`, `O1`, etc., the prefix O is the letter O, not the number zero."
-            )
-        defaults = (low if value is _LOW else value for value in _LEVELS[opt_level])
-        vars(self).update(
-            options=dict(zip(OPTIONS, (True, opt_level, *defaults), strict=True)),
-            _refuse=refuse,
-        )
+    def __init__(self, **options: Any) -> None:
+        vars(self)["options"] = options
 
     def __getattr__(self, name: str) -> Any:
         options = vars(self).get("options", {})
@@ -93,12 +68,12 @@ class Properties:
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"{name} is read-only; set it with an argument of amp.initialize")
 
-    def override(self, name: str, value: Any) -> None:
-        """Sets an option to a caller's value."""
+    def override(self, name: str, value: Any, refuse: Callable[[str], None]) -> None:
+        """Sets an option to a caller's value; calls `refuse` with a message if the value contradicts the level."""
         checked = _CHECKS[name](name, value)
         why = _contradiction(self.opt_level, name, checked)
         if why is not None:
-            self._refuse(why)
+            refuse(why)
         self.options[name] = checked
 
     def lines(self) -> list[str]:
@@ -106,11 +81,25 @@ class Properties:
         return [f"{name:22} : {value}" for name, value in self.options.items()]
 
 
+def defaults(opt_level: str, low: torch.dtype) -> Properties:
+    """Returns the options of a level, with `low` for the low format.
+
+    Raises:
+        RuntimeError: there is no such level.
+    """
+    if opt_level not in _LEVELS:
+        raise RuntimeError(
+            f"Unexpected optimization level {opt_level}. Options are 'O0', 'O1', 'O2', 'O3'. "
+            "Note that in `O0`, `O1`, etc., the prefix O is the letter O, not the number zero."
+        )
+    values = (low if value is _LOW else value for value in _LEVELS[opt_level])
+    return Properties(enabled=True, opt_level=opt_level, **dict(zip(_OPTIONS, values, strict=True)))
+
+
 def disabled() -> Properties:
     """Returns the options that `enabled=False` sets."""
-    properties = Properties("O0", torch.float16, lambda _: None)
-    properties.options.update(enabled=False, opt_level=None, cast_model_type=None, master_weights=None)
-    return properties
+    values = (None, False, None, None, 1.0)
+    return Properties(enabled=False, opt_level=None, **dict(zip(_OPTIONS, values, strict=True)))
 
 
 def _model_type(name: str, value: Any) -> Any:

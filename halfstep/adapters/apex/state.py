@@ -145,21 +145,17 @@ class Trained:
     def _say(self, loss_ids: tuple[int, ...], numbers: Later) -> None:
         # Whether the step was skipped, then the scale of each loss before the step, then after it.
         skipped, *scales = numbers.read()[0].tolist()
-        if not skipped:
-            return
-        count = len(loss_ids)
-        steps = list(zip(loss_ids, scales[:count], scales[count:], strict=True))
-        lowered = [(loss_id, now) for loss_id, before, now in steps if now < before]
-        for loss_id, now in lowered:
-            maybe_print(f"Gradient overflow.  Skipping step, loss scaler {loss_id} reducing loss scale to {now}")
-        if not lowered:
-            loss_id, _, now = steps[0]
-            maybe_print(f"Gradient overflow.  Skipping step, loss scaler {loss_id} keeping loss scale {now}")
+        before, after = scales[: len(loss_ids)], scales[len(loss_ids) :]
+        changes = list(zip(loss_ids, before, after, strict=True))
+        said = [(loss_id, f"reducing loss scale to {now}") for loss_id, was, now in changes if now < was]
+        for loss_id, change in (said or [(loss_ids[0], f"keeping loss scale {after[0]}")]) if skipped else ():
+            maybe_print(f"Gradient overflow.  Skipping step, loss scaler {loss_id} {change}")
 
 
-def _nothing() -> None:
+def _nothing() -> (
+    None
+):  # under the names of apex's methods that create masters, because some scripts call these methods
     """Does nothing."""
-    # Optimizers get it under the names of apex's methods that create masters, because some scripts call these methods.
 
 
 class LossScaler:
