@@ -1,7 +1,8 @@
-"""Functions that mark the call stack, so that `observe/locator.py` can tell halfstep's own frames from a model's."""
+"""What tells halfstep's own frames on the call stack from a model's: its folder, and functions that mark a place."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -10,6 +11,8 @@ import torch
 from halfstep.torch_internals import compiled_inside
 
 Result = TypeVar("Result")
+
+OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
 def begin_pass(run: Callable[[], Result]) -> Result:

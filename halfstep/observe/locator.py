@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from halfstep.observe.nonfinite import elements
 from halfstep.plan.compatibility import unwrap
 from halfstep.plan.matching import uncompiled
-from halfstep.stack import begin_pass, cast_at_boundary
+from halfstep.stack import OURS, begin_pass, cast_at_boundary
 from halfstep.torch_internals import (
     CHECKPOINT_FILE,
     DISPATCH_FILES,
@@ -35,7 +35,6 @@ from halfstep.torch_internals import (
     without_modes,
 )
 
-_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
@@ -87,7 +86,7 @@ class Locator:
         methods = [unwrap_function(each) for each in defined if isinstance(each, FunctionType)]
         self._methods = {each.__code__ for each in methods if isinstance(each, FunctionType)}
         files = {getattr(sys.modules.get(each.__module__), "__file__", None) or "" for each in classes}
-        self._files = {path for path in files if path.startswith(_OURS)}  # of workloads, whose code counts as user code
+        self._files = {path for path in files if path.startswith(OURS)}  # of workloads, whose code counts as user code
         for number, root in enumerate(map(unwrap, roots)):
             model = f"{number}:" if len(roots) > 1 else ""
             for name, module in root.named_modules():
@@ -271,6 +270,6 @@ def _kind(path: str) -> str:
         return "checkpoint"
     if path in FUNCTIONAL_FILES:
         return "functional"
-    if path in DISPATCH_FILES or path.startswith(_OURS):
+    if path in DISPATCH_FILES or path.startswith(OURS):
         return "below"
     return "torch" if path.startswith(FOLDER) else "user"
