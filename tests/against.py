@@ -16,6 +16,7 @@ import hashlib
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -206,6 +207,8 @@ def compare(commit: str, runs: int, seed: int, faults: bool) -> int:
         other, rooms = Path(folder) / "other", [Path(folder) / "a", Path(folder) / "b"]
         subprocess.run(["git", "-C", HERE, "worktree", "add", "--quiet", "--detach", other, commit], check=True)
         try:
+            for loops in (HERE / "halfstep/kernels").glob("*.so"):  # each is named after its sources
+                shutil.copy(loops, other / "halfstep/kernels")
             for room in rooms:
                 room.mkdir()
             arguments = ["--tell", "--runs", str(runs), "--seed", str(seed), *([] if faults else ["--no-faults"])]

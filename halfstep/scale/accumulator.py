@@ -17,7 +17,7 @@ from halfstep.scale.norm import read
 from halfstep.torch_internals import foreach_mul_, version_of
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Collected:
     """The gradients of one step as stored in `p.grad`: each gradient times `inverse` is the true gradient.
 

@@ -11,7 +11,6 @@ from torch.autograd.graph import GradientEdge
 
 from halfstep.errors import SessionError
 from halfstep.formats import LOW_DTYPES
-from halfstep.scale.scaling import Scale
 
 FP16_LOSS_CEILING = 32768.0  # the backward pass of an fp16 loss starts with the scale itself, and 65,504 is the largest
 
@@ -104,23 +103,15 @@ def overflowed(loss: Tensor) -> Tensor:
     return bad.any() if bad.dim() else bad
 
 
-def poisoned(loss: Tensor) -> Tensor:
-    """Returns the loss unchanged, bit for bit, if it is finite; otherwise makes its value and its gradients NaN."""
-    nothing = (loss - loss).detach()
-    return loss * (nothing + 1)
-
-
 def wide(loss: Tensor) -> Tensor:
     """Returns the loss in a format that can hold any loss scale: fp32, or float64 if it is float64 already."""
     return loss if loss.dtype in (torch.float32, torch.float64) else loss.float()
 
 
-def scaled(loss: Tensor, scale: Scale) -> Tensor:
-    """Returns the loss times its scale, in fp32 (float64 if the loss is); if scaling is off, the loss as it is."""
-    if not scale.active:
-        return loss
+def scaled(loss: Tensor, scale: Tensor) -> Tensor:
+    """Returns the loss times its scale, in fp32 (float64 if the loss is)."""
     loss = wide(loss)
-    return loss * scale.value.to(loss.device, loss.dtype)
+    return loss * scale.to(loss.device, loss.dtype)
 
 
 def true_gradient(gradient: Tensor, scale: Tensor | None) -> Tensor:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -14,11 +15,10 @@ from halfstep.optim.steppers import Stepper, make_stepper, needs_closure
 from halfstep.plan.compatibility import FSDP_LINES, named
 from halfstep.processes.replicas import Replicas
 from halfstep.processes.shards import local, reshard
+from halfstep.records import StepRecord
 from halfstep.scale.accumulator import Collected, GradientAccumulator
+from halfstep.scale.norm import Reading
 from halfstep.torch_internals import sparse_indices, sparse_values
-
-Flags = tuple[list[nn.Parameter], Tensor]  # parameters, and for each whether its gradient is not finite
-Update = Callable[[], BaseException | None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,17 +35,36 @@ class Part:
         return updated_by(self.optimizer)
 
 
-@dataclass(frozen=True, eq=False)
-class LastStep:
-    """The last step that used gradients of one loss, that is of one `loss_id`.
+@dataclass(eq=False)
+class Step:
+    """A step of the optimizers `parts`: their gradients are collected, read and agreed on, and their updates made."""
 
-    `skipped` says whether the step was skipped, and `scale` is the scale of that loss. `parts` are the parts of the
-    session that had gradients of that loss in this step.
-    """
+    parts: list[Part]
+    held: list[Collected] = field(default_factory=list)  # the gradients of each part; emptied once the step is made
+    readings: list[Reading] = field(default_factory=list)  # what was found in them
+    flags: list[tuple[list[nn.Parameter], Tensor]] = field(default_factory=list)  # which of these are not finite
+    norm: Tensor | None = None  # of the true gradients of all
+    spoiled: Tensor | None = None  # in which processes a loss overflowed; None if this one trains alone
+    reports: tuple[Tensor, Tensor] | None = None  # who wants all to stop; whose scales and weights differ (2 rows)
+    stopping: list[int] = field(default_factory=list)  # processes whose wish to stop all was read at this step
+    record: StepRecord = field(init=False)
+    made: list[Part] = field(default_factory=list)  # the first of `parts`: all, unless a step hook raises an error
 
-    skipped: Tensor
-    scale: Tensor
-    parts: tuple[Part, ...]
+    def found(self, device: torch.device) -> Tensor:
+        """Returns whether the step must be skipped (0-dim bool)."""
+        first, *others = [reading.found for reading in self.readings]
+        for flag in (*others, *(held.found for held in self.held)):
+            if flag is not None:
+                first = first | (flag if flag.device == device else flag.to(device))
+        return first
+
+    def scales(self) -> dict[int, Tensor]:
+        """Returns the scale of each loss whose gradients this step used, by loss id."""
+        return {loss_id: scale for held in self.held[: len(self.made)] for loss_id, scale in held.scales.items()}
+
+    def parts_of(self, loss_id: int) -> list[Part]:
+        """Returns the optimizers that this step gave gradients of a loss."""
+        return [part for part, held in zip(self.made, self.held, strict=False) if loss_id in held.scales]
 
 
 @dataclass(frozen=True)
@@ -158,31 +177,6 @@ class Replacements:
                 f"or parallelize_module replaced them. Make that call before you make the optimizer: {FSDP_LINES}"
             )
         self._idle.update(absent)
-
-
-def step_each(updates: Sequence[Update]) -> tuple[int, BaseException | None]:
-    """Runs updates in order; returns how many were made, and the first error (None: there was no error)."""
-    count, failed = 0, None
-    try:
-        for update in updates:
-            raised = update()
-            failed = failed or raised
-            count += 1
-    except BaseException as error:
-        if not count:
-            raise
-        failed = failed or error
-    return count, failed
-
-
-def last_steps(parts: Sequence[Part], collected: Sequence[Collected], skipped: Tensor) -> dict[int, LastStep]:
-    """Returns a `LastStep` for each loss whose gradients this step used, by loss id."""
-    found: dict[int, LastStep] = {}
-    for part, held in zip(parts, collected, strict=True):
-        for loss_id, scale in held.scales.items():
-            others = found[loss_id].parts if loss_id in found else ()
-            found[loss_id] = LastStep(skipped, scale, (*others, part))
-    return found
 
 
 def updated_by(optimizer: Optimizer) -> list[nn.Parameter]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from halfstep.processes.shards import shards
 from halfstep.scale.accumulator import Collected
 from halfstep.scale.norm import Reading, read
 from halfstep.scale.scales import LossScales
-from halfstep.session.parts import Flags, Part, updated_by
+from halfstep.session.parts import Step, updated_by
 from halfstep.sharded import is_sharded
 
 _LOG = logging.getLogger("halfstep")
@@ -113,73 +113,40 @@ class SharedState:
         self.replaced()
 
 
-@dataclass(eq=False)
-class Agreed:
-    """What a session needs to know to make a step; it is the same in all processes that train together.
-
-    `flags` has a pair for each part: its parameters, and flags that tell which of them have a gradient that is not
-    finite. The last three fields have one entry per process, or are None if this process trains alone. `processes`
-    tells whether a loss of that process overflowed, and `stops` whether it requested all processes to stop. `apart` has
-    two rows (2 x processes): whether the loss scale of that process's gradients differs from the scale in process 0,
-    and whether its weights differ from those in process 0.
-    """
-
-    collected: list[Collected]
-    readings: list[Reading]
-    norm: Tensor
-    flags: list[Flags]
-    processes: Tensor | None = None
-    stops: Tensor | None = None
-    apart: Tensor | None = None
-
-    def rest(self, count: int) -> Agreed:
-        """Returns a copy without the first `count` parts, whose optimizers have stepped."""
-        # `stops` and `apart` of the copy are None, since the session has acted on them.
-        collected, readings, flags = self.collected[count:], self.readings[count:], self.flags[count:]
-        return replace(self, collected=collected, readings=readings, flags=flags, stops=None, apart=None)
-
-
-def agree(
-    replicas: Replicas,
-    parts: Sequence[Part],
-    collected: list[Collected],
-    readings: list[Reading],
-    square: Tensor,
-    *,
-    stop: bool,
-) -> Agreed:
-    """Returns what the processes that train together found in a step."""
-    params = [part.accumulator.parameters() for part in parts]
+def agree(replicas: Replicas, step: Step, square: Tensor, *, stop: bool) -> None:
+    """Replaces what this process has found in a step, `square` of its norm, by what all that step together have."""
+    params = [part.accumulator.parameters() for part in step.parts]
     gradients = [
-        _of_all(own, held.params, reading.flags) for own, held, reading in zip(params, collected, readings, strict=True)
+        _of_all(own, held.params, reading.flags)
+        for own, held, reading in zip(params, step.held, step.readings, strict=True)
     ]
     bad = torch.cat(gradients)
-    losses = _losses(collected, square.device)
+    losses = _losses(step.held, square.device)
     here = replicas.is_own(square.device)
     stops = here if stop else torch.zeros_like(here)
     spoils = losses.any() | bad.any() if replicas.staged else losses.any()
-    scales = [held.scale for held in (collected[:1] if replicas.staged else collected)]
+    scales = [held.scale for held in (step.held[:1] if replicas.staged else step.held)]
     same = torch.stack((_number_of(scales, square.device), replicas.sampled(square.device)))
     told = bad.any().view(1) if replicas.staged else bad
     own = Findings(square, told, losses, here & spoils, stops, torch.where(here, same.view(2, 1), 0.0))
     found = replicas.agree(own, [p for each in params for p in each])
     heard = torch.split(bad if replicas.staged else found.gradients, list(map(len, params)))
-    flags = list(zip(params, heard, strict=True))
     skips = [found.gradients.any() if replicas.staged else each.any() for each in heard]
-    return Agreed(
-        [_with(held, found.losses, apart=found.same[0].any()) for held in collected],
-        [Reading(reading.norm, skip, each) for reading, skip, each in zip(readings, skips, heard, strict=True)],
-        found.norm,
-        flags,
-        found.processes,
-        found.stops,
-        found.same,
-    )
+    step.readings = [
+        Reading(reading.norm, skip, each) for reading, skip, each in zip(step.readings, skips, heard, strict=True)
+    ]
+    for held in step.held:
+        held.found = found.losses.any() | found.same[0].any()
+        held.flags = {loss_id: found.losses[loss_id] for loss_id in held.losses}
+    step.norm, step.flags = found.norm, list(zip(params, heard, strict=True))
+    step.spoiled, step.reports = found.processes, (found.stops, found.same)
 
 
-def read_by_shards(held: Collected, device: torch.device, scratch: Scratch) -> tuple[Reading, list[tuple[int, Tensor]]]:
+def read_by_shards(
+    held: Collected, device: torch.device, scratch: Scratch, *, sharded: bool
+) -> tuple[Reading, list[tuple[int, Tensor]]]:
     """Returns the reading of this process's gradients, and their norms, one for each number of shards."""
-    numbers = [shards(p) for p in held.params]
+    numbers = [shards(p) for p in held.params] if sharded else []
     kinds = sorted(set(numbers)) or [1]
     if len(kinds) == 1:
         reading = read(held.grads, device=device, scratch=scratch)
@@ -207,30 +174,29 @@ class Hearing:
     """Reads on the host what the processes reported with their steps: requests to stop, and differences between them.
 
     On a GPU, reports are read some steps later, so that the host need not wait. All processes read a report at the same
-    step. `stopping` are the processes whose request to stop was read at this step; all processes then stop.
+    step, and stop together.
     """
 
     def __init__(self, replicas: Replicas) -> None:
         self._replicas = replicas
         self._late = LateNumbers()
         self._looks_at_weights = True
-        self.stopping: list[int] = []
 
-    def hear(self, agreed: Agreed) -> SessionError | None:
+    def hear(self, step: Step) -> None:
         """Takes the reports of a step and reads those that are due now, on a GPU those of some steps ago."""
-        self.stopping = []
-        if agreed.stops is None or agreed.apart is None:
-            return None
-        told = (agreed.stops, *agreed.apart) if self._looks_at_weights else (agreed.stops, agreed.apart[0])
-        size = len(agreed.stops)
+        if step.reports is None:
+            return
+        stops, differs = step.reports
+        told = (stops, *differs) if self._looks_at_weights else (stops, differs[0])
         heard: list[list[int]] = [[], [], []]
         for number in self._late.read(torch.cat(told)):
-            heard[number // size].append(number % size)
-        self.stopping, scales, weights = heard
+            heard[number // len(stops)].append(number % len(stops))
+        step.stopping, scales, weights = heard
         if weights:
             self._looks_at_weights = False
             _say_that_weights_differ(self._replicas.parted())
-        return _scales_differ(scales) if scales else None
+        if scales:
+            raise _scales_differ(scales)
 
 
 def _say_that_weights_differ(parted: Mapping[str, Sequence[int]]) -> None:
@@ -278,11 +244,6 @@ def _losses(collected: Sequence[Collected], device: torch.device) -> Tensor:
         for loss_id, flag in held.flags.items():
             flags[loss_id] |= flag.to(device, non_blocking=True)
     return flags
-
-
-def _with(held: Collected, losses: Tensor, *, apart: Tensor) -> Collected:
-    """Returns what this process collected for a step, with flags on which all processes agree."""
-    return replace(held, found=losses.any() | apart, flags={loss_id: losses[loss_id] for loss_id in held.losses})
 
 
 def _number_of(scales: Sequence[Tensor], device: torch.device) -> Tensor:

@@ -55,7 +55,15 @@ from halfstep.records import (
     Verdict,
 )
 from halfstep.scale.buffers import BufferGuard
-from halfstep.scale.loss import FP16_LOSS_CEILING, check_loss, check_losses, grad_inputs, pair_outputs, true_gradient
+from halfstep.scale.loss import (
+    FP16_LOSS_CEILING,
+    check_loss,
+    check_losses,
+    grad_inputs,
+    pair_outputs,
+    scaled,
+    true_gradient,
+)
 from halfstep.scale.norm import read
 from halfstep.scale.scales import LossScales
 from halfstep.session.decide import (
@@ -66,11 +74,12 @@ from halfstep.session.decide import (
     emulates_after,
     say_what_steps_itself,
 )
-from halfstep.session.parts import Flags, LastStep, Part, StepFacts, make_part, memory_of, parts_to_step
+from halfstep.session.parts import Part, Step, StepFacts, make_part, memory_of, parts_to_step
 from halfstep.session.replicas import SharedState
 from halfstep.session.runtime import Runtime
-from halfstep.session.training import MixedTraining, PlainTraining, Stepped, Training, TrueGradients
+from halfstep.session.training import MixedTraining, PlainTraining, Training
 from halfstep.sharded import is_sharded
+from halfstep.stack import begin_pass
 from halfstep.torch_internals import parameters_of
 
 Sink = Callable[[StepRecord], None]
@@ -139,16 +148,15 @@ class Session:
         self._awaiting: list[Part] = []  # parts with a backward since their last step
         self._steps = 0
         self._loss: Tensor | None = None  # of the backward calls since the last step
-        self._overflows: Sequence[Flags] = ()  # of the last step: which gradients overflowed
         self._skips = torch.zeros((), dtype=torch.int64, device=device)
         self._rehearsing = False
         self._lending = False
         self._trial: Session | None = None
-        self._last: dict[int, LastStep] = {}  # by loss id
+        self._stepped: Step | None = None  # the last one
+        self._last: dict[int, Step] = {}  # by loss id: the last one that used its gradients
         self._first_losses: dict[int, Tensor] = {}  # likewise
         shared = SharedState(plan, self._store, self._scales, lambda: self.optimizers, self._name_of, self._replaced)
         self._replicas = Replicas(roots, shared, decision.group)
-        self._spoiled: Tensor | None = None  # in which processes a loss of the last step overflowed
         self.runtime = Runtime(
             plan,
             roots,
@@ -197,7 +205,7 @@ class Session:
         self._undo.callback(self._replicas.close)
         full = self.plan.param == "full"  # DDP may wrap first
         self._replicas.open(search=bool(self._parts) and full, plain=not self._decision.mixed)
-        self._training = self._mixed() if self._decision.mixed else self._plain()
+        self._training = self._make_training()
         self._undo.callback(self._close_watchers)
 
     def _before_forward(self) -> None:
@@ -207,16 +215,14 @@ class Session:
         if self._steps:  # who takes gradients per sample does so from the start
             self._casting.before_training(self._buffers.refresh)
 
-    def _plain(self) -> Training:
-        return PlainTraining(self._roots, self._parts, self._probes, self._device)
-
-    def _mixed(self) -> Training:
+    def _make_training(self) -> Training:
+        if not self._decision.mixed:
+            return PlainTraining(self._roots, self._parts, self._probes, self._device)
         for root in self._roots:
             hook = CheckpointHook(lambda *_: self._buffers.after_step())
             handle = root.register_load_state_dict_post_hook(hook)  # type: ignore[no-untyped-call]
             self._undo.callback(handle.remove)
-        training = MixedTraining if self._decision.stepping == "session" else TrueGradients
-        return training(
+        return MixedTraining(
             roots=self._roots,
             parts=self._parts,
             casting=self._casting,
@@ -227,6 +233,7 @@ class Session:
             probes=self._probes,
             device=self._device,
             name_of=self._name_of,
+            unscales=self._decision.stepping == "optimizer",
         )
 
     def modules(self) -> Iterator[tuple[nn.Module, ModuleFormats]]:
@@ -367,16 +374,11 @@ class Session:
             SessionError: the session is closed or for inference, or `loss` is not a scalar that requires a gradient.
         """
         self._check_training()
-        if not self._parts:
-            raise SessionError(NO_OPTIMIZER)
-        check_loss(loss, kwargs)
-        scale = self._scales.of(loss_id)
-        if loss.dtype == torch.float16:
-            scale.limit(FP16_LOSS_CEILING)
-        self._carry(scale.value, [loss])
-        self._training.backward(loss, loss_id, kwargs)
-        self._add_loss(loss, loss_id)
-        self._awaiting = list(self._parts)
+        if self._parts:
+            check_loss(loss, kwargs)
+        with self.scaling(loss, loss_id=loss_id) as scale:
+            sent = scaled(loss, scale) if self._scales.active or self._replicas.joining else loss
+            begin_pass(partial(sent.backward, **kwargs))
 
     @contextmanager
     def scaling(self, *losses: Tensor, loss_id: int = 0, unscale: bool = True) -> Iterator[Tensor]:
@@ -464,9 +466,10 @@ class Session:
         `max_norm` clips the global L2 norm of all their true gradients, as `clip_grad_norm_` does. `step` does not wait
         for the device.
 
-        If a step hook or a sink raises an error after the update, `step` raises it at its end; the step is made and
-        counted all the same. If a pre-hook raises an error, its optimizer has not stepped: call `step` again. If other
-        optimizers had stepped before the error, that counts as a step, and the next call steps only the remaining ones.
+        If a step hook raises an error, `step` raises it, as in torch. If no optimizer has stepped before, nothing has
+        changed: call `step` again. Otherwise the step is made and counted, and the next call steps the optimizers that
+        remain. With several processes it is made in any case, since the others have made it. An error of a sink comes
+        after the step.
 
         Raises:
             SessionError: the session is closed or for inference, `backward` was not called before, or `optimizer` is
@@ -479,30 +482,34 @@ class Session:
         return self._step(parts_to_step(self._parts, self._awaiting, optimizer), max_norm)
 
     def _step(self, parts: list[Part], max_norm: float | None) -> StepRecord:
+        step = Step(parts)
         stop = any([watcher.pending is not None for watcher in self.watchers])
-        stepped = self._training.step(parts, self._steps + 1, max_norm=max_norm, loss=self._loss, stop=stop)
+        try:
+            self._training.step(step, self._steps + 1, max_norm=max_norm, loss=self._loss, stop=stop)
+        finally:
+            if step.made:
+                self._count(step)
+        return step.record
+
+    def _count(self, step: Step) -> None:
+        """Counts a step that was made, and passes it to all sinks, probes and watchers, even if one of them raises."""
+        for held in step.held:
+            held.grads = []  # which `zero_grad` is to free
+        scales = step.scales()
         self._steps += 1
-        self._skips += stepped.record.skipped  # in place: a CUDA graph counts its replays
-        self._overflows, self._spoiled = stepped.flags, stepped.spoiled
-        self._last.update(stepped.last)
+        self._skips += step.record.skipped  # in place: a CUDA graph counts its replays
+        self._stepped = step
+        self._last.update(dict.fromkeys(scales, step))
         self._loss = None
-        self._awaiting = [part for part in self._awaiting if part not in stepped.parts]
+        self._awaiting = [part for part in self._awaiting if part not in step.made]
         if not self._awaiting:
             self._buffers.after_step()
-        self._tell_of(stepped)
-        return stepped.record
-
-    def _tell_of(self, stepped: Stepped) -> None:
-        """Passes a step to all sinks, probes and watchers, even if one of them raises; then raises the last error."""
-        failed, record = stepped.failed, stepped.record
-        for sink in self._sinks:
-            failed = _told(failed, sink, record)
-        failed = _told(failed, self._probes.stepped, record.step, stepped.parts, self._stepping)
-        scales = {loss_id: last.scale for loss_id, last in stepped.last.items()}
-        for watcher in self.watchers:
-            failed = _told(failed, watcher.after_step, record, stepped.parts, scales, stepped.stopping)
-        if failed is not None:
-            raise failed
+        with ExitStack() as told:  # the last one first
+            for watcher in reversed(self.watchers):
+                told.callback(watcher.after_step, step.record, step.made, scales, step.stopping)
+            told.callback(self._probes.stepped, step.record.step, step.made, self._stepping)
+            for sink in reversed(self._sinks):
+                told.callback(sink, step.record)
 
     def tell(self, record: SessionStart | Observation | Verdict | Finding) -> None:
         """Passes a record that is not a StepRecord to the sinks that accept it (`Recorder`), such as a run log."""
@@ -561,19 +568,20 @@ class Session:
     def last_step(self, loss_id: int = 0) -> StepFacts:
         """Returns facts about the last step that used gradients of the loss `loss_id`; waits for the device."""
         last = self._last.get(loss_id)
-        skipped = last is not None and bool(last.skipped)
+        skipped = last is not None and bool(last.record.skipped)
+        parts = self._parts if last is None else last.parts_of(loss_id)
         now = self._scales.read(loss_id)
         reshard(self._roots)
         names = {id(p): name for root in self._roots for name, p in root.named_parameters()}
         bad = [
             names.get(id(p), "a parameter")
-            for part in (self._parts if last is None else last.parts)
+            for part in parts
             for p in part.parameters()
             if p.grad is not None and bool(read([local(p.grad)]).found)
         ]
         first = float(self._first_losses[loss_id]) if loss_id in self._first_losses else math.nan
         return StepFacts(
-            scale=max(now, float(last.scale)) if last is not None and skipped else now,
+            scale=max(now, float(last.scales()[loss_id])) if last is not None and skipped else now,
             skipped=skipped,
             bad=tuple(bad),
             left_over=any(part.accumulator.left_over for part in self._parts),
@@ -629,8 +637,9 @@ class Session:
             for name, p in self._named_parameters()
             if p.is_floating_point() and not bool(torch.isfinite(local(p).detach()).all())
         ]
-        parameters = {id(p): p for root in self._roots for p in root.parameters()}.values()
-        optimizers = [part.optimizer for part in self._parts]
+        flags = [] if self._stepped is None else self._stepped.flags
+        overflowed = {id(p) for ps, bad in flags for p, is_bad in zip(ps, bad.tolist(), strict=True) if is_bad}
+        spoiled = None if self._stepped is None else self._stepped.spoiled
         return Status(
             level=self.plan.name,
             low=self.plan.low.name,
@@ -638,17 +647,10 @@ class Session:
             skipped=int(self._skips),
             scales=self._scales.read_all(),
             nonfinite_parameters=tuple(bad),
-            nonfinite_gradients=self._nonfinite_gradients(),
-            spoiled_by=() if self._spoiled is None else tuple(self._spoiled.nonzero().flatten().tolist()),
-            memory=memory_of(parameters, optimizers, masters=self._store.bytes()),
+            nonfinite_gradients=tuple(name for name, p in self._named_parameters() if id(p) in overflowed),
+            spoiled_by=() if spoiled is None else tuple(spoiled.nonzero().flatten().tolist()),
+            memory=memory_of(self.parameters(), self.optimizers, masters=self._store.bytes()),
         )
-
-    def _nonfinite_gradients(self) -> tuple[str, ...]:
-        """Returns the names of the parameters whose gradients were infinite or NaN in the last step."""
-        bad = {
-            id(p) for params, flags in self._overflows for p, flag in zip(params, flags.tolist(), strict=True) if flag
-        }
-        return tuple(name for name, p in self._named_parameters() if id(p) in bad)
 
     def observe(
         self,
@@ -864,16 +866,6 @@ def _full(store: MasterStore, casting: Casting) -> Iterator[None]:
             yield
     finally:
         casting.weights_changed()
-
-
-def _told(failed: BaseException | None, tell: Callable[..., object], *args: Any) -> BaseException | None:
-    """Calls `tell` with `args`; returns the error that it raises, or the earlier error `failed` if it raises none."""
-    try:
-        tell(*args)
-    except BaseException as error:
-        error.__context__ = error.__context__ or failed
-        return error
-    return failed
 
 
 def _check_max_norm(max_norm: Any) -> None:

@@ -128,15 +128,17 @@ def weights(models):
 
 @pytest.mark.parametrize("name", ["O0", "O1", "O2"])
 @pytest.mark.parametrize("which", [0, 1])
-def test_a_post_hook_of_one_of_two_optimizers_lets_both_step(name, which):
+def test_a_post_hook_of_one_of_two_optimizers_ends_the_step_there(name, which):
     models, optimizers, session = two(name)
     plain_models, _, plain = two(name)
     plain.step()
     optimizers[which].register_step_post_hook(boom)
     with pytest.raises(Boom):
         session.step()
-    assert all(torch.equal(p, q) for p, q in zip(weights(models), weights(plain_models), strict=True))
     assert session.state_dict()["steps"] == 1
+    if which == 0:
+        session.step()  # of the second
+    assert all(torch.equal(p, q) for p, q in zip(weights(models), weights(plain_models), strict=True))
     with pytest.raises(SessionError, match="without gradients"):
         session.step()
     session.close()
