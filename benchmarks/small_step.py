@@ -25,8 +25,8 @@ from rich.table import Table
 from torch import nn
 
 from halfstep.bench.bench import bench
+from halfstep.bench.remote import Origin
 from halfstep.bench.variants import PEER, Entry
-from halfstep.bench.worker import Origin
 from halfstep.formats import BF16
 from halfstep.measurements import BenchResult
 from halfstep.workloads.regression import Regression

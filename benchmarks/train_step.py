@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from halfstep.bench.bench import bench
+from halfstep.bench.remote import Origin
 from halfstep.bench.variants import Entry, SessionVariant, Variant, entries
 from halfstep.bench.variants import compiled as compiled_entry
-from halfstep.bench.worker import Origin
 from halfstep.formats import BF16, FP32, Format, as_format
 from halfstep.machine import DeviceFacts, read_facts
 from halfstep.measurements import BenchResult, BenchRun

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import struct
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +32,9 @@ class Format:
     eps: float
     has_inf: bool
     dtype: torch.dtype
+
+    def __reduce__(self) -> str | tuple[Any, ...]:  # a copy of a known format is the format, which `is` compares
+        return (as_format, (self.name,)) if FORMATS.get(self.name) is self else super().__reduce__()
 
     def __str__(self) -> str:
         return self.name

@@ -20,19 +20,15 @@ class Spread:
 
 @dataclass(frozen=True)
 class BenchRun:
-    """One workload under one plan, or under torch.amp (`peer`), over all seeds of a benchmark.
+    """One workload under one plan, or under torch.amp (`peer`), over all seeds; what was not measured is None.
 
-    `times_ms` has the milliseconds of each step after the warm-up, seed after seed, and `step_ms` is their spread.
-    `vs_o0` and `vs_amp` are the speed-ups over O0 and over torch.amp in the same format. For each step, the other run's
-    time is divided by this run's time; the speed-up is the median of these ratios. `peak_bytes` is the most memory that
-    one training step holds, weights included. `bytes_per_parameter` has the memory that is held between two steps, by
-    use: weights, masters, gradients, optimizer.
-
-    `train_loss` (the mean of the last tenth of the steps), `validation` (for each figure, such as loss or accuracy),
-    `skipped` (the number of skipped steps) and `scale` (the final one) have one entry per seed. `losses`, in a sweep
-    only, has the loss of each step. `error` says why the run did not start or what ended it; the figures are then those
-    up to that point. `slow` says how many times O0's step one of its steps takes, if it was therefore timed over a few
-    steps and not trained. A figure is None if it was not measured.
+    `times_ms` has the milliseconds of each step after the warm-up, seed after seed. `vs_o0` and `vs_amp` are the
+    medians over all steps of the other run's time (O0's, torch.amp's in the same format) divided by this run's.
+    `peak_bytes` is the most memory that one training step holds, weights included; `bytes_per_parameter` has what is
+    held between two steps, by use. `train_loss` (the mean of the last tenth of the steps), `validation` (by figure,
+    such as accuracy), `skipped` (steps) and `scale` (the final one) have one entry per seed; `losses`, in a sweep only,
+    has the loss of each step. `error` says why the run did not start or what ended it. `slow` says how many times O0's
+    step one of its steps takes, if it was therefore timed over a few steps and not trained.
     """
 
     name: str
@@ -65,9 +61,8 @@ class BenchRun:
 class BenchResult:
     """One workload under several plans, side by side: its settings, the machine, and the result of each run.
 
-    The first `warmup` steps of each seed are not timed. Each run made `turn` steps before the next one made them; of a
-    turn of several steps the first fifth is not timed either. `complete` is false if the benchmark was interrupted;
-    `peak_method` says how peak memory was counted; `notes` has remarks that a reader of the figures should know.
+    The first `warmup` steps of a seed are not timed, nor is the first fifth of a turn, in which each run makes `turn`
+    steps. `complete` is false if the benchmark was interrupted; `peak_method` says how peak memory was counted.
     """
 
     workload: str
@@ -98,10 +93,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Sweep:
-    """A benchmark over models and batch sizes: `points` are those measured so far, `total` is how many there will be.
-
-    `asked` has the arguments of the benchmark as text.
-    """
+    """A benchmark over models and batch sizes, asked for as `asked` says; `total` is how many points there will be."""
 
     schema: int
     asked: dict[str, str]
@@ -130,9 +122,8 @@ class Rate:
     """How fast a device does one kind of work in one format.
 
     `how` is "native", "TF32" (fp32 operands on TF32 units) or "emulated" (fp32 products, rounded). `seconds` is the
-    time of one call. `rate` is the speed in `unit`: GFLOP/s, or GB/s read and written. `vs_fp32` is fp32's time divided
-    by this format's time, as the median over rounds in which the formats take turns; above 1 is faster than fp32.
-    `error` says why there is no figure.
+    time of one call; `unit` is GFLOP/s, or GB/s read and written. `vs_fp32` is the median of fp32's time divided by
+    this format's, in turns. `error` says why there is no figure.
     """
 
     work: str
@@ -168,8 +159,7 @@ class Setting:
 class Choice:
     """A choice that sessions base on the class of the processor, and what a measurement says of it.
 
-    `used` is the value that sessions use now, `table` the value in halfstep's table for the class of this processor,
-    and `measured` the value that was just measured. `agrees` says whether `used` equals `measured`.
+    `used` is the value that sessions use now, `table` that of halfstep's table for the class of this processor.
     """
 
     what: str
@@ -183,9 +173,8 @@ class Choice:
 class Examination:
     """What a machine is, how fast it computes, and which level and format to train in, with the reason.
 
-    `processor` is the class of the processor, and `source` says where the choices for this class come from. `tools`
-    maps the names of tools that fast kernels need, such as "Triton", to texts that say what was found. `saved` is the
-    file that `--save` wrote.
+    `processor` is the class of the processor, and `source` says where the choices for it come from. `tools` says what
+    was found of the tools that fast kernels need, such as "Triton". `saved` is the file that `--save` wrote.
     """
 
     machine: Machine
@@ -209,8 +198,8 @@ class Examination:
 class OpRow:
     """The calls of one operation on the same formats, added up over one step.
 
-    `formats` has the formats of its inputs and of its output, as "bf16, bf16 -> bf16". `flops` counts products only,
-    and a multiply-add counts as two. `bytes` counts reads and writes. `share` is the row's share of the total time.
+    `formats` are those of its inputs and output, as "bf16, bf16 -> bf16". `flops` counts products only, a multiply-add
+    as two. `bytes` counts reads and writes. `share` is the row's share of the total time.
     """
 
     operator: str
@@ -239,9 +228,8 @@ class CastRow:
 class ModuleRow:
     """The formats that the plan gives a module, and the reason, such as the rule that decided them.
 
-    `param` is the format of the module's own weights, "-" if it has none. `compute` is the format of those operations
-    for which the op table leaves a choice. `output` is the format of the module's results: "-" if they are not cast,
-    "input" if they get the format of the first floating-point input.
+    `param` is the format of its own weights, "-" if it has none, `compute` that of operations for which the op table
+    leaves a choice, `output` that of its results: "-" if they are not cast, "input" if it is that of the first input.
     """
 
     name: str
@@ -256,8 +244,8 @@ class ModuleRow:
 class Saving:
     """A way to save time in a step: the place, what was seen, what to do, the edits, and the seconds that it saves.
 
-    `seconds` was measured, in most cases by running the operations of that place alone, first in their present formats
-    and then in the formats that they would have. If they could not be measured, it is None, and `evidence` says why.
+    `seconds` was measured, in most cases by running the operations of that place alone, in their present and in their
+    later formats; None if they could not be measured, and `evidence` says why.
     """
 
     code: str
@@ -270,10 +258,7 @@ class Saving:
 
 @dataclass(frozen=True)
 class KernelRow:
-    """A CUDA kernel of a step that computes products: its name, its work, and whether tensor cores do it.
-
-    `work` is "matrix product", "convolution" or "attention".
-    """
+    """A CUDA kernel of a step that computes a "matrix product", "convolution" or "attention": its `work`."""
 
     name: str
     work: str
@@ -311,7 +296,6 @@ class Inspection:
         ]
         for each in self.savings:
             costs = "" if each.seconds is None else f" costs {each.seconds * 1e3:.3g} ms"
-            lines.append(f"{each.code} at {each.place}{costs}: {each.evidence}")
-            lines.append(f"  do: {each.advice}")
+            lines += [f"{each.code} at {each.place}{costs}: {each.evidence}", f"  do: {each.advice}"]
             lines += [f"  edit: {spell(each.cure)}"] if each.cure else []
         return "\n".join(lines if self.savings else [*lines, "nothing was found that would save time"])

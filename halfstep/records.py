@@ -53,6 +53,10 @@ class StepValues:
     loss: float | None
 
 
+# the numbers of a step, which a StepRecord has as tensors or None, and all sinks and the page show
+COLUMNS = tuple(each.name for each in fields(StepValues) if each.name not in ("step", "time", "skipped"))
+
+
 @dataclass(frozen=True)
 class SessionStart:
     """The start of a session: its plan in the form of `plan.io.to_dict`, its device, and its modules.

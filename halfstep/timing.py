@@ -38,10 +38,8 @@ def take_turns(
     turn: float = _TURN,
 ) -> dict[str, list[float]]:
     """Returns a list for each function, by name: entry i has the seconds of one call, the mean over round i."""
-    # Before a turn of several calls, the function is called some more times without timing, because the first calls
-    # after another function's turn are slower until caches and threads have settled. A function that takes more than
-    # twice its equal share of that time drops out after `least` rounds, so that one slow function does not use up the
-    # time of all.
+    # Before a turn of several calls some are not timed, since the first calls after another function's turn are slower.
+    # A function that takes more than twice its equal share drops out after `least` rounds, and leaves the time to all.
     repeats = {name: _repeats(call, device, turn) for name, call in calls.items()}
     times: dict[str, list[float]] = {name: [] for name in calls}
     share, start = seconds / max(1, len(calls)), perf_counter()
@@ -88,10 +86,8 @@ def spread(values: Sequence[float]) -> Spread | None:
 def speedup(baseline: Sequence[float], times: Sequence[float]) -> float | None:
     """Returns the median of the ratios of baseline to time, for calls that took turns; above 1 is faster.
 
-    The two times of a ratio come from the same round, so that a temporary slowdown of the machine affects both. If one
-    list is longer, its last entries have no partner and are left out. If that leaves fewer than five pairs, the result
-    is the ratio of the medians of all entries instead: a median of so few ratios is unreliable, while calls that are so
-    slow average out temporary slowdowns by themselves.
+    The two times of a ratio come from the same round, so that a slowdown of the machine affects both; entries without a
+    partner are left out. Of fewer than five pairs it is the ratio of the medians, as so few ratios are unreliable.
 
     >>> speedup([2.0, 4.0, 30.0], [1.0, 2.0, 10.0])
     2.0

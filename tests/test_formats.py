@@ -1,5 +1,8 @@
 """Facts and rounding of the formats, against torch.finfo, torch's own casts and plain Python arithmetic."""
 
+import copy
+import pickle
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -256,3 +259,10 @@ def test_counts_see_a_cast_that_gives_nan_on_overflow():
 def test_counts_are_device_tensors():
     count = count_overflows(torch.ones(3), torch.ones(3), BF16)
     assert (count.dtype, count.shape) == (torch.int64, torch.Size([]))
+
+
+def test_a_copy_of_a_format_is_the_format_which_code_compares_with_is():
+    for fmt in FORMATS.values():
+        assert copy.deepcopy(fmt) is pickle.loads(pickle.dumps(fmt)) is fmt
+    own = replace(FP16, name="own")
+    assert copy.deepcopy(own) == pickle.loads(pickle.dumps(own)) == own

@@ -6,20 +6,16 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from datetime import datetime, timezone
 from time import perf_counter
 
 import torch
 
 from halfstep.bench.budget import MANY, MOST, Course, course, turn_of, warmup
-from halfstep.bench.lane import COUNTED, Deal, Lane, Local
-from halfstep.bench.memory import PEAK_METHOD
-from halfstep.bench.remote import Remote
-from halfstep.bench.tally import Tally, first_batch, foreseen, notes, records, settings_of
+from halfstep.bench.lane import COUNTED, Deal, Local
+from halfstep.bench.remote import Origin, Remote, Task, origin_of
+from halfstep.bench.tally import Tally, first_batch, foreseen, result_of
 from halfstep.bench.variants import Entry
-from halfstep.bench.worker import Origin, origin_of, task_of
 from halfstep.errors import WorkloadError
-from halfstep.machine import read_machine
 from halfstep.measurements import BenchResult
 from halfstep.workloads.workload import Workload
 
@@ -34,7 +30,7 @@ class _Row:
     """A row of the benchmark and the lane that trains it; `losses` has those of the seed that it trains on now."""
 
     tally: Tally
-    lane: Lane
+    lane: Local | Remote
     losses: list[float] = field(default_factory=list)
 
     @property
@@ -126,22 +122,10 @@ def bench(  # noqa: PLR0913  # what one experiment is; all of it stands in the r
                 taken = _train(running, taken, seed, told, clock)
     except KeyboardInterrupt:
         complete = False
-    return BenchResult(
-        workload=workload.name,
-        settings=settings_of(workload),
-        parameters=parameters,
-        steps=taken.steps,
-        warmup=taken.untimed,
-        turn=taken.turn,
-        seeds=seeds,
-        runs=records(tallies, parameters),
-        peak_method=PEAK_METHOD,
-        notes=notes(tallies),
-        complete=complete,
-        machine=read_machine(device),
-        command=command,
-        date=datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
-    )
+    return result_of(
+        workload, tallies, parameters=parameters, device=device, steps=taken.steps, warmup=taken.untimed,
+        turn=taken.turn, seeds=seeds, complete=complete, command=command,
+    )  # fmt: skip
 
 
 def _most(steps: int | None, seconds: float | None, seeds: Sequence[int]) -> int:
@@ -167,11 +151,11 @@ def _open(
         if tally.error is not None:
             continue
         with tally.failing("start"):
-            lane: Lane
+            lane: Local | Remote
             if tally.entry.peer:
                 assert origin is not None
                 told.now(f"{tally.entry.name}: starting its process")
-                lane = Remote(task_of(origin, tally.entry, deal.device))
+                lane = Remote(Task(origin, tally.entry, deal.device))
                 stack.callback(lane.close)
                 lane.ready()
             else:
@@ -249,9 +233,7 @@ def _train(rows: Sequence[_Row], taken: Course, seed: int, told: _Told, clock: C
     for row in _running(trained):
         with row.tally.failing(f"evaluation after seed {seed}"):
             told.now(f"{row.name}: evaluation after seed {seed}")
-            end = row.lane.end(validate=taken.validate)
-            row.tally.add_end(end.validation, end.skipped, end.scale)
-            row.tally.memory = row.tally.memory or end.memory
+            row.tally.add_end(row.lane.end(validate=taken.validate))
     return taken if taken.seconds is None else replace(taken, steps=made, seconds=None, timed=0)
 
 

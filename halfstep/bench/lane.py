@@ -1,66 +1,36 @@
-"""A row of a benchmark while it trains, in this process; `remote.py` has the same calls for a process of its own."""
+"""A row of a benchmark while it trains, in this process; `remote.py` does so in a process of its own."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from time import perf_counter
-from typing import Protocol
 
-import msgspec
 import torch
 
-from halfstep.bench.memory import CpuBytes, CudaBytes, counting
-from halfstep.bench.tally import next_batch
+from halfstep.bench.memory import CpuBytes, CudaBytes, counting, limit_memory
+from halfstep.bench.tally import End, next_batch
 from halfstep.bench.variants import Entry, Variant, timed_step
-from halfstep.cast.opregistry import REGISTRY
 from halfstep.workloads.workload import Batch, Workload, to_device_of
 
 COUNTED = 2  # steps: the first makes the optimizer's state, the second has the peak
 
 
-class Begun(msgspec.Struct, frozen=True):
+@dataclass(frozen=True)
+class Begun:
     """The number of a model's parameters, and of training examples in an epoch."""
 
     parameters: int
     examples: int | None
 
 
-class Step(msgspec.Struct, frozen=True):
+@dataclass(frozen=True)
+class Step:
     """The loss of a training step, and its milliseconds."""
 
     loss: float
     ms: float
-
-
-class End(msgspec.Struct, frozen=True):
-    """What a run has come to: its skipped steps, loss scale, memory and validation figures.
-
-    `memory` has the bytes held between steps, by use; `peak` is None if the steps were not counted. `kernels` is the
-    number of halfstep's kernels in the process's dispatcher: 0 if no session is open there.
-    """
-
-    skipped: int
-    scale: float
-    memory: dict[str, int]
-    peak: int | None
-    validation: dict[str, float]
-    kernels: int
-
-
-class Lane(Protocol):
-    """Trains one row of a benchmark, a step for each call.
-
-    `begin` builds the model of a seed, and counts the memory of its first steps if it is `counted`. `step` makes step
-    `number` (from 0) of `steps`. `gauge` returns about how many seconds a validation takes. `end` says what the run has
-    come to, after a validation if `validate` is true.
-    """
-
-    def begin(self, seed: int, *, counted: bool = False) -> Begun: ...  # noqa: D102  # above
-    def step(self, number: int, steps: int) -> Step: ...  # noqa: D102
-    def gauge(self) -> float: ...  # noqa: D102
-    def end(self, *, validate: bool) -> End: ...  # noqa: D102
-    def close(self) -> None: ...  # noqa: D102
 
 
 class Deal:
@@ -91,7 +61,7 @@ class Deal:
 
 
 class Local:
-    """A `Lane` in this process."""
+    """Trains one row of a benchmark in this process, a step for each call."""
 
     def __init__(self, entry: Entry, deal: Deal) -> None:
         self._entry, self._deal = entry, deal
@@ -99,14 +69,19 @@ class Local:
         self._open, self._counting = ExitStack(), ExitStack()
         self._variant: Variant | None = None
 
-    def begin(self, seed: int, *, counted: bool = False) -> Begun:
-        """Builds the model of a seed, in the place of an earlier one."""
+    def begin(self, seed: int, *, counted: bool = False, limit: int | None = None) -> Begun:
+        """Builds the model of a seed, in the place of an earlier one.
+
+        If it is `counted`, the memory of its first steps is. `limit` is the number of bytes that the process may
+        allocate from now on.
+        """
         self.close()
         self._seed, self._made = seed, 0
         self._count: CpuBytes | CudaBytes | None = None
-        if counted:
-            for number in range(COUNTED):
-                self._deal.batch(seed, number)  # so that they are no part of the peak
+        for number in range(COUNTED if counted else 0):
+            self._deal.batch(seed, number)  # so that they are no part of the peak
+        if limit is not None:
+            limit_memory(limit, self._device)
         with self._closed_by_errors():
             if counted:
                 self._count = counting(self._device)
@@ -117,7 +92,7 @@ class Local:
         return Begun(sum(p.numel() for p in self._variant.model.parameters()), self._workload.examples())
 
     def step(self, number: int, steps: int) -> Step:
-        """Makes one training step."""
+        """Makes training step `number`, from 0, of `steps`."""
         variant = self._running()
         with self._closed_by_errors():
             batch = self._deal.batch(self._seed, number)
@@ -151,16 +126,14 @@ class Local:
             model.train(was_training)
 
     def end(self, *, validate: bool) -> End:
-        """Returns what the run has come to."""
+        """Returns what the run has come to, after a validation if `validate` is true."""
         variant = self._running()
         self._counting.close()
         # A compiled model would be compiled once more to evaluate.
         with torch.compiler.set_stance("force_eager") if self._entry.compiled else nullcontext():
             figures = self._workload.evaluate(variant.model) if validate else {}
-        facts = variant.facts()
         peak = None if self._count is None else self._count.peak
-        validation = {name: float(value) for name, value in figures.items()}
-        return End(facts.skipped, facts.scale, facts.memory, peak, validation, REGISTRY.kernels)
+        return End(**vars(variant.facts()), peak=peak, validation={name: float(v) for name, v in figures.items()})
 
     def close(self) -> None:
         """Ends the run, if there is one."""

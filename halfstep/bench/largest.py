@@ -7,13 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
-
-import msgspec
+from dataclasses import replace
 
 from halfstep.bench.lane import COUNTED
-from halfstep.bench.remote import OutOfMemory, Remote
+from halfstep.bench.remote import OutOfMemory, Remote, Task
 from halfstep.bench.sweep import Asked
-from halfstep.bench.worker import Task
 from halfstep.errors import WorkloadError
 from halfstep.measurements import Largest
 
@@ -54,8 +52,8 @@ def _search(task: Task, seed: int, limit: int, most: int, progress: Callable[[st
 
     def fits(batch: int) -> bool:
         progress(f"{task.origin.model} {name}: batch {batch}")
-        origin = msgspec.structs.replace(task.origin, settings={**task.origin.settings, "batch": str(batch)})
-        tried[batch] = _trains(msgspec.structs.replace(task, origin=origin, limit=limit), seed)
+        origin = replace(task.origin, settings=task.origin.settings | {"batch": str(batch)})
+        tried[batch] = _trains(replace(task, origin=origin), seed, limit)
         return tried[batch]
 
     found, error = None, None
@@ -66,11 +64,11 @@ def _search(task: Task, seed: int, limit: int, most: int, progress: Callable[[st
     return Largest(task.origin.model, name, limit, found, tuple(tried.items()), error)
 
 
-def _trains(task: Task, seed: int) -> bool:
-    """Tells whether a configuration's first steps, which reach its peak memory, fit into memory."""
+def _trains(task: Task, seed: int, limit: int) -> bool:
+    """Tells whether a configuration's first steps, which reach its peak memory, fit into `limit` bytes."""
     try:
         with closing(Remote(task)) as remote:
-            remote.begin(seed, counted=True)
+            remote.begin(seed, counted=True, limit=limit)
             for number in range(COUNTED):
                 remote.step(number, COUNTED)
     except OutOfMemory:

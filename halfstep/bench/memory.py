@@ -1,13 +1,17 @@
-"""The peak memory of a training step, as the allocator counts it, on CUDA and on a CPU."""
+"""The peak memory of a training step, as the allocator counts it, and a limit on it, on CUDA and on a CPU."""
 
 from __future__ import annotations
 
 import gc
+import importlib
 from itertools import accumulate
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch.autograd.profiler import record_function
 
+from halfstep.errors import WorkloadError
 from halfstep.torch_internals import begin_allocations, end_allocations
 
 PEAK_METHOD = "the allocator's peak"
@@ -75,3 +79,22 @@ class CudaBytes:
 def counting(device: torch.device) -> CpuBytes | CudaBytes:
     """Returns a context manager that counts the bytes held on a device, except those held before it was entered."""
     return CudaBytes(device) if device.type == "cuda" else CpuBytes()
+
+
+def limit_memory(size: int, device: torch.device) -> None:
+    """Lets this process allocate `size` bytes more than it holds now; beyond that it gets an out-of-memory error."""
+    # On a CPU the limit is on private writable memory (the data segment, `RLIMIT_DATA`), which includes about 60 MiB
+    # that libraries allocate at the first step; on CUDA it is on what the caching allocator reserves.
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        held = torch.cuda.memory_reserved(device)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, (held + size) / total), device)
+        return
+    status = Path("/proc/self/status")
+    if not status.exists():
+        raise WorkloadError(
+            "the memory of a CPU process can be limited on Linux only; use Linux, or choose --device cuda"
+        )
+    resource: Any = importlib.import_module("resource")  # not on Windows
+    held = next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmData")) * 1024
+    resource.setrlimit(resource.RLIMIT_DATA, (held + size, resource.getrlimit(resource.RLIMIT_DATA)[1]))

@@ -1,23 +1,61 @@
-"""Starts a worker process, tells it when to make a step, and reads its answers."""
+"""Trains a row of a benchmark in a process of its own, which loads its workload and is asked for one step at a time."""
 
 from __future__ import annotations
 
-import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import tempfile
 from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-import msgspec
+import torch
 
-from halfstep.bench.lane import Begun, End, Step
-from halfstep.bench.worker import Task
+from halfstep.bench.lane import Begun, Step
+from halfstep.bench.tally import End, settings_of
+from halfstep.bench.variants import Entry
 from halfstep.errors import WorkloadError
+from halfstep.workloads.load import WORKLOADS, load_model
+from halfstep.workloads.workload import Workload
 
 _LINES = 3  # of what a process said last before it died
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a workload comes from, so that another process can load the same: what `load_model` takes."""
+
+    model: str
+    settings: dict[str, str]
+    data: Path | None = None
+
+    def load(self) -> Workload:
+        """Returns the workload."""
+        return load_model(self.model, self.settings, data=self.data)
+
+
+def origin_of(workload: Workload) -> Origin:
+    """Returns the origin of one of halfstep's own workloads."""
+    if WORKLOADS.get(workload.name) is not type(workload):
+        raise WorkloadError(
+            f"torch.amp trains in a process of its own, which cannot load {type(workload).__name__}; pass "
+            "origin=Origin('path.py:function', settings), or leave the rows of torch.amp out"
+        )
+    return Origin(workload.name, settings_of(workload), workload.data)
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a process trains: a row of a benchmark, with as many threads as this process has."""
+
+    origin: Origin
+    entry: Entry
+    device: torch.device
+    threads: int = field(default_factory=torch.get_num_threads)
 
 
 class OutOfMemory(WorkloadError):
@@ -25,26 +63,23 @@ class OutOfMemory(WorkloadError):
 
 
 class Remote:
-    """A `Lane` in a process of its own, which starts at once: it trains where no session of another row is open.
+    """Trains one row as `Local` does, in a process that starts at once: where no session of another row is open.
 
     Each call raises `OutOfMemory` if the process ran out of memory, and `WorkloadError` if something else failed in it
     or it died.
     """
 
     def __init__(self, task: Task) -> None:
-        self._task = task
-        self._is_ready = False
+        self._is_ready, self._is_limited = False, False
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # closed by `close`
         self._process = subprocess.Popen(
             [sys.executable, "-m", "halfstep.bench.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
-            text=True,
-            encoding="utf-8",
             start_new_session=True,  # Ctrl-C is for the one who deals
         )
-        self._send(msgspec.json.encode(task).decode())
+        self._send(task)
 
     def ready(self) -> None:
         """Waits until the process has loaded its workload, so that what loading takes is nobody's step."""
@@ -52,13 +87,16 @@ class Remote:
             self._answer()
             self._is_ready = True
 
-    def begin(self, seed: int, *, counted: bool = False) -> Begun:
+    def begin(self, seed: int, *, counted: bool = False, limit: int | None = None) -> Begun:
         """Builds the model of a seed, in the place of an earlier one."""
-        return msgspec.convert(self._ask("begin", seed=seed, counted=counted), Begun)
+        self._is_limited = limit is not None
+        begun: Begun = self._ask("begin", seed, counted=counted, limit=limit)
+        return begun
 
     def step(self, number: int, steps: int) -> Step:
         """Makes one training step."""
-        return msgspec.convert(self._ask("step", number=number, steps=steps), Step)
+        made: Step = self._ask("step", number, steps)
+        return made
 
     def gauge(self) -> float:
         """Returns about how many seconds a validation takes."""
@@ -66,7 +104,8 @@ class Remote:
 
     def end(self, *, validate: bool) -> End:
         """Returns what the run has come to."""
-        return msgspec.convert(self._ask("end", validate=validate), End)
+        end: End = self._ask("end", validate=validate)
+        return end
 
     def close(self) -> None:
         """Ends the process."""
@@ -77,25 +116,25 @@ class Remote:
             with suppress(BrokenPipeError):  # a line that a dead process never took
                 each.close()
 
-    def _ask(self, what: str, **given: object) -> Any:
+    def _ask(self, what: str, *given: object, **named: object) -> Any:
         self.ready()
-        self._send(json.dumps([what, given]))
+        self._send((what, given, named))
         return self._answer()
 
-    def _send(self, line: str) -> None:
+    def _send(self, asked: object) -> None:
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # the answer says why
-            self._process.stdin.write(line + "\n")
+            pickle.dump(asked, self._process.stdin)
             self._process.stdin.flush()
 
     def _answer(self) -> Any:
         assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line.endswith("\n"):
-            raise self._death()
-        said = json.loads(line)
-        if isinstance(said, dict) and "error" in said:
-            raise (OutOfMemory if said["memory"] else WorkloadError)(said["error"])
+        try:
+            said = pickle.load(self._process.stdout)
+        except (EOFError, pickle.UnpicklingError):
+            raise self._death() from None
+        if isinstance(said, WorkloadError):
+            raise said
         return said
 
     def _death(self) -> WorkloadError:
@@ -104,6 +143,6 @@ class Remote:
         last = " ".join(self._errors.read().decode(errors="replace").strip().splitlines()[-_LINES:])
         if code == -signal.SIGKILL and os.name == "posix":
             return OutOfMemory("out of memory: the system killed the process")
-        if self._task.limit is not None:  # libraries such as OpenMP's end a process that gets no memory
+        if self._is_limited:  # libraries such as OpenMP's end a process that gets no memory
             return OutOfMemory(f"out of memory: the process ended with code {code} under its limit; it wrote: {last}")
         return WorkloadError(f"the process ended with code {code}; it wrote: {last or 'nothing'}")

@@ -10,22 +10,20 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from datetime import datetime, timezone
 from pathlib import Path
 
 import msgspec
 import torch
 
 from halfstep.bench.bench import Progress
-from halfstep.bench.lane import COUNTED, Begun, End, Step
+from halfstep.bench.lane import COUNTED, Begun
 from halfstep.bench.memory import PEAK_METHOD
-from halfstep.bench.remote import Remote
-from halfstep.bench.tally import Tally, first_batch, notes, records, settings_of
+from halfstep.bench.remote import Origin, Remote, Task
+from halfstep.bench.tally import Tally, first_batch, result_of
 from halfstep.bench.variants import Entry
-from halfstep.bench.worker import Origin, Task, task_of
 from halfstep.errors import WorkloadError
 from halfstep.machine import read_machine
-from halfstep.measurements import BenchResult, Point, Sweep
+from halfstep.measurements import Point, Sweep
 from halfstep.version import __version__
 from halfstep.workloads.load import load_model
 from halfstep.workloads.workload import Workload
@@ -98,7 +96,7 @@ class Asked:
     def task(self, model: str, workload: Workload, row: Entry) -> Task:
         """Returns the task for the process that trains one row of a point."""
         settings = {**self.settings, "batch": str(workload.batch)}
-        return task_of(Origin(model, settings, None if self.data is None else str(self.data)), row, self.device)
+        return Task(Origin(model, settings, self.data), row, self.device)
 
 
 def data_name(path: Path) -> str:
@@ -212,40 +210,18 @@ def _measure(asked: Asked, model: str, workload: Workload, tick: Callable[[str],
             for tally, remote in lanes[turn:] + lanes[:turn]:
                 if tally.error is None:
                     with tally.failing(f"step {step + 1}"):
-                        _take(tally, remote.step(step, total), timed=step >= UNTIMED)
+                        made = remote.step(step, total)
+                        tally.losses.append(made.loss)
+                        tally.times_ms += [made.ms] * (step >= UNTIMED)
                 tick(tally.entry.name)
         for tally, remote in lanes:
             if tally.error is None:
                 with tally.failing("the end"):
-                    _end(tally, remote.end(validate=False))
-    parameters = built.parameters
+                    tally.add_end(remote.end(validate=False))
     for tally in tallies:
         tally.add_losses(tally.losses)
-    result = BenchResult(
-        workload=workload.name,
-        settings=settings_of(workload),
-        parameters=parameters,
-        steps=asked.steps,
-        warmup=UNTIMED,
-        seeds=(asked.seed,),
-        runs=records(tallies, parameters),
-        peak_method=PEAK_METHOD,
-        notes=notes(tallies),
-        complete=True,
-        machine=read_machine(asked.device),
-        command=asked.command,
-        date=datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
-    )
+    result = result_of(
+        workload, tallies, parameters=built.parameters, device=asked.device, steps=asked.steps, warmup=UNTIMED,
+        seeds=(asked.seed,), complete=True, command=asked.command,
+    )  # fmt: skip
     return Point(model, workload.batch, built.examples, result)
-
-
-def _take(tally: Tally, made: Step, *, timed: bool) -> None:
-    """Adds a step to a row's tally: the loss and, if the step is timed, its time."""
-    tally.losses.append(made.loss)
-    if timed:
-        tally.times_ms.append(made.ms)
-
-
-def _end(tally: Tally, end: End) -> None:
-    tally.peak, tally.memory = end.peak, end.memory
-    tally.add_end(end.validation, end.skipped, end.scale)

@@ -6,11 +6,17 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
+from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
-from halfstep.bench.variants import Entry
+import torch
+
+from halfstep.bench.memory import PEAK_METHOD
+from halfstep.bench.variants import Entry, Facts
 from halfstep.errors import HalfstepError, WorkloadError
-from halfstep.measurements import BenchRun
+from halfstep.machine import read_machine
+from halfstep.measurements import BenchResult, BenchRun
 from halfstep.timing import speedup, spread
 from halfstep.workloads.workload import Batch, Workload
 
@@ -26,6 +32,14 @@ NOTES: tuple[tuple[Callable[[Entry], bool], str], ...] = (
         " process of its own, as an open session slows torch.autocast beside it",
     ),
 )
+
+
+@dataclass(frozen=True)
+class End(Facts):
+    """What a run has come to: also its peak memory, None if its steps were not counted, and validation figures."""
+
+    peak: int | None
+    validation: dict[str, float]
 
 
 @dataclass
@@ -62,12 +76,14 @@ class Tally:
         final = mean_of_last(losses)
         self.train_loss += [] if final is None else [final]
 
-    def add_end(self, validation: dict[str, float], skipped: int, scale: float) -> None:
-        """Adds the validation figures, skipped steps and loss scale of the run with one seed."""
-        for name, value in validation.items():
+    def add_end(self, end: End) -> None:
+        """Adds what the run with one seed has come to; memory counts as that of the first run for which it is known."""
+        for name, value in end.validation.items():
             self.validation.setdefault(name, []).append(value)
-        self.skipped.append(skipped)
-        self.scale.append(scale)
+        self.skipped.append(end.skipped)
+        self.scale.append(end.scale)
+        self.memory = self.memory or end.memory
+        self.peak = end.peak if self.peak is None else self.peak
 
     def record(self, parameters: int) -> BenchRun:
         """Returns this row's record, without speed-ups."""
@@ -150,12 +166,24 @@ def next_batch(batches: Iterator[Batch]) -> Batch:
     raise WorkloadError("the workload's batches() ended; it must yield batches without end")
 
 
-def records(tallies: Sequence[Tally], parameters: int) -> tuple[BenchRun, ...]:
-    """Returns the records of all rows, with their speed-ups."""
-    return speedups([tally.record(parameters) for tally in tallies])
+def result_of(
+    workload: Workload, tallies: Sequence[Tally], *, parameters: int, device: torch.device, **rest: Any
+) -> BenchResult:
+    """Returns what a benchmark came to; `rest` are fields of BenchResult that only the benchmark knows."""
+    return BenchResult(
+        workload=workload.name,
+        settings=settings_of(workload),
+        parameters=parameters,
+        runs=_speedups([tally.record(parameters) for tally in tallies]),
+        peak_method=PEAK_METHOD,
+        notes=tuple(text for applies, text in NOTES if any(applies(tally.entry) for tally in tallies)),
+        machine=read_machine(device),
+        date=datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        **rest,
+    )
 
 
-def speedups(runs: Sequence[BenchRun]) -> tuple[BenchRun, ...]:
+def _speedups(runs: Sequence[BenchRun]) -> tuple[BenchRun, ...]:
     """Returns rows with their speed-ups over O0 and over torch.amp in the same format."""
     baseline = next((run.times_ms for run in runs if run.level == "O0"), ())
     peers = {run.low: run.times_ms for run in runs if run.peer and not run.compiled}
@@ -163,8 +191,3 @@ def speedups(runs: Sequence[BenchRun]) -> tuple[BenchRun, ...]:
         replace(run, vs_o0=speedup(baseline, run.times_ms), vs_amp=speedup(peers.get(run.low, ()), run.times_ms))
         for run in runs
     )
-
-
-def notes(tallies: Sequence[Tally]) -> tuple[str, ...]:
-    """Returns the notes that a reader needs for these rows, such as what emulated means."""
-    return tuple(text for applies, text in NOTES if any(applies(tally.entry) for tally in tallies))

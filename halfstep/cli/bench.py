@@ -14,9 +14,9 @@ from halfstep.bench.bench import STEPS
 from halfstep.bench.bench import bench as run_bench
 from halfstep.bench.budget import SLOW, TIMED
 from halfstep.bench.largest import largest_batches
+from halfstep.bench.remote import Origin
 from halfstep.bench.sweep import Asked, check_same, read_sweep, sweep
 from halfstep.bench.variants import Entry, compiled, entries
-from halfstep.bench.worker import Origin
 from halfstep.cli.options import (
     Data,
     Device,
@@ -142,7 +142,7 @@ def bench(  # noqa: PLR0913  # each is an option of the command, described above
         return
     given = parse_settings(settings)
     job = load_workload(name, given, data=data)
-    origin = Origin(name, given, None if data is None else str(data))
+    origin = Origin(name, given, data)
     with progress_bar(first=_first_line(name, rows, steps, seconds, place)) as progress:
         result = run_bench(
             job, rows, steps=steps, seconds=seconds, seeds=range(seeds), device=place, origin=origin,

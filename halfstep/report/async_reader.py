@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
 from halfstep.later import Later, is_capturing
-from halfstep.records import StepRecord, StepValues
+from halfstep.records import COLUMNS, StepRecord, StepValues
 
 
 class AsyncReader:
@@ -26,7 +27,7 @@ class AsyncReader:
         """Starts copying a step's numbers to the host, without waiting."""
         place = record.scale.device
         if not is_capturing(place):
-            given = (record.skipped, record.scale, record.grad_norm, record.loss)
+            given = (record.skipped, *(getattr(record, name) for name in COLUMNS))
             row = torch.stack([v.reshape(()).to(place) for v in given if v is not None])
             self._coming.append((record, time.time(), Later([row])))
 
@@ -42,7 +43,6 @@ class AsyncReader:
 
 
 def _values(record: StepRecord, now: float, numbers: Later) -> StepValues:
-    skipped, scale, *others = numbers.read()[0].tolist()
-    norm = None if record.grad_norm is None else others.pop(0)
-    loss = None if record.loss is None else others.pop(0)
-    return StepValues(record.step, now, bool(skipped), scale, norm, loss)
+    skipped, *found = numbers.read()[0].tolist()
+    columns: dict[str, Any] = {name: None if getattr(record, name) is None else found.pop(0) for name in COLUMNS}
+    return StepValues(record.step, now, bool(skipped), **columns)

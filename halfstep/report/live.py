@@ -15,10 +15,20 @@ from rich.live import Live
 from rich.text import Text
 
 from halfstep.errors import LogError
-from halfstep.records import Finding, Observation, SessionStart, StepRecord, StepValues, Verdict, absorbed_finding
+from halfstep.records import (
+    COLUMNS,
+    Finding,
+    Observation,
+    SessionStart,
+    StepRecord,
+    StepValues,
+    Verdict,
+    absorbed_finding,
+)
 from halfstep.report.async_reader import AsyncReader
 
 SPEED_OVER = 50  # steps
+FORMS = {"loss": "loss {:.4f}", "grad_norm": "norm {:.3g}", "scale": "scale {:g}"}  # of the numbers of a step
 
 
 class LiveLine(AbstractContextManager["LiveLine"]):
@@ -99,10 +109,10 @@ class LiveLine(AbstractContextManager["LiveLine"]):
         if not self._console.is_terminal:
             return
         (first_step, first), (_, end) = self._times[0], self._times[-1]
+        shown = {name: value for name in reversed(COLUMNS) if (value := getattr(last, name)) is not None}
         parts = [f"step {last.step:,}"]
-        parts += [f"loss {last.loss:.4f}"] if last.loss is not None else []
-        parts += [f"norm {last.grad_norm:.3g}"] if last.grad_norm is not None else []
-        parts += [f"scale {last.scale:g}", f"skipped {self._skipped:,}"]
+        parts += [FORMS.get(name, f"{name} {{:.4g}}").format(value) for name, value in shown.items()]
+        parts += [f"skipped {self._skipped:,}"]
         parts += [f"{(last.step - first_step) / (end - first):.3g} steps/s"] if end > first else []
         if not self._live.is_started:
             self._live.start()

@@ -9,6 +9,7 @@ from types import TracebackType
 
 from halfstep.formats import FORMATS, FP16, Format
 from halfstep.records import (
+    COLUMNS,
     UPDATE,
     Finding,
     Observation,
@@ -22,7 +23,6 @@ from halfstep.report.async_reader import AsyncReader
 from halfstep.report.log import reason
 
 _LOG = logging.getLogger("halfstep")
-STEP_NUMBERS = ("loss", "grad_norm", "scale", "skipped")
 
 
 class NumbersSink(AbstractContextManager["NumbersSink"]):
@@ -86,7 +86,7 @@ class NumbersSink(AbstractContextManager["NumbersSink"]):
         """Closes the logger's files or waits for its threads; by default does nothing."""
 
     def _write_step(self, values: StepValues) -> None:
-        found = {f"halfstep/{name}": getattr(values, name) for name in STEP_NUMBERS}
+        found = {f"halfstep/{name}": getattr(values, name) for name in (*COLUMNS, "skipped")}
         numbers = {name: float(value) for name, value in found.items() if value is not None}
         self._use(lambda: self.write_numbers(numbers, values.step, values.time))
 

@@ -48,6 +48,11 @@
     return {x: unpack(line.x, Float64Array), y: unpack(line.y, Float64Array), mode: "lines"};
   }
 
+  // The numbers of a step that have no chart of their own above, each of which gets one below.
+  function others() {
+    return Object.keys(data.timeline.lines).filter(name => !["loss", "grad_norm", "scale"].includes(name));
+  }
+
   function timelineMarks(x, y, name, yaxis, symbol) {
     return {
       x, y: x.map(() => y), name, yaxis, mode: "markers", type: "scatter",
@@ -75,6 +80,10 @@
         line: {color: ORANGE, width: 1.6, shape: "hv"},
         hovertemplate: "%{x}: scale %{customdata}<extra></extra>"},
     ];
+    lines.push(...others().map((name, at) => ({
+      ...timelineLine(name), name, yaxis: `y${at + 4}`, line: {color: BLUE, width: 1.3},
+      hovertemplate: `%{x}: ${name} %{y:.5g}<extra></extra>`,
+    })));
     const traces = [...lines, ...lines.map(lonelyPoints).filter(points => points.x.length)];
     const {skips} = data.timeline, broken = data.timeline.lines.loss.nonfinite;
     const bottom = lowest(loss.y), flat = lowest(powers);
@@ -111,14 +120,20 @@
   function drawTimeline() {
     const loss = timelineLine("loss"), norm = timelineLine("grad_norm"), scale = timelineLine("scale");
     const powers = scale.y.map(Math.log2), marks = verdictMarks();
-    const axis = (title, domain, more) => ({title: {text: title}, domain, zeroline: false, ...more});
+    const below = others(), total = 1 + 0.31 * below.length;
+    const axis = (title, domain, more) => {
+      const moved = domain.map(y => (y + 0.31 * below.length) / total);
+      return {title: {text: title}, domain: moved, zeroline: false, ...more};
+    };
+    const axes = below.map((name, at) => [`yaxis${at + 4}`, axis(name, [-0.31 * at - 0.31, -0.31 * at - 0.04])]);
     Plotly.newPlot("timeline", timelineTraces(loss, norm, scale, powers), {
-      height: 560, font: FONT, margin: {l: 70, r: 20, t: 30, b: 45}, showlegend: false, hovermode: "closest",
+      height: 560 * total, font: FONT, margin: {l: 70, r: 20, t: 30, b: 45}, showlegend: false, hovermode: "closest",
       ...marks,
-      xaxis: {title: {text: "step"}, anchor: "y3", zeroline: false, ...whole(data.timeline.steps)},
+      xaxis: {title: {text: "step"}, anchor: `y${below.length + 3}`, zeroline: false, ...whole(data.timeline.steps)},
       yaxis: axis("loss", [0.62, 1]),
       yaxis2: axis("gradient norm", [0.31, 0.58], {type: "log", exponentformat: "power"}),
       yaxis3: axis("loss scale; | skipped", [0, 0.27], {...POWER, ...whole(highest(powers) - lowest(powers))}),
+      ...Object.fromEntries(axes),
     }, CONFIG);
     $("timeline-words").textContent = timelineWords();
   }

@@ -20,6 +20,7 @@ from halfstep.errors import HalfstepError, LogError
 from halfstep.formats import BF16, E4M3, E5M2, FORMATS, FP16, Format, as_format
 from halfstep.plan.io import from_dict
 from halfstep.records import (
+    COLUMNS,
     SEVERITIES,
     UPDATE,
     UPDATE_LIMITS,
@@ -147,7 +148,7 @@ def _timeline(run: Run) -> dict[str, Any]:
         "steps": len(steps),
         "skipped": len(skips),
         "skips": _some(skips),
-        "lines": {name: _line(name, steps) for name in ("loss", "grad_norm", "scale")},
+        "lines": {name: _line(name, steps) for name in COLUMNS},
     }
 
 

@@ -54,16 +54,16 @@ class Run:
 
     path: Path
     processes: tuple[Process, ...]
-    plan: dict[str, Any] | None
-    emulated: bool | None
-    modules: tuple[str, ...]
-    machine: Machine | None
     steps: tuple[StepValues, ...]
     observed: tuple[int, ...]
     events: tuple[Event, ...]
     notes: tuple[str, ...]
     returns: tuple[tuple[int, int], ...]  # (line, step) where the run went back to a step
     end: int
+    plan: dict[str, Any] | None = None
+    emulated: bool | None = None
+    modules: tuple[str, ...] = ()
+    machine: Machine | None = None
     process: int | None = None
 
     def observations(self) -> Iterator[Observation]:
@@ -213,21 +213,17 @@ class _Found:
             notes.append("no step is in the log")
         if not self.observed:
             notes.append("no tensor was observed: call session.observe(...) for histograms and heat maps")
-        session = self.session
+        last = {} if self.session is None else msgspec.structs.asdict(self.session)
         return Run(
             path=path,
             processes=tuple(self.processes),
-            plan=None if session is None else session.plan,
-            emulated=None if session is None else session.emulated,
-            modules=() if session is None else session.modules,
-            machine=None if session is None else session.machine,
             steps=tuple(self.steps),
             observed=tuple(sorted(self.observed)),
             events=tuple(self.events),
             notes=tuple(notes),
             returns=tuple(self.returns),
             end=self.end,
-            process=None if session is None else session.process,
+            **{name: value for name, value in last.items() if name != "time"},
         )
 
 

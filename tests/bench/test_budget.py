@@ -11,10 +11,10 @@ from rich.console import Console
 from halfstep.bench import bench as bench_module
 from halfstep.bench.bench import bench
 from halfstep.bench.budget import SLOW, Course, course, turn_of, warmup
-from halfstep.bench.lane import Begun, End, Step
-from halfstep.bench.remote import Remote
+from halfstep.bench.lane import Begun, Step
+from halfstep.bench.remote import Origin, Remote, Task
+from halfstep.bench.tally import End
 from halfstep.bench.variants import AmpVariant, Entry
-from halfstep.bench.worker import Origin, task_of
 from halfstep.errors import WorkloadError
 from halfstep.formats import BF16, FP32
 from halfstep.initialize import initialize
@@ -94,7 +94,7 @@ class Played:
 
     def end(self, *, validate):
         self.validated.append(validate)
-        return End(0, 1.0, {"weights": 288}, 100, {"loss": 2.0} if validate else {}, 0)
+        return End(0, 1.0, {"weights": 288}, 100, {"loss": 2.0} if validate else {})
 
     def close(self):
         self.closed = True
@@ -236,10 +236,11 @@ def mine(batch="2"):
 
 def test_a_session_in_the_process_of_a_peer_is_an_error(tmp_path):
     (tmp_path / "own.py").write_text(OPENS, encoding="utf-8")
-    with closing(Remote(task_of(Origin(f"{tmp_path / 'own.py'}:mine", {}), AMP, CPU))) as peer:
+    with (
+        closing(Remote(Task(Origin(f"{tmp_path / 'own.py'}:mine", {}), AMP, CPU))) as peer,
+        pytest.raises(WorkloadError, match="a session is open in the process of a peer"),
+    ):
         peer.begin(0)
-        with pytest.raises(WorkloadError, match="a session is open in the process of a peer"):
-            peer.end(validate=False)
 
 
 def test_a_peer_of_a_workload_that_no_other_process_can_load_is_an_error_before_anything_is_measured():

@@ -5,7 +5,6 @@ import json
 from contextlib import closing
 from dataclasses import replace
 
-import msgspec
 import pytest
 import torch
 from rich.console import Console
@@ -169,8 +168,8 @@ def test_bad_input_is_refused(played, change, limit, said):
 def test_a_limit_is_kept_by_the_process(hungry):
     (model,) = hungry.models
     task = replace(hungry, settings={"more": "10"}).task(model, load_model(model, {"batch": "4"}), O0)
-    with closing(Remote(msgspec.structs.replace(task, limit=256 * MIB))) as remote:
-        remote.begin(0)
+    with closing(Remote(task)) as remote:
+        remote.begin(0, limit=256 * MIB)
         assert remote.step(0, 2).loss > 0  # of 32 MiB
         with pytest.raises(OutOfMemory, match="out of memory"):
             remote.step(1, 2)  # of 320 MiB

@@ -15,9 +15,10 @@ import torch
 
 from halfstep.bench import sweep as sweep_module
 from halfstep.bench.bench import bench
-from halfstep.bench.lane import Begun, End, Step
+from halfstep.bench.lane import Begun, Step
 from halfstep.bench.remote import OutOfMemory, Remote
 from halfstep.bench.sweep import Asked, read_sweep, sweep
+from halfstep.bench.tally import End
 from halfstep.bench.variants import Entry, compiled
 from halfstep.cli.options import replace_text
 from halfstep.errors import DataError, WorkloadError
@@ -62,13 +63,13 @@ class Played:
     fail = None
 
     def __init__(self, task):
-        self.name, self.steps = task.level, 0
+        self.name, self.steps = task.entry.level, 0
         self.settings = task.origin.settings
 
     def close(self):
         self.log.append(("closed", self.name))
 
-    def begin(self, seed, *, counted):
+    def begin(self, seed, *, counted, limit=None):
         assert (seed, counted) == (0, True)
         return Begun(10, 50)
 
@@ -83,7 +84,7 @@ class Played:
     def end(self, *, validate):
         assert not validate
         self.log.append((self.name, self.steps + 1))
-        return End(0, 1.0, {"weights": 40}, 1000, {}, 0)
+        return End(0, 1.0, {"weights": 40}, 1000, {})
 
 
 @pytest.fixture

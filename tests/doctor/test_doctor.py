@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from halfstep import machine, saved
-from halfstep.doctor import choices, doctor, rates, settings
+from halfstep.doctor import doctor, rates, settings
 from halfstep.doctor.rates import ATTENTION, CONVOLUTION, EMULATED, NATIVE, PRODUCT
 from halfstep.errors import HalfstepError
 from halfstep.measurements import Examination, Rate, Setting
@@ -38,7 +38,7 @@ def quick(monkeypatch):
     ]
     small[0] = dataclasses.replace(small[0], operands=(torch.ones(32, 32), torch.ones(32, 32)))
     monkeypatch.setattr(rates, "works", lambda device: small)
-    monkeypatch.setattr(choices, "_LENGTHS", (16,))
+    monkeypatch.setattr(doctor, "_LENGTHS", (16,))
     for name in ("RATES_SECONDS", "WIDE_SECONDS", "SETTINGS_SECONDS"):
         monkeypatch.setattr(doctor, name, 0.01)
 
@@ -160,7 +160,7 @@ def test_a_format_without_a_kernel_is_a_row_that_says_so():
 def test_the_gain_of_native_products_is_against_emulated_ones(low, native, emulated, gain):
     rows = {f"{work}_{low}": speed for work, speed in zip(("product", "convolution"), native, strict=True)}
     rows |= {f"{work}_{low}_emulated": speed for work, speed in zip(("product", "convolution"), emulated, strict=True)}
-    assert choices.gain(rated(**rows), low) == pytest.approx(gain)
+    assert doctor.gain(rated(**rows), low) == pytest.approx(gain)
 
 
 @pytest.mark.parametrize(
@@ -172,15 +172,15 @@ def test_the_gain_of_native_products_is_against_emulated_ones(low, native, emula
     ],
 )
 def test_attention_goes_wide_up_to_the_first_length_that_loses(gains, limits, monkeypatch):
-    monkeypatch.setattr(choices, "_gain_of_wide", lambda width, length, _: gains.get((width, length), 0.9))
-    assert choices.wide_backward(seconds=0.0) == limits
+    monkeypatch.setattr(doctor, "_gain_of_wide", lambda width, length, _: gains.get((width, length), 0.9))
+    assert doctor.wide_backward(seconds=0.0) == limits
 
 
 def test_the_measured_backward_passes_are_of_the_same_gradients():
     operands = [torch.randn(1, 2, 16, 32).bfloat16() for _ in range(3)]
     grad = torch.randn(1, 2, 16, 32).bfloat16()
-    low = choices._backward(operands, grad)()
-    wide = choices._backward([each.float() for each in operands], grad.float())()
+    low = doctor._backward(operands, grad)()
+    wide = doctor._backward([each.float() for each in operands], grad.float())()
     for a, b in zip(low, wide, strict=True):
         torch.testing.assert_close(a.float(), b, rtol=0.05, atol=0.05)
 
@@ -247,7 +247,7 @@ def test_an_examination_has_all_parts_and_prints(quick):
 
 
 def test_what_is_saved_goes_before_the_table(quick, config, monkeypatch, caplog):
-    monkeypatch.setattr(choices, "_gain_of_wide", lambda *_: 2.0)
+    monkeypatch.setattr(doctor, "_gain_of_wide", lambda *_: 2.0)
     before = machine.read_processor()
     found = doctor.examine(CPU, keep=True)
     assert found.saved == str(config)
@@ -257,12 +257,12 @@ def test_what_is_saved_goes_before_the_table(quick, config, monkeypatch, caplog)
     assert caplog.text.count(str(config)) == 1  # said once
     assert machine.table_row() == before
     assert all(choice.agrees for choice in found.choices)  # with what they decide by now
-    monkeypatch.setattr(choices, "_gain_of_wide", lambda *_: 0.5)
+    monkeypatch.setattr(doctor, "_gain_of_wide", lambda *_: 0.5)
     again = doctor.examine(CPU)
     attention = again.choices[-1]
     said = (attention.used, attention.measured, attention.agrees)
     assert said == (", ".join(f"16 at head width {width}" for width in (32, 64, 128)), "never", False)
-    assert attention.table == choices._lengths(before.wide_backward)
+    assert attention.table == doctor._lengths(before.wide_backward)
     lines = [str(part) for part in doctor_report(again).renderables]
     assert any(f"{attention.used} (by the table: {attention.table}); measured here: never" in line for line in lines)
 

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 import halfstep.report.html
+import halfstep.report.page
 from docs.browser import Browser, find_browser
 from halfstep import FULL, Rule
-from halfstep.records import Finding, Verdict
+from halfstep.records import COLUMNS, Finding, Verdict
 from halfstep.report.html import page_html
 from halfstep.report.run import read_log
 from tests.report.logs import START, seen, step, write
@@ -67,6 +68,10 @@ def words(browser, name):
     return browser.run(f"document.getElementById({name!r}).textContent")
 
 
+def words_of(browser, selector):
+    return browser.run(f"[...document.querySelectorAll({selector!r})].map(each => each.textContent)")
+
+
 def count(browser, selector):
     return browser.run(f"document.querySelectorAll({selector!r}).length")
 
@@ -101,6 +106,14 @@ def test_every_chart_is_drawn_without_an_error_or_a_request(run_page):
     for name in ("small-map", "saturated-map"):
         assert browser.run(f"document.querySelector('#{name} .heatmaplayer image').getBBox().width") > 100
     assert count(browser, "table.rows tbody tr") == 2
+
+
+def test_a_number_of_the_steps_that_has_no_chart_gets_one_below_the_others(show, monkeypatch):
+    monkeypatch.setattr(halfstep.report.page, "COLUMNS", (*COLUMNS, "step"))
+    browser = show(START, *(step(number, loss=1.0) for number in (1, 2)))
+    assert browser.errors == []
+    assert words_of(browser, ".g-y4title") == ["step"]
+    assert browser.run("document.getElementById('timeline').layout.yaxis4.domain[0]") == 0
 
 
 def test_every_module_kind_and_format_can_be_chosen(run_page):
