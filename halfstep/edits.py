@@ -75,14 +75,12 @@ TYPE_PREFIX = "type:"
 class Rule:
     """The policy of all modules that match a pattern, and of all modules inside them.
 
-    `pattern` is a glob over dotted module names, such as "head" or "blocks.*.attn" (`*` matches dots too, "" is the
-    root). Or it is "type:" and a glob over class names, such as "type:LayerNorm", which is compared with the short
-    names of a module's class and of its base classes.
-
-    `buffers` says how the floating-point buffers of these modules are stored: "keep" (unchanged), "low" or "full".
-    `input` says how the floating-point inputs of the matched modules are cast: "keep" (not at all), "low", or "policy".
-    With "policy", inputs are cast to fp32 if the module computes full. They are cast to low if the module's weights are
-    low and the calling module has another policy.
+    Attributes:
+        pattern: a glob over dotted module names, such as "head" or "blocks.*.attn" (`*` matches dots too, "" is the
+            root); or "type:" and a glob over names of classes and base classes, such as "type:LayerNorm".
+        buffers: how floating-point buffers are stored: "keep" (unchanged), "low" or "full".
+        input: how floating-point inputs of the matched modules are cast: "keep" (not at all), "low", or "policy": to
+            fp32 if the module computes full, to low if its weights are low and the calling module has another policy.
 
     Raises:
         PlanError: a pattern that is not text or can match nothing, a policy that is not a Policy, an unknown `buffers`

@@ -51,32 +51,32 @@ def initialize(  # noqa: PLR0913  # the one public entry; each keyword is a docu
 ) -> Session:
     """Starts mixed precision training of a model: its forward runs under the plan, the session does backward and step.
 
-    `plan` is a level ("O0" to "O3"), a Plan, or the path of a plan file. These keywords change the plan: `low` is the
-    low-precision format; if neither `low` nor the plan sets it, the format that the device computes fast is taken and
-    logged once. `loss_scale` ("dynamic", "none", a number or a Scaling), `norms` (the width of normalisation
-    parameters) and `master` ("copy", "split" or "none") replace those of the plan; `rules` are added to its rules.
-    `ops` moves ops to other lists of the op table. `input="low"` casts all floating-point inputs of the model to low;
-    by default inputs keep their format and products cast their operands. Weights that no optimizer updates stay in
-    fp32, so that code of yours may average into them; `frozen="low"` stores them low, without masters.
-
-    `optimizer=None` is for inference; an empty list is for training whose optimizers `session.add_optimizers` will add,
-    and weights that are frozen now stay in fp32. `emulate=True` computes products of the low format in a wider one and
-    rounds them exactly. By default, this is done on a CPU whose native products in the format are less than twice as
-    fast. Each sink in `sinks` is called with each StepRecord; a `Recorder`, such as a RunLog, also gets all other
-    records.
-
-    If steps keep being skipped for a reason that no lower loss scale cures, `step` raises a NumericsError that says
-    what broke; with `on_failure="warn"` this is only logged, once. With `stepping="optimizer"` your loop keeps its own
-    `optimizer.step()`: each backward pass leaves unscaled fp32 gradients in `p.grad`, which can be read and clipped as
-    usual, and the optimizer's `step` is skipped if a gradient is not finite.
-
     If the model is still in a session, that session is closed first, with a warning. Trainable parameters in bf16 or
     fp16, such as those of a model from a hub, become fp32 weights at O1, get fp32 masters at O2, and train without fp32
     values at O3; a warning says what was done. For a sharded model, every process must make this call.
 
-    `process_group` are the processes that step together though they hold different models, such as the stages of a
-    pipeline: they agree on each skip, the loss scale and the gradient norm. Stages of torch.distributed.pipelining,
-    replicas and shards are found without it.
+    Args:
+        model: a module, or several that train together.
+        optimizer: one or several; None for inference. An empty list is for `session.add_optimizers`.
+        plan: a level ("O0" to "O3"), a Plan, or the path of a plan file.
+        low: the low-precision format; by default the plan's, or else the one that the device computes fast.
+        loss_scale: "dynamic", "none", a number or a Scaling, instead of the plan's.
+        norms: the width of normalisation parameters, instead of the plan's.
+        master: "copy", "split" or "none", instead of the plan's.
+        rules: rules that are added to the plan's.
+        ops: ops that move to other lists of the op table, by list.
+        input: "low" casts all floating inputs of the model; by default they keep their format.
+        frozen: "low" stores weights that no optimizer updates low, without masters; by default they stay in fp32, so
+            that your code can average into them.
+        emulate: whether products of the low format are computed in a wider one and rounded exactly; by default on a
+            CPU whose native products are less than twice as fast.
+        process_group: processes that step together though they hold different models, such as the stages of a pipeline
+            written by hand. Stages of torch.distributed.pipelining, replicas and shards are found without it.
+        sinks: are called with each StepRecord; a `Recorder`, such as a RunLog, also gets all other records.
+        on_failure: if steps keep being skipped and no lower loss scale cures this, `step` raises a NumericsError that
+            says what broke; with "warn" this is only logged, once.
+        stepping: with "optimizer" your loop keeps its own `optimizer.step()`, which is skipped if a gradient is not
+            finite. Each backward pass leaves unscaled fp32 gradients in `p.grad`, to be read and clipped as usual.
 
     Raises:
         PlanError: the plan or a keyword is unknown, contradicts its level or fits no module.

@@ -23,14 +23,14 @@ from halfstep.kinds import Kind
 class StepRecord:
     """What one `session.step()` did, as tensors on the device; only reading a tensor on the host waits for the device.
 
-    `step` counts calls of `step()` from 1. `skipped` is a 0-dim bool tensor, true if a non-finite gradient or loss
-    prevented the update. `scale` is the loss scale that the gradients of this step carried (fp32, 1.0 if scaling is
-    off). `grad_norm` is the global L2 norm of the unscaled gradients before clipping (fp32); it is None at O0 without
-    `max_norm`, where halfstep reads no gradient. `synced` says that this step waited for the device once, because the
-    optimizer could not skip a step on the device by itself.
-
-    `loss` is the sum of the losses passed to `backward` since the last step, without the loss scale; it is None if none
-    of them was a scalar. If there was only one loss, `loss` is that tensor, detached: copy it to keep it.
+    Attributes:
+        step: counts calls of `step()` from 1.
+        skipped: a 0-dim bool tensor, true if a non-finite gradient or loss prevented the update.
+        scale: the loss scale that the gradients of this step carried; 1.0 if scaling is off.
+        grad_norm: the global L2 norm of the unscaled gradients before clipping; None at O0 without `max_norm`.
+        synced: whether the step waited for the device once, as with optimizers that cannot skip a step on the device.
+        loss: the sum of the losses passed to `backward` since the last step, unscaled; None if none was a scalar. If
+            there was only one, it is that tensor, detached: copy it to keep it.
     """
 
     step: int
@@ -76,11 +76,12 @@ class SessionStart:
 class Status:
     """The state of a session, read on the host: plan, scale, skips, non-finite parameters by name, bytes of memory.
 
-    `scales` maps each loss id that was used to its loss scale. `memory` has the bytes of weights, masters (copies, or
-    the additional 16 bits of split masters), gradients and optimizer state. `nonfinite_gradients` names the parameters
-    whose infinite or NaN gradients caused the last step to be skipped. `spoiled_by` has the ranks of the processes
-    whose own loss (or a gradient of whose own stage of a pipeline) was infinite or NaN in the last step; it is empty if
-    one process trains alone, and inside DistributedDataParallel's `join()`.
+    Attributes:
+        scales: the loss scale of each loss id that was used.
+        memory: bytes of weights, masters (copies, or the other 16 bits of split masters), gradients, optimizer state.
+        nonfinite_gradients: the parameters whose infinite or NaN gradients caused the last step to be skipped.
+        spoiled_by: ranks of processes whose own loss (or a gradient of whose own stage of a pipeline) was not finite
+            in the last step; empty if one process trains alone, and inside DistributedDataParallel's `join()`.
     """
 
     level: str
@@ -174,10 +175,9 @@ def _stat(meaning: str, merge: Callable[[Any, Any], Any] = operator.add) -> Any:
 class TensorStats:
     """Counts, sums and an exponent histogram of one tensor, or of several merged; `a + b` merges two.
 
-    `count`, `zeros`, `negatives`, `infinities` and `nans` are numbers of elements. `exponents` has 256 counts of the
-    finite nonzero elements: entry e counts those with 2**(e - 127) <= |x| < 2**(e - 126), so entry 127 has those from 1
-    to 2, and entry 0 has the subnormals of fp32. `total`, `squares` and `amax` are the sum, the sum of the squares and
-    the largest magnitude of the finite elements.
+    Entry e of `exponents` counts the elements with 2**(e - 127) <= |x| < 2**(e - 126): entry 127 has those from 1 to 2,
+    entry 0 the subnormals of fp32. `total`, `squares` and `amax` are the sum, the sum of the squares and the largest
+    magnitude of the finite elements. The other fields are numbers of elements.
     """
 
     # These fields decide which statistics exist: the rows of kernels/stats.py, the lines of a log and `a + b` are
@@ -266,10 +266,9 @@ def _limits(fmt: Format | torch.dtype | str, scale: float) -> Limits:
 class AbsorbedOverflow:
     """An overflow that another operation made finite again, so that no value shows that the result is wrong.
 
-    `operator`, called at the line `where`, has the result `exact` in fp32, but infinity in `format`. Then `by`, called
-    at the line `by_where`, absorbed the infinity: an element of its result is `got`, but would be `want` in fp32. `off`
-    is the relative error of the row with that element. Operators have their public torch names; a line is None if it is
-    not known.
+    `operator`, called at the line `where`, is `exact` in fp32 and infinite in `format`. Then `by`, called at the line
+    `by_where`, absorbed the infinity: an element of its result is `got`, and would be `want` in fp32. `off` is the
+    relative error of the row with that element. Operators have their names in torch; an unknown line is None.
     """
 
     operator: str
@@ -295,18 +294,15 @@ class AbsorbedOverflow:
 class Observation:
     """The statistics of one tensor of one module at one step.
 
-    `kind` is one of `TENSOR_KINDS`, `UPDATE` or `ABSORBED`. `name` tells several tensors of one kind apart: it is the
-    name of the parameter, or the place in the module's output. `format` is the format that the tensor was stored in.
-    `scale` is the loss scale in the values that were counted, which are the true values times `scale` (1 for weights
-    and activations). `sampled` says that only some elements were read; `stats.count` is then their number.
-
-    For kind `UPDATE` the elements are what the step added to each weight before any rounding, divided by the distance
-    from the stored weight to the next larger value of its format: an update below one half does not change the stored
-    weight.
-
-    For kind `ABSORBED` (an overflow that a later operation made finite again) the elements are the fp32 values that
-    overflowed in `format`, and `absorbed` says in which operation they overflowed and what it led to; for other kinds
-    `absorbed` is None.
+    Attributes:
+        kind: one of `TENSOR_KINDS`, `UPDATE` or `ABSORBED`. The elements of an `UPDATE` are what the step added to each
+            weight, over the distance from the stored weight to the next larger value of its format: below one half it
+            does not change the stored weight. Those of an `ABSORBED` overflow are the fp32 values that overflowed.
+        name: tells several tensors of one kind apart: the name of the parameter, or the place in the module's output.
+        format: the format that the tensor was stored in.
+        scale: the counted values are the true ones times this loss scale (1 for weights and activations).
+        sampled: whether only some elements were read; `stats.count` is then their number.
+        absorbed: which operation overflowed and what it led to; None for other kinds.
     """
 
     step: int
@@ -323,10 +319,9 @@ class Observation:
     def lost_updates(self) -> float | None:
         """The share of updates that were smaller than half a unit in the last place; None if `kind` is not `UPDATE`.
 
-        Updates of exactly zero (no gradient, a skipped step) are not counted. If the weight has a master, small updates
-        add up in the master; if it has no master (O3), they are lost for good. For optimizers whose own step
-        runs, and for those that need whole weights (LAMB, NovoGrad), only changes of the fp32 value are seen: an update
-        that fp32 rounds away counts as zero.
+        Updates of exactly zero (no gradient, a skipped step) are not counted. Small updates add up in a master; without
+        one (O3) they are lost for good. For optimizers whose own step runs, and for Lamb and NovoGrad, only the change
+        of the fp32 value is seen: an update that fp32 rounds away counts as zero.
         """
         if self.kind != UPDATE:
             return None
@@ -337,8 +332,8 @@ class Observation:
 class OpCall:
     """One operation as it ran: `operator` is its aten name; the formats and ranges are those of its inputs and outputs.
 
-    A range is (smallest, largest) of the finite elements, or None if there are none. `line` is the line of the user's
-    code that called the operation, such as "file.py:12 in forward", or None if it is not known.
+    A range is (smallest, largest) of the finite elements, None if there are none. `line` is the line of the user's code
+    that called it, such as "file.py:12 in forward", None if it is not known.
     """
 
     module: str
@@ -355,12 +350,15 @@ class OpCall:
 class Verdict:
     """Which operation made the first non-finite value that reached the loss or a gradient, and what cures it.
 
-    `module` is the dotted name of the module ("" is the model itself, or code outside of the model if `outside` is
-    true). `operator` is the public torch name of the op. `phase` is "forward", "backward" or "after backward" (user
-    code that changes gradients). `kind` is the kind of failure, and `where` is the line of the user's code. `cure`
-    holds the edits for `plan.edit(*verdict.cure)`, empty if no edit cures it. `advice` says in words what to do, and
-    `evidence` says which values were seen. `call` is the operation, None if no operation is at fault (bad input data,
-    bad weights).
+    Attributes:
+        module: the dotted name of the module; "" is the model itself, or code outside of it if `outside` is true.
+        operator: the name of the op in torch.
+        phase: "forward", "backward" or "after backward" (user code that changes gradients).
+        where: the line of the user's code.
+        cure: the edits for `plan.edit(*verdict.cure)`; empty if no edit cures the fault.
+        evidence: which values were seen.
+        advice: what to do, in words.
+        call: the operation; None if no operation is at fault (bad input data, bad weights).
     """
 
     module: str
@@ -405,8 +403,8 @@ class NumericsError(HalfstepError, ArithmeticError):
 class Finding:
     """Something that a check found: `severity` is one of `SEVERITIES`, `code` is a short fixed name of its kind.
 
-    `place` names the module, parameter or operation, `evidence` says what was seen there, `advice` what to do; `cure`
-    holds the edits for `plan.edit(*finding.cure)`, empty if no edit cures it.
+    `place` names the module, parameter or operation, `evidence` says what was seen there, and `advice` what to do.
+    `cure` has the edits for `plan.edit(*finding.cure)`, empty if no edit cures it.
     """
 
     severity: str
@@ -461,12 +459,14 @@ class Recorder(Protocol):
 class Rounded:
     """What rounding to a format would do to the tensors of one kind of one module, over all steps.
 
-    `kind` is one of `TENSOR_KINDS`; gradients are multiplied by `scale` first. `lost` is the share of nonzero elements
-    that become zero, and `saturated` the share of all elements that are beyond the format's largest value. For
-    gradients, both shares include elements that became zero or overflowed earlier in the backward pass. `snr_db` is the
-    signal-to-noise ratio of the rounding in decibels: the sum of the squared fp32 values over the sum of their squared
-    errors, infinite if all values are exact. `low` is false if the plan keeps these tensors in fp32; `lost` and
-    `saturated` then come only from the rounding of earlier tensors. `stats` counts the fp32 values, without the scale.
+    Attributes:
+        kind: one of `TENSOR_KINDS`; gradients are multiplied by `scale` first.
+        low: false if the plan keeps these tensors in fp32, so that losses come only from the rounding of earlier ones.
+        lost: the share of nonzero elements that become zero; of gradients also those lost earlier in the backward pass.
+        saturated: the share of all elements beyond the format's largest value; of gradients likewise.
+        snr_db: the signal-to-noise ratio in decibels: the sum of the squared fp32 values over that of their squared
+            errors, infinite if all values are exact.
+        stats: counts of the fp32 values, without the scale.
     """
 
     module: str
@@ -484,12 +484,14 @@ class Rounded:
 class ScaleRange:
     """Which constant loss scales are safe in a format, and where a dynamic one settles.
 
-    `largest` is the scale at which the largest gradient reaches the format's largest value. `largest_gradient` is the
-    magnitude of that gradient; gradients between operations inside modules count too. `place` is the module with the
-    largest gradient at its output or weights. `smallest` is the smallest power of two at which the gradients of every
-    module have a signal-to-noise ratio of at least 20 dB (None: no scale reaches that). `recommended` is a power of two
-    with room for gradients 64 times as large, and `edit` is that scale as an edit of a plan. A dynamic scale settles
-    between the two values of `settles`.
+    Attributes:
+        largest: the scale at which the largest gradient reaches the format's largest value.
+        largest_gradient: the magnitude of that gradient, which may be one between operations inside a module.
+        place: the module with the largest gradient at its output or weights.
+        smallest: the smallest power of two at which the gradients of every module have a signal-to-noise ratio of at
+            least 20 dB; None if no scale reaches that.
+        recommended: a power of two with room for gradients 64 times as large; `edit` is this scale as an edit.
+        settles: a dynamic scale settles between these two values.
     """
 
     format: str
@@ -506,10 +508,9 @@ class ScaleRange:
 class WhatIf:
     """What training in other formats would do, predicted from `steps` steps in fp32.
 
-    `plan` names the plan that decides which tensors are low, `rows` has an entry per format, module and kind, `scales`
-    has one per format. `stay_full` has, by format, the findings on modules that should be fp32: the `cure` of each
-    finding is the edit that keeps the module full. For fp16 it also has the findings on overflows that would be
-    absorbed.
+    `plan` names the plan that decides which tensors are low. `rows` has an entry per format, module and kind, `scales`
+    one per format. `stay_full` has, by format, findings on modules that should be fp32, whose `cure` is the edit that
+    does so. For fp16 it also has findings on overflows that would be absorbed.
     """
 
     plan: str

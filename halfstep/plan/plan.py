@@ -21,14 +21,17 @@ PlanOutput = Literal["full", "low", "keep"]
 class Plan:
     """How a model trains: which format, what is stored in it, which ops run in it, and how the update is kept precise.
 
-    `low` is the low-precision format, bf16 or fp16 (a torch.dtype or a name is accepted too). `param` is the width of
-    stored weights, and `norms` the width of normalisation parameters if weights are low. `ops` is "table" if the op
-    table chooses the format of each op, and "none" if ops run as written. `master` says how the fp32 values of low
-    weights are kept: as a "copy", "split" into the bf16 weights and 16 further bits, or not at all ("none"). `scale` is
-    the loss scale. `input` says whether the model's inputs keep their format (products then cast their operands) or are
-    cast to low first. `output` is the width of what the model returns ("keep": unchanged). `frozen` is the width of
-    stored weights that no optimizer updates: "full" keeps them in fp32, so that averages that a training loop writes
-    into them are exact; "low" stores them as the other weights, but without masters.
+    Attributes:
+        low: the low-precision format, bf16 or fp16 (a torch.dtype or a name is accepted too).
+        param: the width of stored weights.
+        ops: "table" if the op table chooses the format of each op, "none" if ops run as written.
+        norms: the width of normalisation parameters if weights are low.
+        master: how the fp32 values of low weights are kept: as a "copy", "split" into the bf16 weight and 16 more bits,
+            or not at all ("none").
+        output: the width of what the model returns; "keep": unchanged.
+        input: "low" casts the model's inputs; with "keep" products cast their operands.
+        frozen: the width of stored weights that no optimizer updates. "full" keeps what a loop averages into them
+            exact; "low" stores them low, without masters.
 
     Raises:
         PlanError: an invalid field, or fields that contradict each other; the message says why.

@@ -32,17 +32,17 @@ QUANTIZED = ("torch.ao.nn.quantized.", "torch.nn.quantized.")
 class ModuleFormats:
     """The formats that a plan gives one module.
 
-    `param` is the format in which the plan stores the module's own parameters (None if it has none). `kept` names those
-    that stay in fp32 although the plan stores weights low, because no optimizer of the session updates them. `compute`
-    is the format in which ops of the op table's allow list run (None if nothing is cast). `buffers` is the format of
-    its floating buffers (None: unchanged).
-
-    If `boundary` is True, each call of the module casts floating inputs to `input` (None: unchanged) and outputs to
-    `output` ("input": the format of the first floating input; None: unchanged). If `door` is True, the plan also
-    applies when user code calls the module directly, as in `model.encoder(x)`, and not through the model's forward.
-
-    `reason` says what decided, `aliases` are further names of a shared module, and `model` is the number of the model,
-    from 0.
+    Attributes:
+        param: in which the module's own parameters are stored; None if it has none.
+        kept: those that stay in fp32 although the plan stores weights low, since no optimizer updates them.
+        compute: in which ops of the op table's allow list run; None if nothing is cast.
+        buffers: of its floating buffers; None: unchanged.
+        boundary: whether each call casts floating inputs to `input` and outputs to `output` (None: unchanged).
+        output: "input" is the format of the first floating input.
+        door: whether the plan also applies when user code calls the module directly, as in `model.encoder(x)`.
+        reason: what decided.
+        aliases: further names of a shared module.
+        model: the number of the model, from 0.
     """
 
     name: str

@@ -45,11 +45,10 @@ class Process:
 class Run:
     """The content of a run log; if the run went back and repeated steps, only the last repetition counts.
 
-    `plan`, `emulated`, `modules`, `machine` and `process` describe the last session, and are None or empty if there was
-    no session. `plan` has the form of `plan.io.to_dict`; `process` is the rank if several processes train together.
-    `observed` are the steps that have observations. `notes` say what is missing or damaged. `returns` has a (line,
-    step) pair for each time that the run went back to a step. `end` is the number of the last line that was read: a run
-    that is still going on may have written more since.
+    `plan` (in the form of `plan.io.to_dict`), `emulated`, `modules`, `machine` and `process` (the rank if several
+    processes train together) describe the last session, and are None or empty if there was no session. `observed` are
+    the steps that have observations. `notes` say what is missing or damaged. `returns` has a (line, step) pair for each
+    time that the run went back to a step. `end` is the number of the last line that was read.
     """
 
     path: Path

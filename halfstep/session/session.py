@@ -664,30 +664,25 @@ class Session:
     ) -> Probe:
         """Returns a probe that measures tensors of the model at the next step and then at every `every`-th step.
 
-        With several optimizers of which only some make a measured step, the probe measures the following steps too, up
-        to 8 in all, until each optimizer has made one. Weights are read at the first of them; an observation has the
-        number of the step at which it was read.
+        `probe.flush()` returns the observations. Several passes before a step are counted together. A module that only
+        returns what a module inside it returned has no activations, nor has one whose forward is never called (such as
+        `out_proj` of MultiheadAttention). Compiled models run uncompiled at measured steps.
 
-        `modules` are patterns as in a Rule ("blocks.0", "*.attn", "type:Linear"); a pattern selects the modules that
-        match it and all modules inside them.
+        With several optimizers of which only some make a measured step, the following steps are measured too, up to 8
+        in all, until each optimizer has made one. Weights are read at the first of them.
 
-        `tensors` are kinds: "weight" (as stored, before the step), "weight_grad" (as stored in `p.grad` at the step),
-        "activation" (what a module's forward returns, in passes with gradients on), "activation_grad" (the gradient of
-        the activation), and "update" (what the step adds to each weight, in units of the weight's last place, from
-        which `Observation.lost_updates` follows). `sample` limits how many elements of each tensor are read.
-
-        Several passes before a step are counted together. There are no activations of a module that only returns what a
-        module inside it returned, nor of one whose forward is never called (such as `out_proj` of MultiheadAttention).
-        Their weights are measured.
-
-        With `absorbed=True`, the probe also looks for overflows that a later operation makes finite again, in all
-        training forwards of a measured step and in the losses after them. It reports each that a loss passed to the
-        session depends on, as an observation of kind "absorbed", whose field `absorbed` tells where the overflow
-        occurred and with what values. This waits for the device at each result in low precision, and takes some 20
-        microseconds of Python for each operation.
-
-        Compiled models run uncompiled at measured steps. `probe.flush()` returns the observations; `log` and the
-        session's sinks that are Recorders get each observation as it arrives.
+        Args:
+            every: the distance of the measured steps.
+            modules: patterns as in a Rule ("blocks.0", "*.attn", "type:Linear"); modules inside a match are included.
+            tensors: kinds: "weight" (as stored, before the step), "weight_grad" (as in `p.grad` at the step),
+                "activation" (what a module's forward returns, in passes with gradients on), "activation_grad" (its
+                gradient), and "update" (what the step adds to each weight, see `Observation.lost_updates`).
+            sample: how many elements of each tensor are read at most.
+            log: gets each observation as it arrives, as the session's sinks that are Recorders do.
+            absorbed: whether to look also for overflows that a later operation makes finite again, in all training
+                forwards of a measured step and the losses after them. Each that a loss passed to the session depends on
+                is an observation of kind "absorbed". This waits for the device at each low result, and takes some 20
+                microseconds of Python for each operation.
 
         Raises:
             ObserveError: a pattern matches no module, there is nothing to measure, or a setting is not allowed.
