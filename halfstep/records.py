@@ -53,7 +53,7 @@ class StepValues:
     loss: float | None
 
 
-# the numbers of a step, which a StepRecord has as tensors or None, and all sinks and the page show
+# The numbers of a step, tensors or None in a StepRecord, that all sinks and the page show.
 COLUMNS = tuple(each.name for each in fields(StepValues) if each.name not in ("step", "time", "skipped"))
 
 

@@ -26,7 +26,7 @@ INSIDE = (
     "an operation got two formats in a forward under the plan: halfstep.check(session, closure) names the operation, "
     f"and the edit that keeps its module in fp32; {more(MISMATCH)}"
 )
-# torch's words for formats that do not go together
+# How torch words errors about formats that do not go together.
 MIXED = re.compile(
     r"same (dtype|type|scalar type)|equal to src\.dtype|expected (scalar type|dtype)|should be the same|mixed dtype"
     r"|[Tt]ype promoting not supported|dtypes? .*(differ|match)|did not match|have dtype"

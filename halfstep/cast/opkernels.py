@@ -39,22 +39,22 @@ Act = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")
 _STATISTICS = ("batch_norm", "instance_norm")
-# takes a low input with fp32 parameters and computes in fp32, in 0.4 of the time that two casts around cost
+# These ops take a low input with fp32 parameters and compute in fp32, in 0.4 of the time that they take with two casts.
 _MIXED_ON_CPU = ("group_norm",)
-# adds up the gradients of its parameters in the format of its input, whatever theirs is (torch 2.13)
+# These add up the gradients of their parameters in the format of their input, whatever theirs is (torch 2.13).
 _LOW_SUMS_ON_CPU = ("layer_norm", "native_layer_norm")
-# of whose parts none has a row, but those that run in the formats that the row of the whole has chosen
+# None of these ops' parts has a row, except parts that run in the formats that the row of the whole has chosen.
 _WHOLE = ("layer_norm", "native_layer_norm", "group_norm", "batch_norm")
 _TRACING = DispatchKey.PythonDispatcher
 _NUMBERS = (int, float, complex, torch.SymInt, torch.SymFloat)
 _COMPOSITE = DispatchKey.CompositeImplicitAutograd
-# a method each: `to` takes 1.5 us longer to read its arguments
+# A method for each format: `to` takes 1.5 us longer to read its arguments.
 _CASTS: dict[torch.dtype, Callable[[Tensor], Tensor]] = {
     torch.float32: Tensor.float,
     torch.bfloat16: Tensor.bfloat16,
     torch.float16: Tensor.half,
 }
-# refuse low tensors whatever dtype says
+# These ops refuse low tensors, whatever their `dtype` says.
 _DTYPE_IN_VAIN = ("linalg_matrix_norm",)
 
 

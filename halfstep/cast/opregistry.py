@@ -50,7 +50,7 @@ from halfstep.torch_internals import (
 from halfstep.version import __version__
 
 _APPLY = torch.autograd.Function.apply.__code__
-# which torch's own kernels for autocast call: those switch off the key of the device type, and no other
+# torch's own kernels for autocast call these ops, and switch off only the key of the device type.
 _PARTS = ("convolution", "_convolution", "_convolution.deprecated")
 MARKERS = ("ipu", "hpu", "xla", "mtia", "maia")
 

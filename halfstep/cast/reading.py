@@ -19,7 +19,7 @@ from halfstep.plan.norms import norm_kind
 from halfstep.plan.resolve import ModuleFormats
 from halfstep.torch_internals import own_parameter, tree_map_only, without_subclasses
 
-# torch's own forwards of these cast what they compute with, or return the format of their input
+# torch's own forwards of these modules cast what they compute with, or return the format of their input.
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _CASTING = (nn.Linear, *_CONVOLUTIONS, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention, nn.PReLU)
 _DATA = (Tensor.data.__get__, Tensor.data.__set__)  # type: ignore[attr-defined]

@@ -65,8 +65,8 @@ def whatif(
     suitable scale.
 
     If `formats` include fp16, the closure is called once more at the end, under `plan` in fp16, to find overflows that
-    a later operation makes finite again. `stay_full` has a finding for each of them, with the code "overflow absorbed",
-    and one with the code "not finite" if the loss of this pass is not finite and no other finding says why.
+    a later operation makes finite again. `stay_full` has a finding "overflow absorbed" for each of them, and a finding
+    "not finite" if the loss of this pass is not finite and no other finding says why.
 
     Afterwards weights, gradients, buffers, optimizer state and random states are as before, and so are the gradients of
     other tensors that the loss depends on.

@@ -41,10 +41,9 @@ class Watch(Protocol):
 class Probe(AbstractContextManager["Probe"]):
     """Observes some steps of a session; made by `session.observe`, ended by `detach()` or by leaving its `with` block.
 
-    It observes the first step after it was made, then each step whose number is divisible by `every`. If a session has
-    several optimizers and only some of them make that step, the probe also observes the following steps until each
-    optimizer has stepped, but at most 8 (`LONGEST`) in a row. Between observed steps nothing is attached to the
-    model. The statistics stay on the device; `flush()` reads them all at once.
+    It observes the first step after it was made, then each step whose number is divisible by `every`. With several
+    optimizers it goes on until each has stepped, but for at most 8 steps (`LONGEST`). Between observed steps nothing is
+    attached to the model. The statistics stay on the device; `flush()` reads them all at once.
     """
 
     def __init__(

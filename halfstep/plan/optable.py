@@ -42,7 +42,7 @@ class ListedOp:
     source: Source
 
 
-# source, category, why, overloads
+# Each row: source, category, why, overloads.
 _TABLE: tuple[tuple[Source, OpList, str, str], ...] = (
     (
         "torch",
@@ -223,15 +223,15 @@ CARRIED = ("cat", "stack", "clone", "index.Tensor", "index_select", "gather", "m
 _STOCK_DIFFERS: Mapping[tuple[str, str], Action] = {
     ("cpu", "grid_sampler"): "full",
     ("cpu", "binary_cross_entropy"): "full",
-    # asks for an fp32 result of a low input, which these refuse
+    # torch's row asks for an fp32 result of a low input, which these refuse.
     ("cuda", "linalg_matrix_norm"): "pass",
     ("cuda", "linalg_matrix_norm.str_ord"): "pass",
 }
 _BY_CATEGORY: Mapping[OpList, Action] = {"allow": "low", "deny": "full", "promote": "promote", "infer": "pass"}
-# also those that a model computes inside its forward: a loss of 4.18 is 4.22 in bf16
+# Losses are full inside the model too: one of 4.18 is 4.22 in bf16.
 _FULL_AT_LOW_WEIGHTS = ("no low kernel", "loss")
 
-# public names whose kernels have other names
+# Kernels whose names are not the public name of the op.
 _ALIASES: Mapping[str, tuple[str, ...]] = {
     "cross_entropy": ("cross_entropy_loss",),
     "grid_sample": ("grid_sampler",),

@@ -118,7 +118,7 @@ class OpLine:
     cuda: str
 
 
-# what a plan does to ops without a row
+# What a plan does to ops without a row.
 _WITHOUT_ROW: Mapping[Action, OpLine] = {
     "gather": OpLine("", ABSENT, "sums of gradients", "halfstep", WORDS["gather"], "halfstep", ABSENT),
     "probability": OpLine("", ABSENT, "logarithms outside", "halfstep", WORDS["probability"], "halfstep", "halfstep"),
