@@ -22,8 +22,7 @@ from halfstep.plan.choose import choose_plan
 from halfstep.plan.compatibility import as_list, first_device
 from halfstep.plan.levels import customize
 from halfstep.plan.plan import Master, Plan, PlanInput
-from halfstep.processes.agree import agreed
-from halfstep.processes.gone import telling_of_errors
+from halfstep.processes.collectives import agreed, telling_of_errors
 from halfstep.session.decide import Stepping
 from halfstep.session.open import open_session
 from halfstep.session.session import Session, Sink

@@ -34,7 +34,7 @@ from halfstep.machine import (
     units,
 )
 from halfstep.processes import agree
-from halfstep.processes.agree import agreed
+from halfstep.processes.collectives import agreed
 from halfstep.version import __version__
 
 needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed here")

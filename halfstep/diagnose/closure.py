@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from halfstep.diagnose.rewind import is_readable
 from halfstep.errors import SessionError
 from halfstep.observe.nonfinite import unwrapped
-from halfstep.scale.leaves import leaves_of
+from halfstep.scale.loss import leaves_of
 from halfstep.stack import begin_pass
 from halfstep.torch_internals import tree_leaves, without_modes
 

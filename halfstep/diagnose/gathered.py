@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from halfstep.errors import SessionError, SetupError
 from halfstep.machine import free_bytes
 from halfstep.plan.plan import Plan
-from halfstep.processes.one_rank import full_state, run_on_rank
+from halfstep.processes.collectives import full_state, run_on_rank
 from halfstep.processes.shards import group_of, reshard, sharded_parameters
 from halfstep.session.session import Session
 from halfstep.sharded import fsdp_modules

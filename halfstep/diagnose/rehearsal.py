@@ -17,7 +17,7 @@ from halfstep.errors import SessionError, SetupError
 from halfstep.modes import uncompiled
 from halfstep.plan.plan import Plan
 from halfstep.processes.shards import reshard, sharded_parameters
-from halfstep.scale.leaves import leaves_of
+from halfstep.scale.loss import leaves_of
 from halfstep.session.session import Session
 from halfstep.torch_internals import compiled_module, hooks_of, parameters_of
 

@@ -18,7 +18,7 @@ from torch.nn.parallel.scatter_gather import scatter_kwargs
 
 from halfstep.cast.copies import OURS
 from halfstep.cast.enter import put_in_place
-from halfstep.processes.replicas import wrappers_of
+from halfstep.processes.wrappers import wrappers_of
 from halfstep.torch_internals import buffers_of, post_accumulate_hooks_of, version_of
 
 _NOT_STATE = frozenset(vars(nn.Module())) | OURS

@@ -20,7 +20,7 @@ from halfstep.formats import TF32, Format, round_nearest, saturate
 from halfstep.modes import as_called
 from halfstep.observe.locator import Locator
 from halfstep.plan.matching import uncompiled
-from halfstep.scale.leaves import graph_nodes
+from halfstep.scale.loss import graph_nodes
 from halfstep.torch_internals import (
     TorchDispatchMode,
     next_sequence_number,

@@ -32,8 +32,8 @@ from halfstep.plan.levels import customize, loss_scale_of
 from halfstep.plan.matching import uncompiled
 from halfstep.plan.plan import Plan
 from halfstep.plan.resolve import resolve
-from halfstep.processes.agree import agreed
-from halfstep.processes.replicas import alone, wrappers_of
+from halfstep.processes.collectives import agreed
+from halfstep.processes.wrappers import alone, wrappers_of
 from halfstep.records import Finding, Observation, Rounded, WhatIf, absorbed_finding
 from halfstep.scale.loss import FP16_LOSS_CEILING
 from halfstep.session.open import open_session

@@ -130,8 +130,6 @@ def check_models(models: Sequence[nn.Module], plan: Plan, made_low: Iterable[nn.
             raise SetupError(
                 f"{type(model).__name__} has no floating-point parameters; there is nothing to train in low precision"
             )
-        if plan.param == "low":
-            _refuse_wrapped(model, plan)
 
 
 def loaded_low(models: Sequence[nn.Module], plan: Plan, made_low: Iterable[nn.Parameter]) -> list[nn.Parameter]:
@@ -151,15 +149,6 @@ def _refuse_lazy(model: nn.Module) -> None:
 
 def _shards(module: nn.Module) -> bool:
     return any(cls.__name__ == "FullyShardedDataParallel" for cls in type(module).__mro__)
-
-
-def _refuse_wrapped(model: nn.Module, plan: Plan) -> None:
-    for name, module in model.named_modules():
-        if isinstance(module, nn.parallel.DistributedDataParallel):
-            raise SetupError(
-                f"{name or 'the model'} is wrapped in {type(module).__name__}, which would silently stop reducing "
-                f"gradients when the weights change format at {plan.name}; call halfstep.initialize first, then wrap"
-            )
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], models: Sequence[nn.Module]) -> None:

@@ -30,8 +30,8 @@ from halfstep.plan.compatibility import (
 )
 from halfstep.plan.plan import Plan
 from halfstep.plan.resolve import Assignment, check_forwards, resolve
-from halfstep.processes.replicas import living_wrappers_of
 from halfstep.processes.shards import reshard
+from halfstep.processes.wrappers import refuse_wrapped
 from halfstep.sharded import is_sharded
 from halfstep.torch_internals import parameters_of
 
@@ -108,7 +108,8 @@ def decide(  # noqa: PLR0913  # all that it depends on
         raise SetupError(MPS.format(plan=plan.name))
     roots = tuple(unwrap(model) for model in models)
     check_models(models, plan, made_low)
-    _refuse_wrapped_before(roots, plan)
+    if plan.param == "low":
+        refuse_wrapped(roots, f"the weights change format at {plan.name}")
     check_optimizers(optimizers, models)
     check_training(optimizers, models, plan)
     untrained = places_untrained(roots, optimizers) if training else frozenset()
@@ -279,14 +280,3 @@ def _refuse_whole_rows(optimizers: Sequence[Optimizer], plan: Plan) -> None:
                 "processes; use torch.optim.AdamW, Adam or SGD, or halfstep.Lion, or train replicas under "
                 "DistributedDataParallel"
             )
-
-
-def _refuse_wrapped_before(roots: Sequence[nn.Module], plan: Plan) -> None:
-    """Refuses models that are already wrapped in DistributedDataParallel, if the plan stores their weights low."""
-    if plan.param == "low" and living_wrappers_of(roots):
-        raise SetupError(
-            "the model has been wrapped in DistributedDataParallel, which would silently stop reducing gradients when "
-            f"the weights change format at {plan.name}; delete all references to earlier wrappers, call "
-            "`session = halfstep.initialize(model, optimizer, ...)` first, then "
-            "`wrapped = DistributedDataParallel(model)`"
-        )

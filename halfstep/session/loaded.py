@@ -12,13 +12,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from halfstep.cast.modules import cast_buffers
-from halfstep.errors import SetupError
 from halfstep.optim.masters import give_dtype
 from halfstep.optim.state import widen_states
 from halfstep.plan.compatibility import loaded_low, unwrap
 from halfstep.plan.plan import Plan
-from halfstep.processes.replicas import living_wrappers_of
 from halfstep.processes.shards import reshard
+from halfstep.processes.wrappers import refuse_wrapped
 from halfstep.torch_internals import parameters_of
 
 _LOG = logging.getLogger("halfstep")
@@ -41,11 +40,8 @@ def widened(
     reshard(models)  # else the low weights that FSDP2 gathered for an evaluation would be taken for the model's
     loaded = {id(p): p for p in loaded_low(models, plan, made_low)}
     roots = [unwrap(model) for model in models]
-    if loaded and living_wrappers_of(roots):
-        raise SetupError(
-            "the model has been wrapped in DistributedDataParallel, which would silently stop reducing gradients when "
-            "the model's trainable weights in low precision become fp32; call halfstep.initialize first, then wrap"
-        )
+    if loaded:
+        refuse_wrapped(roots, "its trainable weights in low precision become fp32")
     put_back: list[Callable[[], None]] = [partial(give_dtype, p, p.dtype) for p in loaded.values()]
     message = _what_became(list(loaded.values()), plan) + ("" if optimizers else FOR_INFERENCE)
     try:

@@ -16,7 +16,7 @@ from halfstep.machine import DeviceFacts
 from halfstep.modes import ordinary_tensors
 from halfstep.plan.compatibility import named, unwrap
 from halfstep.plan.plan import Plan
-from halfstep.processes.gone import telling_of_errors
+from halfstep.processes.collectives import telling_of_errors
 from halfstep.session.decide import (
     Stepping,
     decide,

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfstep.errors import SessionError
-from halfstep.optim.masters import MasterStore
-from halfstep.optim.steppers import Stepper, make_stepper, needs_closure
+from halfstep.optim.steppers import Stepper
 from halfstep.plan.compatibility import FSDP_LINES, named
-from halfstep.processes.replicas import Replicas
 from halfstep.processes.shards import local, reshard
-from halfstep.records import StepRecord
-from halfstep.scale.accumulator import Collected, GradientAccumulator
-from halfstep.scale.norm import Reading
+from halfstep.scale.accumulator import GradientAccumulator
 from halfstep.torch_internals import sparse_indices, sparse_values
 
 
@@ -35,38 +30,6 @@ class Part:
         return updated_by(self.optimizer)
 
 
-@dataclass(eq=False)
-class Step:
-    """A step of the optimizers `parts`: their gradients are collected, read and agreed on, and their updates made."""
-
-    parts: list[Part]
-    held: list[Collected] = field(default_factory=list)  # the gradients of each part; emptied once the step is made
-    readings: list[Reading] = field(default_factory=list)  # what was found in them
-    flags: list[tuple[list[nn.Parameter], Tensor]] = field(default_factory=list)  # which of these are not finite
-    norm: Tensor | None = None  # of the true gradients of all
-    spoiled: Tensor | None = None  # in which processes a loss overflowed; None if this one trains alone
-    reports: tuple[Tensor, Tensor] | None = None  # who wants all to stop; whose scales and weights differ (2 rows)
-    stopping: list[int] = field(default_factory=list)  # processes whose wish to stop all was read at this step
-    record: StepRecord = field(init=False)
-    made: list[Part] = field(default_factory=list)  # the first of `parts`: all, unless a step hook raises an error
-
-    def found(self, device: torch.device) -> Tensor:
-        """Returns whether the step must be skipped (0-dim bool)."""
-        first, *others = [reading.found for reading in self.readings]
-        for flag in (*others, *(held.found for held in self.held)):
-            if flag is not None:
-                first = first | (flag if flag.device == device else flag.to(device))
-        return first
-
-    def scales(self) -> dict[int, Tensor]:
-        """Returns the scale of each loss whose gradients this step used, by loss id."""
-        return {loss_id: scale for held in self.held[: len(self.made)] for loss_id, scale in held.scales.items()}
-
-    def parts_of(self, loss_id: int) -> list[Part]:
-        """Returns the optimizers that this step gave gradients of a loss."""
-        return [part for part, held in zip(self.made, self.held, strict=False) if loss_id in held.scales]
-
-
 @dataclass(frozen=True)
 class StepFacts:
     """What is known about the last step that used gradients of one loss, that is of one `loss_id`.
@@ -81,24 +44,6 @@ class StepFacts:
     bad: tuple[str, ...]
     left_over: bool
     first_loss: float | None
-
-
-def make_part(
-    optimizer: Optimizer,
-    store: MasterStore,
-    *,
-    plain: bool,
-    full_accumulate: bool,
-    replicas: Replicas,
-    name_of: Callable[[nn.Parameter], str],
-) -> Part:
-    """Returns the `Part` of one optimizer; if `plain`, the optimizer's own `step` makes its updates."""
-    return Part(
-        optimizer,
-        GradientAccumulator(lambda: updated_by(optimizer), full_accumulate, lambda: replicas.reduced, replicas.sums),
-        make_stepper(optimizer, store, plain=plain, name_of=name_of),
-        needs_closure(optimizer),
-    )
 
 
 def memory_of(

@@ -38,11 +38,11 @@ from halfstep.optim.guard import forbid_step, lend_weights, send_step
 from halfstep.optim.hooks import watch_steps
 from halfstep.optim.masters import MasterStore
 from halfstep.optim.state import exact_state_loading, widen_states
+from halfstep.optim.steppers import make_stepper, needs_closure
 from halfstep.plan.compatibility import STATE_SCHEMA, as_list, check_optimizers, check_per_sample, check_state
 from halfstep.plan.io import to_dict
 from halfstep.plan.plan import Plan
 from halfstep.plan.resolve import Assignment, ModuleFormats, resolve
-from halfstep.processes.replicas import Replicas
 from halfstep.processes.shards import local, own_number, reshard
 from halfstep.records import (
     TENSOR_KINDS,
@@ -54,6 +54,7 @@ from halfstep.records import (
     StepRecord,
     Verdict,
 )
+from halfstep.scale.accumulator import GradientAccumulator
 from halfstep.scale.buffers import BufferGuard
 from halfstep.scale.loss import (
     FP16_LOSS_CEILING,
@@ -74,9 +75,11 @@ from halfstep.session.decide import (
     emulates_after,
     say_what_steps_itself,
 )
-from halfstep.session.parts import Part, Step, StepFacts, make_part, memory_of, parts_to_step
-from halfstep.session.replicas import SharedState
+from halfstep.session.parts import Part, StepFacts, memory_of, parts_to_step, updated_by
+from halfstep.session.replicas import Replicas
 from halfstep.session.runtime import Runtime
+from halfstep.session.shared import SharedState
+from halfstep.session.step import Step
 from halfstep.session.training import MixedTraining, PlainTraining, Training
 from halfstep.sharded import is_sharded
 from halfstep.stack import begin_pass
@@ -284,23 +287,24 @@ class Session:
             self._store.restore(parameter)
 
     def _make_part(self, optimizer: Optimizer, undo: ExitStack) -> Part:
-        part = make_part(
+        replicas, mixed = self._replicas, self._decision.mixed
+        part = Part(
             optimizer,
-            self._store,
-            plain=not self._decision.mixed,
-            full_accumulate=self.plan.param == "low",
-            replicas=self._replicas,
-            name_of=self._name_of,
+            GradientAccumulator(
+                lambda: updated_by(optimizer), self.plan.param == "low", lambda: replicas.reduced, replicas.sums
+            ),
+            make_stepper(optimizer, self._store, plain=not mixed, name_of=self._name_of),
+            needs_closure(optimizer),
         )
         undo.callback(part.stepper.close)
         if self.plan.param == "low":
             undo.callback(lend_weights(optimizer, partial(_full, self._store, self._casting)))
-        if self._decision.mixed:
+        if mixed:
             undo.callback(part.accumulator.close)
             undo.callback(exact_state_loading(optimizer))
         if self._decision.stepping == "optimizer" and not part.needs_closure:
             undo.callback(send_step(optimizer, partial(self._own_step, part), part.stepper.prepare))
-        elif self._decision.mixed and not part.needs_closure:
+        elif mixed and not part.needs_closure:
             undo.callback(forbid_step(optimizer, STEP_IS_OURS, part.stepper.prepare))
         if part.needs_closure:
             undo.callback(optimizer.register_step_post_hook(self._count_own_step).remove)

@@ -21,7 +21,6 @@ from halfstep.observe.probe import Probes
 from halfstep.optim.masters import MasterStore
 from halfstep.optim.one_pass import check_gradients
 from halfstep.optim.update_watch import UpdateWatch
-from halfstep.processes.replicas import Replicas
 from halfstep.processes.shards import Unreduced, reshard
 from halfstep.records import StepRecord
 from halfstep.scale.accumulator import Collected
@@ -29,8 +28,9 @@ from halfstep.scale.buffers import BufferGuard
 from halfstep.scale.loss import overflowed
 from halfstep.scale.norm import Clip
 from halfstep.scale.scales import LossScales
-from halfstep.session.parts import Part, Replacements, Step
-from halfstep.session.replicas import Hearing, agree, read_by_shards, share_of_square
+from halfstep.session.parts import Part, Replacements
+from halfstep.session.replicas import Replicas
+from halfstep.session.step import Hearing, Step
 from halfstep.sharded import is_sharded
 
 
@@ -72,7 +72,8 @@ class PlainTraining:
             norm = nn.utils.clip_grad_norm_(ordered, max_norm)  # in the model's order, on which the sum's bits depend
             step.norm = norm.full_tensor() if is_sharded(norm) else norm
         step.record = StepRecord(number, self._false.clone(), self._one, step.norm, loss=loss)
-        update_each(step, [None] * len(parts), self._false, self._store, self.probes)
+        step.factors = [None] * len(parts)
+        update_each(step, self._false, self._store, self.probes)
 
 
 @dataclass(eq=False)
@@ -146,41 +147,21 @@ class MixedTraining:
         for held in step.held:  # before one of them has stepped, and before kernels read what has no memory
             if len(parts) > 1 or set(map(type, held.grads)) != {Tensor}:
                 check_gradients(held.params, held.grads, self.name_of)
-        factors = self._read(step, stop=stop)
+        step.read(self.replicas, self.device, self._scratch, scaled=self.scales.active, stop=stop)
         found = step.found(self.device)
         if max_norm is not None and step.norm is not None:
             clip = self._clip.factor(step.norm, max_norm)
-            factors = [clip if factor is None else factor * clip for factor in factors]
+            step.factors = [clip if factor is None else factor * clip for factor in step.factors]
         synced = any([part.stepper.syncs for part in parts])
         step.record = StepRecord(number, found, step.held[0].scale, step.norm, synced, loss)
         read_for(self.probes, step)
         try:
-            update_each(step, factors, found, self.store, self.probes)
+            update_each(step, found, self.store, self.probes)
         finally:
             if step.spoiled is not None:  # the other processes have made all of it
                 step.made = list(parts)
             if step.made:
                 self._end(step, found)
-
-    def _read(self, step: Step, *, stop: bool) -> list[Tensor | None]:
-        """Reads the gradients once, and agrees with the other processes; returns a factor for each part."""
-        summing, sharded = self.replicas.summing(), self.replicas.sharded
-        norms: list[tuple[int, Tensor]] = []  # with the number of different shards
-        factors: list[Tensor | None] = []
-        for held in step.held:
-            reading, own = read_by_shards(held, self.device, self._scratch, sharded=sharded)
-            factor = held.inverse.to(self.device) if self.scales.active else None
-            step.readings.append(reading)
-            factors.append(factor)
-            norms += own if factor is None else [(number, norm * factor) for number, norm in own]
-        norm = norms[0][1] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack([norm for _, norm in norms]))
-        if summing:
-            square = share_of_square(norms if sharded else [(1, norm)], self.replicas.size)
-            agree(self.replicas, step, square, stop=stop)
-        else:
-            step.norm = norm
-            step.flags = [(held.params, reading.flags) for held, reading in zip(step.held, step.readings, strict=True)]
-        return factors
 
     def _end(self, step: Step, found: Tensor) -> None:
         for part in step.made:
@@ -202,11 +183,9 @@ def read_for(probes: Probes, step: Step) -> None:
             probes.read(held.params, held.grads, held.carried)
 
 
-def update_each(
-    step: Step, factors: Sequence[Tensor | None], found: Tensor, store: MasterStore, probes: Probes
-) -> None:
-    """Makes the updates of a step from its gradients times `factors`; an error of a hook ends it there, as in torch."""
-    for part, held, factor in zip(step.parts, step.held, factors, strict=True):
+def update_each(step: Step, found: Tensor, store: MasterStore, probes: Probes) -> None:
+    """Makes the updates of a step, unless `found`; an error of a hook ends the step there, as in torch."""
+    for part, held, factor in zip(step.parts, step.held, step.factors, strict=True):
         watch = partial(UpdateWatch, part.optimizer, part.stepper, store, found)
         looking = probes.looking
         with probes.updating(watch, held.params, held.grads, factor) if looking else nullcontext():

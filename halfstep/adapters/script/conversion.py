@@ -35,7 +35,7 @@ from halfstep.plan.io import to_dict
 from halfstep.plan.plan import Plan
 from halfstep.processes.shards import own_number
 from halfstep.records import Status, StepRecord
-from halfstep.scale.leaves import unscaled_leaves
+from halfstep.scale.loss import unscaled_leaves
 from halfstep.session.session import Session, Sink
 from halfstep.stack import begin_pass
 from halfstep.torch_internals import in_backward, in_functorch, outside_of_transforms

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
-from halfstep.scale.leaves import leaves_of
+from halfstep.scale.loss import leaves_of
 from halfstep.torch_internals import parameters_of
 
 

@@ -1,23 +1,30 @@
-"""Finds which processes are gone while others wait for them, and raises an error that names them."""
+"""Calls that all processes of a group make together, and errors that name the processes that are gone."""
 
 from __future__ import annotations
 
+import json
+import pickle
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import replace
 from itertools import count
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from halfstep.errors import SessionError, SetupError
+from halfstep.machine import DeviceFacts
 from halfstep.pages import PROCESSES, more
 from halfstep.processes.shards import group_is_open, group_of, reshard, sharded_parameters
+from halfstep.sharded import is_sharded
 from halfstep.torch_internals import default_store, is_lost_connection
 
+T = TypeVar("T")
 ROLL_CALL = 5.0  # seconds
 _OPENINGS = count()
+_PROCESSOR = "halfstep/processor"
 
 
 @contextmanager
@@ -95,3 +102,50 @@ def _said_of(ranks: Sequence[int]) -> str:
         f"the processes {named} have ended, have raised, are late (fewer batches), or wait for one of the others; see "
         "the end of their output"
     )
+
+
+def full_state(root: nn.Module, rank: int) -> dict[str, Tensor]:
+    """Returns the state dict of a model with whole tensors in process `rank`, and an empty dict in the others."""
+    found = {}
+    for name, value in root.state_dict().items():
+        whole = value.full_tensor() if is_sharded(value) else value
+        if dist.get_rank() == rank:
+            found[name] = whole
+    return found
+
+
+def run_on_rank(run: Callable[[], T], rank: int, group: dist.ProcessGroup) -> T:
+    """Calls `run` in process `rank` and returns its result in all processes of a group; a collective call."""
+    failed: Exception | None = None
+    sent: list[Any] = [None, None]
+    if dist.get_rank() == rank:
+        try:
+            result = run()
+            sent = [pickle.dumps(result), None]
+        except Exception as error:  # whatever it is, the others are waiting
+            failed, sent = error, [None, f"{type(error).__name__}: {error}"]
+    dist.broadcast_object_list(sent, src=rank, group=group)
+    if failed is not None:
+        raise failed
+    if sent[1] is not None:
+        raise SessionError(f"process {rank} has raised {sent[1]}")
+    answer: T = result if dist.get_rank() == rank else pickle.loads(sent[0])
+    return answer
+
+
+def agreed(facts: DeviceFacts) -> DeviceFacts:
+    """Returns the facts of a CPU with the measurements of the process of this run that asked first."""
+    if facts.kind != "cpu" or not group_is_open():
+        return facts
+    row = facts.processor
+    own = json.dumps([row.bf16, row.fp16, row.wide_backward])
+    try:
+        found = default_store().compare_set(_PROCESSOR, "", own).decode()
+    except (RuntimeError, NotImplementedError):  # the process that keeps the store has ended, or it compares nothing
+        return facts
+    if found == own:
+        return facts
+    bf16, fp16, wide = json.loads(found)
+    source = f"measured in another process of this run; {row.source}"
+    limits = tuple((width, length) for width, length in wide)
+    return replace(facts, processor=replace(row, bf16=bf16, fp16=fp16, wide_backward=limits, source=source))
