@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,41 +27,12 @@ class Schedule:
     hysteresis: int
 
 
-def schedule_of(scaling: Scaling) -> Schedule:
-    """Returns the schedule of the dynamic scale that `scaling` describes."""
-    return Schedule(**{each.name: getattr(scaling, each.name) for each in fields(Schedule)})
-
-
-class NoScale:
-    """The loss scale of a plan without scaling: always 1."""
-
-    active = False  # whether the scale can differ from 1
-
-    def __init__(self, device: torch.device) -> None:
-        self.value = torch.ones((), dtype=torch.float32, device=device)
-
-    def update(self, found: Tensor, *, count: bool = True) -> None:
-        """Does nothing: the scale stays 1."""
-
-    def limit(self, maximum: float) -> None:
-        """Does nothing: every format can hold a scale of 1."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns a state dict that holds only the kind of this scale, which has no other state."""
-        return {"kind": "none"}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Checks that the state comes from a plan without a loss scale."""
-        _check_state(state, self.state_dict())
-
-
-class StaticScale:
-    """A fixed scale that the user chose; overflows do not change it."""
-
-    active = True
+class FixedScale:
+    """A scale that overflows do not change: 1 for a plan without a loss scale, or one that the user chose."""
 
     def __init__(self, scaling: Scaling, device: torch.device) -> None:
-        self._scale = float(scaling.init)
+        self.active = scaling.active  # whether the scale can differ from 1
+        self._kind, self._scale = scaling.kind, float(scaling.first)
         self.value = torch.full((), self._scale, dtype=torch.float32, device=device)
 
     def update(self, found: Tensor, *, count: bool = True) -> None:
@@ -76,13 +47,13 @@ class StaticScale:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the kind of this scale, and the scale."""
-        return {"kind": "static", "scale": self._scale}
+        """Returns the kind of this scale, and the scale if the user chose it."""
+        return {"kind": self._kind} | ({"scale": self._scale} if self.active else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Checks that the state has the scale of the plan."""
         _check_state(state, self.state_dict())
-        if isinstance(state["scale"], bool) or state["scale"] != self._scale:
+        if self.active and (isinstance(state["scale"], bool) or state["scale"] != self._scale):
             raise StateError(
                 f"the state has the static loss scale {state['scale']!r}, but this plan has {self._scale!r};"
                 " set the plan's scale to that of the state, or do not load the scale"
@@ -100,7 +71,9 @@ class DynamicScale:
     active = True
 
     def __init__(self, scaling: Scaling, device: torch.device) -> None:
-        self._schedule = schedule_of(scaling)
+        self._schedule = Schedule(
+            scaling.growth, scaling.backoff, scaling.growth_interval, scaling.min, scaling.max, scaling.hysteresis
+        )
         self.value = torch.full((), float(scaling.init), dtype=torch.float32, device=device)
         self._clean = torch.zeros((), dtype=torch.int32, device=device)
         self._left = torch.full((), scaling.hysteresis, dtype=torch.int32, device=device)
@@ -152,7 +125,7 @@ class DynamicScale:
         self._left.fill_(min(state["overflows_left"], self._schedule.hysteresis))
 
 
-Scale = NoScale | StaticScale | DynamicScale
+Scale = FixedScale | DynamicScale
 """A loss scale. A loss is multiplied by its `value`, a 0-dim fp32 tensor that is updated in place, before backward."""
 
 
@@ -189,7 +162,7 @@ def next_state(  # noqa: PLR0913  # the state, what was found, the schedule, and
     clean: Any,
     left: Any,
     found: Any,
-    schedule: Schedule,
+    schedule: Schedule | Scaling,
     *,
     select: Callable[[Any, Any, Any], Any],
     times: Callable[[Any, float], Any],
@@ -219,9 +192,7 @@ def make_scale(scaling: Scaling, device: torch.device) -> Scale:
     >>> scale.value
     tensor(4.)
     """
-    if scaling.kind == "none":
-        return NoScale(device)
-    return StaticScale(scaling, device) if scaling.kind == "static" else DynamicScale(scaling, device)
+    return DynamicScale(scaling, device) if scaling.adapts else FixedScale(scaling, device)
 
 
 def _check_state(state: Mapping[str, Any], own: Mapping[str, Any]) -> None:

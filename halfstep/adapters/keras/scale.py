@@ -13,7 +13,7 @@ from halfstep.adapters.keras.installed import keras
 from halfstep.edits import Scaling
 from halfstep.errors import SetupError
 from halfstep.plan.levels import as_scaling
-from halfstep.scale.scaling import next_state, schedule_of
+from halfstep.scale.scaling import next_state
 
 ops = keras.ops
 _AS_KERAS = Scaling("dynamic", init=2.0**15)  # its first scale is half that of plans
@@ -162,8 +162,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             return
         variables = (self.dynamic_scale, self.step_counter, self.overflows_left)
         scale, clean, left = (ops.convert_to_tensor(v) for v in variables)
-        schedule = schedule_of(self.scaling)
-        scale, clean, left = next_state(scale, clean, left, found, schedule, select=ops.where, times=_times)
+        scale, clean, left = next_state(scale, clean, left, found, self.scaling, select=ops.where, times=_times)
         scale = ops.clip(scale, self.scaling.min, self.scaling.max)
         for variable, value in zip(variables, (scale, clean, left), strict=True):
             variable.assign(ops.cast(value, variable.dtype))
