@@ -33,7 +33,7 @@ from halfstep.machine import (
     read_processor,
     units,
 )
-from halfstep.processes import agree
+from halfstep.processes import collectives
 from halfstep.processes.collectives import agreed
 from halfstep.version import __version__
 
@@ -400,7 +400,7 @@ def test_a_store_that_is_gone_leaves_each_process_its_own(process_group, monkeyp
     def gone():
         raise RuntimeError("Connection reset by peer")
 
-    monkeypatch.setattr(agree, "default_store", gone)
+    monkeypatch.setattr(collectives, "default_store", gone)
     facts = DeviceFacts("cpu", processor=AVX2)
     assert agreed(facts) is facts
 

@@ -1,17 +1,13 @@
-"""Findings are what processes tell each other in the all-reduce of a step; LateNumbers reads flags some steps later."""
+"""What processes tell each other in the all-reduce of a step, as one vector."""
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from halfstep.later import Later, is_capturing
-
-LAG = 8  # steps
 LOSSES = 64  # flags for losses in the sum: one for each `loss_id` below this
 SCALE_BITS, WEIGHT_BITS = 32, 19  # of what processes are compared by
 
@@ -82,28 +78,3 @@ def _room(size: int) -> tuple[int, int]:
 def _folded(t: Tensor, bits: int) -> Tensor:
     """Returns a hash of `bits` bits (int64) of float64 numbers: 0 for 0, and different for different powers of two."""
     return (t.view(torch.int64) * -0x61C8864680B583EB >> 64 - bits) & ((1 << bits) - 1)
-
-
-class LateNumbers:
-    """Reads flags on the host without waiting for the step that just ran; all processes read them at the same step.
-
-    On a CPU the flags of a step are read at once. On a GPU they are read `LAG` steps later, when the device has usually
-    finished that step.
-    """
-
-    def __init__(self) -> None:
-        self._coming: deque[Later] = deque()
-
-    def read(self, flags: Tensor) -> list[int]:
-        """Takes the flags of this step; returns the indices of the flags set in the step that is due to be read now."""
-        if flags.device.type == "cuda":
-            if is_capturing(flags.device):
-                return []
-            self._coming.append(Later([flags]))
-            if len(self._coming) <= LAG:
-                return []
-            (flags,) = self._coming.popleft().read()
-        found = [number for number, flag in enumerate(flags.tolist()) if flag]
-        if found:
-            self._coming.clear()  # who wanted it has been heard
-        return found

@@ -108,7 +108,9 @@ class GradientAccumulator:
         """Prepares `p.grad` for a backward pass of loss `loss_id` times `scale` (0-dim fp32 tensor)."""
         self._present = self.parameters()
         held = [param for param in self._present if param.grad is not None]
-        self.left_over = bool(held) and self._stale and self._mark is not None and self._mark == self._marked()
+        self.left_over = (
+            bool(held) and self._stale and self._mark is not None and self._mark == _mark_of(self._params())
+        )
         if not held:
             self._narrow()
             self._forget()
@@ -128,18 +130,17 @@ class GradientAccumulator:
         """Adds the gradients that `before_backward` took out of `p.grad` to those that the backward pass left there."""
         # `found` (0-dim bool) marks the loss as overflowed whatever its gradients are, for example because the loss is
         # not finite.
-        reached = _first_gradient(self._present)
-        if found is not None and reached is not None:
+        if found is not None and _first_gradient(self._present) is not None:
             self._flag(loss_id, found)
-        if self._add_held():
-            reached = _first_gradient(self._present)
+        for param, held in self._sums.release(self._present).items():  # what the all-reduce has not included
+            new, param.grad = param.grad, None
+            self._set_wide(param, held if new is None else held.add_(new))
         if self._stash:
             self._add_apart(loss_id, scale)
-            reached = _first_gradient(self._present)
         if self._widened:
             self._sum_in(None)
         self._scales[loss_id] = self._scale
-        self._mark = _mark_of(reached)
+        self._mark = _mark_of(self._present)
 
     def undo_backward(self) -> None:
         """Puts the gradients back after a backward pass that raised."""
@@ -160,7 +161,7 @@ class GradientAccumulator:
         held = self._held()
         if held and not self._true:
             self._make_true(held)
-        self._mark = self._marked()
+        self._mark = _mark_of(self._params())
 
     def collect(self) -> Collected:
         """Returns the gradients for one step, with their scales and the overflows noted so far."""
@@ -244,14 +245,6 @@ class GradientAccumulator:
             self._sums.hold(param)
             self._named.add(param)
             self._widened.discard(param)
-
-    def _add_held(self) -> bool:
-        """Adds what `_hold` set aside back into `p.grad`, unless the all-reduce has; returns whether any was added."""
-        left = self._sums.release(self._present)
-        for param, held in left.items():
-            new, param.grad = param.grad, None
-            self._set_wide(param, held if new is None else held.add_(new))
-        return bool(left)
 
     def _sum_in(self, dtype: torch.dtype | None) -> None:
         """Has a backward pass sum the uses of a weight that has an fp32 gradient in `dtype`; None: in that of each."""
@@ -338,13 +331,9 @@ class GradientAccumulator:
         old = self._flags.get(loss_id)
         self._flags[loss_id] = found if old is None else old | found.to(old.device, non_blocking=True)
 
-    def _marked(self) -> tuple[int, int] | None:
-        """Returns the id and version counter of the first gradient, to see later whether it was replaced or changed."""
-        return _mark_of(_first_gradient(self._params()))
-
     def _drop_cleared_flags(self, held: list[Parameter]) -> None:
         """Forgets noted overflows if all gradients are zero now, as after `zero_grad(set_to_none=False)`."""
-        if not self._flags or self._mark == self._marked():
+        if not self._flags or self._mark == _mark_of(self._params()):
             return
         norm = read([local(param.grad) for param in held if param.grad is not None], scratch=self._scratch).norm
         for loss, flag in self._flags.items():
@@ -352,14 +341,12 @@ class GradientAccumulator:
 
 
 def _first_gradient(params: Iterable[Parameter]) -> Tensor | None:
-    for param in params:
-        grad = param.grad
-        if grad is not None:
-            return grad
-    return None
+    return next((param.grad for param in params if param.grad is not None), None)
 
 
-def _mark_of(grad: Tensor | None) -> tuple[int, int] | None:
+def _mark_of(params: Iterable[Parameter]) -> tuple[int, int] | None:
+    """Returns the id and version counter of the first gradient, to see later whether it was replaced or changed."""
+    grad = _first_gradient(params)
     return None if grad is None else (id(grad), version_of(local(grad)))
 
 

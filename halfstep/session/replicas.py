@@ -280,7 +280,8 @@ class Replicas:
         # would make the weights differ again. torch itself sends only the stored weights, of one of the last
         # processes.
         self._join, self.sums.counts = None, False
-        last = torch.tensor(dist.get_rank(self._group) if is_last else -1, device=wrapper.join_device)
+        rank = dist.get_rank(self._group) if is_last else -1
+        last = torch.tensor(rank, dtype=torch.int64, device=wrapper.join_device)
         dist.all_reduce(last, dist.ReduceOp.MAX, group=self._group)
         self._hand_on(self._shared(wrapper, wrapper.module), int(last), sent_again=False)
 

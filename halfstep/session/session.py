@@ -481,8 +481,8 @@ class Session:
             NumericsError: steps keep being skipped for a reason that no lower loss scale cures (`on_failure="raise"`).
         """
         self._check_training()
-        if max_norm is not None:
-            _check_max_norm(max_norm)
+        if max_norm is not None and not (_is_number(max_norm) and max_norm > 0):
+            raise SessionError(f"max_norm is {max_norm!r}; pass a positive number, or None for no clipping")
         return self._step(parts_to_step(self._parts, self._awaiting, optimizer), max_norm)
 
     def _step(self, parts: list[Part], max_norm: float | None) -> StepRecord:
@@ -867,7 +867,5 @@ def _full(store: MasterStore, casting: Casting) -> Iterator[None]:
         casting.weights_changed()
 
 
-def _check_max_norm(max_norm: Any) -> None:
-    number = isinstance(max_norm, (float, Real)) and not isinstance(max_norm, bool)
-    if not (number and max_norm > 0):
-        raise SessionError(f"max_norm is {max_norm!r}; pass a positive number, or None for no clipping")
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)

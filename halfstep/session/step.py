@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -11,8 +12,9 @@ from torch import Tensor, nn
 
 from halfstep.errors import SessionError
 from halfstep.kernels.batch import Scratch
+from halfstep.later import Later, is_capturing
 from halfstep.plan.compatibility import named
-from halfstep.processes.findings import LOSSES, Findings, LateNumbers
+from halfstep.processes.findings import LOSSES, Findings
 from halfstep.processes.shards import shards
 from halfstep.records import StepRecord
 from halfstep.scale.accumulator import Collected
@@ -21,6 +23,7 @@ from halfstep.session.parts import Part
 from halfstep.session.replicas import Replicas
 
 _LOG = logging.getLogger("halfstep")
+LAG = 8  # steps
 
 
 @dataclass(eq=False)
@@ -136,13 +139,13 @@ def _share_of_square(norms: Sequence[tuple[int, Tensor]], size: int) -> Tensor:
 class Hearing:
     """Reads on the host what the processes reported with their steps: requests to stop, and differences between them.
 
-    On a GPU, reports are read some steps later, so that the host need not wait. All processes read a report at the same
-    step, and stop together.
+    On a GPU the reports of a step are read `LAG` steps later, when the device has usually finished that step. All
+    processes read them at the same step, and stop together.
     """
 
     def __init__(self, replicas: Replicas) -> None:
         self._replicas = replicas
-        self._late = LateNumbers()
+        self._coming: deque[Later] = deque()
         self._looks_at_weights = True
 
     def hear(self, step: Step) -> None:
@@ -152,7 +155,7 @@ class Hearing:
         stops, differs = step.reports
         told = (stops, *differs) if self._looks_at_weights else (stops, differs[0])
         heard: list[list[int]] = [[], [], []]
-        for number in self._late.read(torch.cat(told)):
+        for number in self._due(torch.cat(told)):
             heard[number // len(stops)].append(number % len(stops))
         step.stopping, scales, weights = heard
         if weights:
@@ -160,6 +163,20 @@ class Hearing:
             _say_that_weights_differ(self._replicas.parted())
         if scales:
             raise _scales_differ(scales)
+
+    def _due(self, flags: Tensor) -> list[int]:
+        """Takes the flags of this step; returns the indices of the flags set in the step that is due to be read now."""
+        if flags.device.type == "cuda":
+            if is_capturing(flags.device):
+                return []
+            self._coming.append(Later([flags]))
+            if len(self._coming) <= LAG:
+                return []
+            (flags,) = self._coming.popleft().read()
+        found = [number for number, flag in enumerate(flags.tolist()) if flag]
+        if found:
+            self._coming.clear()  # who wanted it has been heard
+        return found
 
 
 def _say_that_weights_differ(parted: Mapping[str, Sequence[int]]) -> None:
