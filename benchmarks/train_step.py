@@ -17,7 +17,7 @@ import json
 import shlex
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -28,7 +28,6 @@ from torch.nn import functional as F
 from halfstep.bench.bench import bench
 from halfstep.bench.remote import Origin
 from halfstep.bench.variants import Entry, SessionVariant, Variant, entries
-from halfstep.bench.variants import compiled as compiled_entry
 from halfstep.formats import BF16, FP32, Format, as_format
 from halfstep.machine import DeviceFacts, read_facts
 from halfstep.measurements import BenchResult, BenchRun
@@ -194,7 +193,7 @@ def rows(lows: Sequence[Format], facts: DeviceFacts, *, compiled: Sequence[Forma
         else:
             made.append(entry)
         if entry.peer and entry.low in compiled:
-            made.append(compiled_entry(entry))
+            made.append(replace(entry, compiled=True))
     return made
 
 

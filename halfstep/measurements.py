@@ -103,10 +103,9 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Largest:
-    """The largest batch with which a model in one configuration trains within `limit` bytes.
+    """The largest batch with which a model in one configuration trains within `limit` bytes; 0 if not even one fits.
 
-    `batch` is 0 if not even one example fits, and None if there is no figure; `error` then says why. `tried` has each
-    batch size that was tried, and whether it fitted.
+    If it is None, `error` says why. `tried` has each batch size that was tried, and whether it fitted.
     """
 
     model: str
@@ -147,7 +146,7 @@ class Footprint:
 
 @dataclass(frozen=True)
 class Setting:
-    """A setting of torch or the machine: its value, whether it costs speed or accuracy, and what to do about it."""
+    """A setting of torch or the machine: its value, what it costs in speed or accuracy, and what to do about it."""
 
     name: str
     value: str
@@ -271,9 +270,8 @@ class KernelRow:
 class Inspection:
     """Where the time and the casts of one training step go, forward and backward.
 
-    `seconds` is the time in operations, each timed alone. `savings` has the largest first. `emulated` says that
-    low-precision products were computed in fp32 and rounded, so that their time says nothing about a device with units
-    for them. `kernels` (on CUDA) has the kernels that compute products, sorted by time.
+    `seconds` is the time in operations, each timed alone. `savings` has the largest first. If products are `emulated`,
+    their time says nothing about a device with units for them. `kernels` (on CUDA) are those that compute products.
     """
 
     level: str

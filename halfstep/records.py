@@ -53,10 +53,6 @@ class StepValues:
     loss: float | None
 
 
-# The numbers of a step, tensors or None in a StepRecord, that all sinks and the page show.
-COLUMNS = tuple(each.name for each in fields(StepValues) if each.name not in ("step", "time", "skipped"))
-
-
 @dataclass(frozen=True)
 class SessionStart:
     """The start of a session: its plan in the form of `plan.io.to_dict`, its device, and its modules.

@@ -82,11 +82,6 @@ def bench(  # noqa: PLR0913  # what one experiment is; all of it stands in the r
     Returns the measurements, with one row for each entry. If an entry raises an exception, in halfstep or in the
     workload, the error is stored in its row and the other entries continue. A `KeyboardInterrupt` ends the benchmark
     and keeps what was measured so far. `progress` is called with what is done now; `clock` returns seconds.
-
-    Raises:
-        WorkloadError: no step, second or seed to run, the workload fails before its first step, or another process
-            cannot load it.
-        DataError: the workload's data is missing.
     """
     until = None if seconds is None else clock() + seconds
     seeds = tuple(seeds)

@@ -19,7 +19,7 @@ from halfstep.bench.lane import Begun, Step
 from halfstep.bench.tally import End, settings_of
 from halfstep.bench.variants import Entry
 from halfstep.errors import WorkloadError
-from halfstep.workloads.load import WORKLOADS, load_model
+from halfstep.workloads.load import WORKLOADS, load_workload
 from halfstep.workloads.workload import Workload
 
 _LINES = 3  # of what a process said last before it died
@@ -27,7 +27,7 @@ _LINES = 3  # of what a process said last before it died
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a workload comes from, so that another process can load the same: what `load_model` takes."""
+    """Where a workload comes from, so that another process can load the same: what `load_workload` takes."""
 
     model: str
     settings: dict[str, str]
@@ -35,7 +35,7 @@ class Origin:
 
     def load(self) -> Workload:
         """Returns the workload."""
-        return load_model(self.model, self.settings, data=self.data)
+        return load_workload(self.model, self.settings, data=self.data)
 
 
 def origin_of(workload: Workload) -> Origin:

@@ -25,7 +25,7 @@ from halfstep.errors import WorkloadError
 from halfstep.machine import read_machine
 from halfstep.measurements import Point, Sweep
 from halfstep.version import __version__
-from halfstep.workloads.load import load_model
+from halfstep.workloads.load import load_workload
 from halfstep.workloads.workload import Workload
 
 SCHEMA = 1
@@ -66,7 +66,7 @@ class Asked:
             raise WorkloadError(f"model {name}: @{own} is not a batch size; write for example {name}@16")
         batches = [own] if at else [str(batch) for batch in self.batches]
         for size in [{"batch": batch} for batch in batches] or [{}]:
-            yield name, load_model(name, {**self.settings, **size}, data=self.data)
+            yield name, load_workload(name, {**self.settings, **size}, data=self.data)
 
     def words(self) -> dict[str, str]:
         """Returns what was asked as a dict of texts; a saved sweep can be continued if its texts are the same."""
@@ -77,7 +77,7 @@ class Asked:
             "rows": ", ".join(row.name for row in self.rows),
             "steps": str(self.steps),
             "settings": ", ".join(f"{key}={value}" for key, value in sorted(self.settings.items())) or "none",
-            "data": "none" if self.data is None else data_name(self.data.resolve()),
+            "data": "none" if self.data is None else _data_name(self.data.resolve()),
             "seed": str(self.seed),
             "device": machine.device,
             "processor": machine.processor,
@@ -99,7 +99,7 @@ class Asked:
         return Task(Origin(model, settings, self.data), row, self.device)
 
 
-def data_name(path: Path) -> str:
+def _data_name(path: Path) -> str:
     """Returns the data's file name and a digest of its full path, so that no home folder is disclosed."""
     return f"{path.name} ({hashlib.sha256(str(path).encode()).hexdigest()[:12]})"
 
@@ -116,10 +116,6 @@ def sweep(
     A point whose rows ran out of memory is not measured again. `keep` is called with the sweep so far after each point,
     and `progress` with the current activity, the examples trained and the total examples. A `KeyboardInterrupt` ends
     the sweep and keeps the points that are complete.
-
-    Raises:
-        WorkloadError: nothing to measure, an unknown model or setting, or `done` is a sweep of something else.
-        DataError: the data of a model is missing.
     """
     points, words = asked.points(), asked.words()
     result = Sweep(SCHEMA, words, len(points)) if done is None else done
@@ -168,9 +164,6 @@ def read_sweep(path: Path) -> Sweep | None:
             found = msgspec.convert(fields, Sweep, strict=False)  # "nan" and "inf" are numbers
             if "points" not in fields:
                 raise KeyError("points")
-            data = found.asked.get("data", "none")
-            if Path(data).is_absolute():  # until 2026-11-23 files had the path
-                found = replace(found, asked={**found.asked, "data": data_name(Path(data))})
             return found
         why = f"its schema is {schema}, that of this halfstep version is {SCHEMA}"
     except (ValueError, KeyError, TypeError, RecursionError, msgspec.MsgspecError) as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -54,8 +54,8 @@ class Entry:
     def name(self) -> str:
         """The row's name in results.
 
-        >>> Entry("O1", FP16, peer=False, emulated=True).name
-        'O1 fp16 (emulated)'
+        >>> Entry("O1", FP16, peer=False, emulated=True, compiled=True).name
+        'O1 fp16 (emulated) compiled'
         """
         end = f"{' scaled' if self.scaled else ''}{' compiled' if self.compiled else ''}"
         if self.low == FP32:
@@ -92,11 +92,6 @@ def entries(levels: Iterable[str], lows: Iterable[Format], facts: DeviceFacts, *
             why = f"{low} must be emulated on this {facts.kind}, and torch.amp cannot emulate"
             rows.append(Entry(PEER, low, peer=True, refused=why if emulated and low == FP16 else None))
     return rows
-
-
-def compiled(entry: Entry) -> Entry:
-    """Returns a copy of an entry that trains through torch.compile."""
-    return replace(entry, compiled=True)
 
 
 class SessionVariant:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -16,7 +17,7 @@ from halfstep.bench.budget import SLOW, TIMED
 from halfstep.bench.largest import largest_batches
 from halfstep.bench.remote import Origin
 from halfstep.bench.sweep import Asked, check_same, read_sweep, sweep
-from halfstep.bench.variants import Entry, compiled, entries
+from halfstep.bench.variants import Entry, entries
 from halfstep.cli.options import (
     Data,
     Device,
@@ -209,7 +210,7 @@ def _compiled(rows: list[Entry], compile: str) -> tuple[Entry, ...]:
     """Returns the rows that the option --compile asks for: each without torch.compile, with it, or both."""
     if compile not in COMPILE:
         raise WorkloadError(f"--compile {compile!r} is unknown; choose one of {', '.join(COMPILE)}")
-    return tuple(compiled(row) if on else row for row in rows for on in COMPILE[compile])
+    return tuple(replace(row, compiled=on) for row in rows for on in COMPILE[compile])
 
 
 def _command() -> str:

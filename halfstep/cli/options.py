@@ -45,9 +45,6 @@ def names(text: str) -> list[str]:
 def sizes(text: str) -> tuple[int, ...]:
     """Returns the sizes in a comma-separated list.
 
-    Raises:
-        WorkloadError: a size is not a whole number above 0.
-
     >>> sizes("16, 32")
     (16, 32)
     """
@@ -62,9 +59,6 @@ def sizes(text: str) -> tuple[int, ...]:
 
 def bytes_of(text: str) -> int:
     """Returns the bytes in an amount of memory with a unit.
-
-    Raises:
-        WorkloadError: the text is not an amount of memory.
 
     >>> bytes_of("1.5GiB"), bytes_of("300 MiB")
     (1610612736, 314572800)

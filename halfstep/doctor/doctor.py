@@ -22,7 +22,6 @@ from halfstep.gains import weighed
 from halfstep.machine import (
     WORTH,
     Processor,
-    WideBackward,
     model_name,
     read_facts,
     read_machine,
@@ -144,7 +143,7 @@ def gain(rates: Rates, low: str) -> float:
     return weighed(*found) if all(found) else 0.0
 
 
-def wide_backward(*, seconds: float) -> WideBackward:
+def wide_backward(*, seconds: float) -> tuple[tuple[int, int], ...]:
     """Returns pairs (head width, longest sequence for which attention's backward pass is faster in fp32 than in bf16).
 
     Head widths for which fp32 is not faster are left out.
@@ -187,12 +186,10 @@ def _backward(operands: list[Tensor], grad: Tensor) -> Callable[[], tuple[Tensor
     return lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True)
 
 
-def compare(used: Processor, table: Processor, *, bf16: float, fp16: float, wide: WideBackward) -> tuple[Choice, ...]:
-    """Returns for each choice of formats the value that sessions use, the one in halfstep's table and the measured one.
-
-    `used` are the facts about the processor that sessions use now, and `table` those in halfstep's table. The other
-    arguments are the measured facts.
-    """
+def compare(
+    used: Processor, table: Processor, *, bf16: float, fp16: float, wide: tuple[tuple[int, int], ...]
+) -> tuple[Choice, ...]:
+    """Returns for each choice of formats the value that sessions use, the one in the table, and the measured one."""
     measured = replace(used, bf16=bf16, fp16=fp16, wide_backward=wide)
     said = zip(_said(used), _said(table), _said(measured), strict=True)
     return tuple(Choice(what, now, by_table, here, now == here) for (what, now), (_, by_table), (_, here) in said)
@@ -211,5 +208,5 @@ def _how(gain: float | None) -> str:
     return "native" if gain >= WORTH else "emulated"
 
 
-def _lengths(wide: WideBackward) -> str:
+def _lengths(wide: tuple[tuple[int, int], ...]) -> str:
     return ", ".join(f"{length} at head width {width}" for width, length in wide) or "never"

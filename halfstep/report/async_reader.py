@@ -5,12 +5,16 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import fields
 from typing import Any
 
 import torch
 
 from halfstep.later import Later, is_capturing
-from halfstep.records import COLUMNS, StepRecord, StepValues
+from halfstep.records import StepRecord, StepValues
+
+# the numbers of a step, which a StepRecord has as tensors or None, and all sinks and the page show
+COLUMNS = tuple(each.name for each in fields(StepValues) if each.name not in ("step", "time", "skipped"))
 
 
 class AsyncReader:

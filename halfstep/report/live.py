@@ -15,17 +15,8 @@ from rich.live import Live
 from rich.text import Text
 
 from halfstep.errors import LogError
-from halfstep.records import (
-    COLUMNS,
-    Finding,
-    Observation,
-    SessionStart,
-    StepRecord,
-    StepValues,
-    Verdict,
-    absorbed_finding,
-)
-from halfstep.report.async_reader import AsyncReader
+from halfstep.records import Finding, Observation, SessionStart, StepRecord, StepValues, Verdict, absorbed_finding
+from halfstep.report.async_reader import COLUMNS, AsyncReader
 
 SPEED_OVER = 50  # steps
 FORMS = {"loss": "loss {:.4f}", "grad_norm": "norm {:.3g}", "scale": "scale {:g}"}  # of the numbers of a step

@@ -60,11 +60,7 @@ class RunLog(AbstractContextManager["RunLog"]):
         self._write_steps()
 
     def record(self, record: SessionStart | Observation | Verdict | Finding) -> None:
-        """Logs a record that is not a StepRecord; verdicts and findings are stored with the number of the last step.
-
-        Raises:
-            LogError: the log already belongs to a session, or the object is not a record of halfstep.
-        """
+        """Logs a record that is not a StepRecord; verdicts and findings are stored with the number of the last step."""
         self._write_steps()  # what is of a step comes after the step, by which a reader knows that a run went back
         match record:
             case SessionStart(plan, device, emulated, modules, process):

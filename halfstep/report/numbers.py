@@ -9,7 +9,6 @@ from types import TracebackType
 
 from halfstep.formats import FORMATS, FP16, Format
 from halfstep.records import (
-    COLUMNS,
     UPDATE,
     Finding,
     Observation,
@@ -19,7 +18,7 @@ from halfstep.records import (
     Verdict,
     absorbed_finding,
 )
-from halfstep.report.async_reader import AsyncReader
+from halfstep.report.async_reader import COLUMNS, AsyncReader
 from halfstep.report.log import reason
 
 _LOG = logging.getLogger("halfstep")

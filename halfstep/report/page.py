@@ -20,7 +20,6 @@ from halfstep.errors import HalfstepError, LogError
 from halfstep.formats import BF16, E4M3, E5M2, FORMATS, FP16, Format, as_format
 from halfstep.plan.io import from_dict
 from halfstep.records import (
-    COLUMNS,
     SEVERITIES,
     UPDATE,
     UPDATE_LIMITS,
@@ -31,6 +30,7 @@ from halfstep.records import (
     absorbed_finding,
     limits_of,
 )
+from halfstep.report.async_reader import COLUMNS
 from halfstep.report.gather import FIRST, MEASURES, MODEL, AbsorbedAt, Gathered, Sums, gather
 from halfstep.report.headline import GRADIENTS, Headline, headline
 from halfstep.report.lines import Event

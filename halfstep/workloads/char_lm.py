@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from halfstep.errors import DataError, WorkloadError
-from halfstep.workloads.files import read_bytes
-from halfstep.workloads.workload import Batch, Workload, chunks, seeded
+from halfstep.workloads.workload import Batch, Workload, chunks, read_bytes, seeded
 
 
 class Block(nn.Module):

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import DataError
-from halfstep.workloads.files import as_text, read_bytes
-from halfstep.workloads.workload import Batch, Workload, chunks, seeded, shuffled
+from halfstep.workloads.workload import Batch, Workload, as_text, chunks, read_bytes, seeded, shuffled
 
 PAD, UNKNOWN = 0, 1
 LABELS = {"0": 0.0, "1": 1.0, "neg": 0.0, "pos": 1.0}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -28,22 +28,21 @@ TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0":
 def load_workload(name: str, settings: Mapping[str, str] | None = None, *, data: Path | None = None) -> Workload:
     """Returns the workload `name` with settings given as text, as on a command line.
 
-    `name` is one of `WORKLOADS` or `path.py:function`. The function gets the settings as keyword arguments, as text,
-    and `data` if that is not None; it must return a `Workload`.
+    `name` is one of `WORKLOADS`, one of `MODELS`, whose own settings `settings` override, or `path.py:function`. The
+    function gets the settings as keyword arguments, as text, and `data` if that is not None; it must return a
+    `Workload`.
 
-    Raises:
-        WorkloadError: there is no such workload, file, function or setting, a value has the wrong type, or `data` was
-            passed to a workload that reads no data.
-        DataError: `data` for a user's function does not exist.
-
-    >>> load_workload("char_lm", {"d": "64", "layers": "2"}).layers
-    2
+    >>> load_workload("resnet50", {"width": "8"}).depth
+    50
     """
-    settings = dict(settings or {})
+    name, own = MODELS.get(name, (name, {}))
+    settings = {**own, **(settings or {})}
     if ":" in name:
         return _load_file(name, settings, data)
     if name not in WORKLOADS:
-        raise _unknown("workload", name, WORKLOADS)
+        known = (*WORKLOADS, *MODELS)
+        hint = near_miss(name, known) or ";"
+        raise WorkloadError(f"unknown workload {name!r}{hint} choose one of {', '.join(known)}, or path.py:function")
     kind = WORKLOADS[name]
     hints = get_type_hints(kind)
     types = {f.name: hints[f.name] for f in fields(kind) if f.name != "data"}
@@ -57,29 +56,8 @@ def load_workload(name: str, settings: Mapping[str, str] | None = None, *, data:
     return kind(data=data, **values)
 
 
-def load_model(name: str, settings: Mapping[str, str] | None = None, *, data: Path | None = None) -> Workload:
-    """Returns the workload `name`: a model in `MODELS`, or any name that `load_workload` accepts.
-
-    A model is a workload with preset settings, such as the depth of a ResNet; `settings` override them.
-
-    Raises:
-        WorkloadError, DataError: as in `load_workload`.
-
-    >>> load_model("resnet50", {"width": "8"}).depth
-    50
-    """
-    known = (*MODELS, *WORKLOADS)
-    if name not in known and ":" not in name:
-        raise _unknown("model", name, known)
-    workload, own = MODELS.get(name, (name, {}))
-    return load_workload(workload, {**own, **(settings or {})}, data=data)
-
-
 def parse_settings(pairs: list[str]) -> dict[str, str]:
     """Returns a dict of the settings in `key=value` strings.
-
-    Raises:
-        WorkloadError: a string has no `=` or no key, or a key occurs twice.
 
     >>> parse_settings(["d=64", "lr=1e-3"])
     {'d': '64', 'lr': '1e-3'}
@@ -108,11 +86,6 @@ def _parse(workload: str, key: str, text: str, kind: Any) -> object:
         raise WorkloadError(
             f"{workload}: {key} is {text!r}; set it to a value of type {base.__name__}{allowed}"
         ) from None
-
-
-def _unknown(what: str, name: str, known: Iterable[str]) -> WorkloadError:
-    hint = near_miss(name, known) or ";"
-    return WorkloadError(f"unknown {what} {name!r}{hint} choose one of {', '.join(known)}, or path.py:function")
 
 
 def _refuse_unknown(workload: str, settings: Mapping[str, str], allowed: list[str]) -> None:

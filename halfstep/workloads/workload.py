@@ -1,7 +1,9 @@
-"""The base class of workloads: small real training jobs that say nothing about precision."""
+"""The base class of workloads, small real training jobs that say nothing about precision, and what they share."""
 
 from __future__ import annotations
 
+import gzip
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
@@ -11,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from halfstep.errors import WorkloadError
+from halfstep.errors import DataError, WorkloadError
 
 Batch = tuple[Tensor, Tensor]
 
@@ -132,9 +134,6 @@ def chunks(values: Tensor, size: int) -> list[Tensor]:
 def shuffled(count: int, batch: int, seed: int) -> Iterator[Tensor]:
     """Yields the indices of full batches without end, in a new random order each epoch.
 
-    Raises:
-        WorkloadError: `count` is smaller than `batch`.
-
     >>> [len(i) for i, _ in zip(shuffled(10, 4, 0), range(3))]
     [4, 4, 4]
     """
@@ -144,3 +143,32 @@ def shuffled(count: int, batch: int, seed: int) -> Iterator[Tensor]:
     while True:
         order = torch.randperm(count, generator=generator)
         yield from (order[i : i + batch] for i in range(0, count - batch + 1, batch))
+
+
+def read_bytes(path: Path, workload: str) -> bytes:
+    """Returns the content of a file, unpacked if its name ends in .gz; errors begin with the name `workload`."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{workload}: {path} cannot be read ({error.strerror}); pass a readable file") from error
+    if path.suffix != ".gz":
+        return content
+    try:
+        return gzip.decompress(content)
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(
+            f"{workload}: {path} is not a complete gzip file ({error}); pack or download it again, or rename it "
+            "without .gz if it is not packed"
+        ) from error
+
+
+def as_text(content: bytes, path: Path, workload: str) -> str:
+    """Returns the content of a file as text; errors begin with the name `workload`."""
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = content[: error.start].count(b"\n") + 1
+        raise DataError(
+            f"{workload}: {path} must be UTF-8 text, but byte {content[error.start]:#04x} in line {line} is not;"
+            " convert the file to UTF-8"
+        ) from error

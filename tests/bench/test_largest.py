@@ -20,7 +20,7 @@ from halfstep.errors import WorkloadError
 from halfstep.formats import BF16, FP32
 from halfstep.measurements import Largest
 from halfstep.report.sweep import largest_sheet, sheet_text
-from halfstep.workloads.load import load_model
+from halfstep.workloads.load import load_workload
 from tests.bench.test_sweep import Played
 
 CPU = torch.device("cpu")
@@ -167,7 +167,7 @@ def test_bad_input_is_refused(played, change, limit, said):
 
 def test_a_limit_is_kept_by_the_process(hungry):
     (model,) = hungry.models
-    task = replace(hungry, settings={"more": "10"}).task(model, load_model(model, {"batch": "4"}), O0)
+    task = replace(hungry, settings={"more": "10"}).task(model, load_workload(model, {"batch": "4"}), O0)
     with closing(Remote(task)) as remote:
         remote.begin(0, limit=256 * MIB)
         assert remote.step(0, 2).loss > 0  # of 32 MiB

@@ -132,7 +132,7 @@ import torch
 from halfstep.bench.memory import CpuBytes
 from halfstep.bench.variants import Entry
 from halfstep.formats import as_format
-from halfstep.workloads.load import load_model
+from halfstep.workloads.load import load_workload
 
 
 def status(name):
@@ -141,7 +141,7 @@ def status(name):
 
 
 def train(entry, count=None, **settings):
-    job = load_model("regression", {key: str(value) for key, value in settings.items()})
+    job = load_workload("regression", {key: str(value) for key, value in settings.items()})
     variant, batch = entry.start(job, 0, torch.device("cpu")), next(iter(job.batches(0)))
     variant.train(*batch)
     variant.train(*batch)

@@ -19,13 +19,12 @@ from halfstep.bench.lane import Begun, Step
 from halfstep.bench.remote import OutOfMemory, Remote
 from halfstep.bench.sweep import Asked, read_sweep, sweep
 from halfstep.bench.tally import End
-from halfstep.bench.variants import Entry, compiled
+from halfstep.bench.variants import Entry
 from halfstep.cli.options import replace_text
 from halfstep.errors import DataError, WorkloadError
-from halfstep.formats import BF16, FP16, FP32
-from halfstep.measurements import Sweep
+from halfstep.formats import BF16, FP32
 from halfstep.report.json import to_json
-from halfstep.workloads.load import load_model
+from halfstep.workloads.load import load_workload
 
 CPU = torch.device("cpu")
 O0, O2 = Entry("O0", FP32, peer=False), Entry("O2", BF16, peer=False)
@@ -53,7 +52,7 @@ def mine(batch="2"):
 
 
 def task_of(row, model="regression", settings=SMALL):
-    return Asked((model,), (), (row,), 2, CPU, settings).task(model, load_model(model, settings), row)
+    return Asked((model,), (), (row,), 2, CPU, settings).task(model, load_workload(model, settings), row)
 
 
 class Played:
@@ -209,17 +208,10 @@ def test_a_sweep_of_other_data_is_another():
     assert all(re.fullmatch(r"cifar10 \([0-9a-f]{12}\)", name) for name in named)
 
 
-def test_a_file_that_has_the_path_of_its_data_is_read_as_one_that_has_its_name(played, tmp_path):
-    folder, path = tmp_path / "data", tmp_path / "sweep.json"
-    words = replace(ASKED, data=folder).words()
-    path.write_text(to_json(Sweep(1, {**words, "data": str(folder.resolve())}, 2)))
-    assert read_sweep(path).asked == words
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"models": ("resnet19",)}, "unknown model 'resnet19'; did you mean 'resnet18'"),
+        ({"models": ("resnet19",)}, "unknown workload 'resnet19'; did you mean 'resnet18'"),
         ({"models": ("regression@x",)}, "@x is not a batch size"),
         ({"models": ()}, "a sweep needs at least one model"),
         ({"rows": ()}, "a sweep needs at least one model"),
@@ -315,20 +307,14 @@ def test_a_first_batch_that_fails_is_one_message_before_anything_is_measured(
     assert played.log == []
 
 
-def test_a_compiled_entry_says_so_and_is_run_where_its_format_is_emulated():
-    assert compiled(O2).name == "O2 bf16 compiled"
-    assert compiled(O2).refused is None
-    assert compiled(Entry("O1", FP16, peer=False, emulated=True)).refused is None
-
-
 @pytest.mark.parametrize("row", [pytest.param(O0, marks=pytest.mark.slow), O2])
 def test_a_worker_trains_as_bench_does_and_counts_the_same_peak(row):
     with closing(Remote(task_of(row))) as remote:
         built = remote.begin(0, counted=True)
         steps = [remote.step(number, 5) for number in range(5)]
         end = remote.end(validate=True)
-    (run,) = bench(load_model("regression", SMALL), [row], steps=5, device=CPU).runs
-    parameters = sum(p.numel() for p in load_model("regression", SMALL).build(0).parameters())
+    (run,) = bench(load_workload("regression", SMALL), [row], steps=5, device=CPU).runs
+    parameters = sum(p.numel() for p in load_workload("regression", SMALL).build(0).parameters())
     assert built == Begun(parameters, None)
     assert all(step.ms > 0 for step in steps)
     assert steps[-1].loss == run.train_loss[0]

@@ -68,11 +68,8 @@ def test_a_results_file_does_not_say_where_anyone_s_home_is(halfstep, played, tm
         (["regression", "--batch-size", ","], "',' holds ',', which is not a size"),
         (["regression", "--batch-size", "4,x"], "holds 'x', which is not a size"),
         (["regression", "--model", "resnet18"], "both choose what is trained"),
-        (["--model", "resnet19"], "unknown model 'resnet19'"),
-        (
-            ["regresion", "--batch-size", "4"],
-            "unknown model 'regresion'; did you mean 'regression'? choose one of resnet18",
-        ),
+        (["--model", "resnet19"], "unknown workload 'resnet19'"),
+        (["regresion", "--batch-size", "4"], "unknown workload 'regresion'; did you mean 'regression'? choose one of"),
         (["--model", "resnet18"], "cifar_resnet: no data given"),
         (["regression", "--batch-size", "4", "--seeds", "2"], "a sweep runs each row with one seed"),
         (["regression", "--compile", "perhaps"], "--compile 'perhaps' is unknown; choose one of off, on, both"),

@@ -13,7 +13,8 @@ import halfstep.report.html
 import halfstep.report.page
 from docs.browser import Browser, find_browser
 from halfstep import FULL, Rule
-from halfstep.records import COLUMNS, Finding, Verdict
+from halfstep.records import Finding, Verdict
+from halfstep.report.async_reader import COLUMNS
 from halfstep.report.html import page_html
 from halfstep.report.run import read_log
 from tests.report.logs import START, seen, step, write
