@@ -26,9 +26,9 @@ class Later:
         return self._host
 
 
-def is_capturing(device: torch.device) -> bool:
+def is_capturing() -> bool:
     """Tells whether what runs now is captured into a CUDA graph, whose replays would give a later read their values."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
 
 
 def _behind_all(device: torch.device) -> torch.Event:

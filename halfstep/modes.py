@@ -116,6 +116,60 @@ def take_off(mode: TorchDispatchMode, thread: int) -> None:
         push_mode(each)
 
 
+class OpMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's class has no annotations
+    """A dispatch mode that passes each operation to `run`, which computes it with `compute`.
+
+    It may be entered again inside itself. If another mode, such as emulation, is between the two entries, `run` gets
+    what the inner entry sees: the operations as the model called them. Operations inside `run` are not passed to it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.on = True
+        self._local = threading.local()
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()  # type: ignore[no-untyped-call]  # once, for all subclasses
+
+    def sees(self) -> bool:
+        """Tells whether the running operation is passed to `run`."""
+        return self.on
+
+    def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Returns the result of an operation."""
+        return self.compute(func, args, kwargs)
+
+    def failed(self, error: Exception) -> bool:
+        """Tells whether an error in `run`, but not of the operation itself, is kept from the operation's caller."""
+        return False
+
+    def compute(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Runs the operation itself."""
+        self._local.started = True
+        self._local.made.append(as_called(func, args, kwargs))
+        return self._local.made[0]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Runs the operation."""
+        named, local = {} if kwargs is None else kwargs, self._local
+        inside = getattr(local, "inside", False)
+        if inside or func.namespace == "prim" or not self.sees():  # prim: sizes and layouts
+            return as_called(func, args, named)
+        made: list[Any] = []
+        local.inside, local.started, local.made = True, False, made
+        try:
+            return self.run(func, args, named)
+        except Exception as error:
+            of_operation = local.started and not made
+            if of_operation or not self.failed(error):
+                raise
+            return made[0] if made else as_called(func, args, named)
+        finally:
+            local.inside, local.made = False, None
+
+
 class Above:
     """Enters a mode and, above it, a recorder, which sees operations before the mode does; may be entered again."""
 

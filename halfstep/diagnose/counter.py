@@ -64,7 +64,7 @@ class Counter:
     def count(self, parts: Sequence[object], skipped: Tensor, scales: Scales) -> Watched | None:
         """Counts a step of the optimizers `parts`; returns the optimizers and the loss that raise an alarm, or None."""
         # Steps inside a CUDA graph capture are not counted, because a later read would give the values of replays.
-        if is_capturing(self._device):
+        if is_capturing():
             self._steps, self._coming = [], None
             return None
         found = None

@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -28,7 +27,7 @@ from halfstep.diagnose.words import of_another, say
 from halfstep.edits import spell
 from halfstep.formats import Format
 from halfstep.kinds import Kind
-from halfstep.modes import as_called, run_uncompiled, take_off
+from halfstep.modes import run_uncompiled, take_off
 from halfstep.observe.recorder import Note, OpRecorder
 from halfstep.pages import NAN, more
 from halfstep.processes.shards import local
@@ -60,7 +59,7 @@ _INTERVAL = 2000  # steps after which a dynamic scale grows, by default
 _LOG = logging.getLogger("halfstep")
 
 
-class Watching(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class has no annotations
+class Watching(OpRecorder):
     """A recorder that watches training steps; an error in the recorder ends the recording, but not the step.
 
     `spent` is the cost, in arbitrary units, of all model calls since the last backward pass. `ended` is True once the
@@ -79,31 +78,29 @@ class Watching(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class ha
         self.on = self.ended = self.too_many = False
         self.waiting = True
 
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Runs the operation and records it, even before the forward that the recorder waits for."""
+    def sees(self) -> bool:
+        """Tells whether the running operation is recorded, as some are before the forward that is waited for."""
         if self.on or not self.waiting or not torch.is_grad_enabled():
-            return super().__torch_dispatch__(func, types, args, kwargs)
+            return self.on
         if len(self.notes) >= _BEFORE:
             self.forget()
             self.waiting = False
-            return super().__torch_dispatch__(func, types, args, kwargs)
-        self.on = True
-        try:
-            return super().__torch_dispatch__(func, types, args, kwargs)
-        finally:
-            self.on = False
+        return self.waiting
 
-    def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Runs the operation and records it, unless there are too many."""
         if backward_task() != NO_BACKWARD:
             self.spent = 0
-        if len(self.notes) >= _OPERATIONS:
-            self.too_many = True
-            self._end()
-            return as_called(func, args, kwargs)
-        record = partial(super()._run, func, args, kwargs)
-        return self.trail.spared(func, args, kwargs, record, lambda _: self._end())
+        if len(self.notes) < _OPERATIONS:
+            return super().run(func, args, kwargs)
+        self.too_many = True
+        self._end()
+        return self.compute(func, args, kwargs)
+
+    def failed(self, error: Exception) -> bool:
+        """Ends the recording."""
+        self._end()
+        return True
 
     def scale_of(self, note: Note | None, otherwise: Tensor) -> float:
         """Returns the loss scale of the backward pass that `note` is part of, or `otherwise` if that is unknown."""

@@ -17,7 +17,7 @@ from halfstep.edits import Edit
 from halfstep.errors import HalfstepError
 from halfstep.formats import Format
 from halfstep.observe.nonfinite import finite_range, nonfinite
-from halfstep.observe.recorder import OpRecorder
+from halfstep.observe.recorder import Note, OpRecorder
 from halfstep.plan.plan import Plan
 
 _OF_NUMBERS = (ValueError, ArithmeticError, AssertionError, RuntimeError)  # what code raises when it checks its numbers
@@ -119,7 +119,7 @@ def is_finite_at(rehearsal: Rehearsal, loss: Tensor, scale: float) -> bool:
         return all(nonfinite(gradient) is None for gradient in gradients)
 
 
-class CastRecorder(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class has no annotations
+class CastRecorder(OpRecorder):
     """A recorder that also keeps, as `largest`, the largest magnitude cast to `low` in the forward pass."""
 
     def __init__(self, roots: Sequence[nn.Module], low: Format) -> None:
@@ -132,15 +132,13 @@ class CastRecorder(OpRecorder):  # type: ignore[no-untyped-call]  # torch's clas
         """Whether the values that were cast could be several times as large and still fit."""
         return self.largest * _OF_RANGE <= self._low.max
 
-    def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        result = super()._run(func, args, kwargs)
-        note = self.notes[-1] if self.notes else None
-        if note is not None and note.aten in _CASTS and note.phase == "forward" and isinstance(result, Tensor):
+    def after(self, note: Note, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        """Looks at the result of a cast."""
+        if note.aten in _CASTS and note.phase == "forward" and isinstance(result, Tensor):
             span = finite_range(result) if result.dtype is self._low.dtype else None
             if span is not None:
                 below = 0.0 if span[0] == -self._low.max else -span[0]  # the value of a mask
                 self.largest = max(self.largest, span[1], below)
-        return result
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,11 @@ from torch import Tensor, nn
 
 from halfstep.cast.emulate import PRODUCTS
 from halfstep.formats import TF32, Format, round_nearest, saturate
-from halfstep.modes import as_called
+from halfstep.modes import OpMode
 from halfstep.observe.locator import Locator
 from halfstep.plan.matching import uncompiled
 from halfstep.scale.loss import graph_nodes
 from halfstep.torch_internals import (
-    TorchDispatchMode,
     next_sequence_number,
     running_node,
     schema_of,
@@ -103,19 +102,17 @@ def _show(grads: Sequence[Tensor | None], see: Callable[[Tensor], None]) -> None
             see(grad.detach())
 
 
-class ProductsSeen(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's class has no annotations
+class ProductsSeen(OpMode):
     """A mode that calls `see(name, result)` for each fp32 product, with the name of the module that computes it."""
 
     def __init__(self, model: nn.Module, see: Callable[[str, Tensor], None]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._locator = Locator([model])
         self._see = see
 
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Runs the operation and passes its result to `see` if it is a product."""
-        result = as_called(func, args, kwargs or {})
+        result = self.compute(func, args, kwargs)
         if _is_product(func) and schema_of(func).name != "aten::baddbmm":  # baddbmm may have added a mask
             module = self._locator.here().module
             if module is not None and isinstance(result, Tensor) and result.dtype is torch.float32:
@@ -128,7 +125,7 @@ def _is_product(func: Any) -> bool:
     return name in _PRODUCTS or name.startswith(_ATTENTION)
 
 
-class RoundedBackward(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's class has no annotations
+class RoundedBackward(OpMode):
     """A mode that rounds fp32 results of the backward pass to a format.
 
     It rounds each product of the model, and each result inside recurrent layers, where an error passes through hundreds
@@ -136,15 +133,13 @@ class RoundedBackward(TorchDispatchMode):  # type: ignore[no-untyped-call]  # to
     """
 
     def __init__(self, nodes: Nodes, fmt: Format) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.fmt = fmt
         self._nodes = nodes
 
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Runs the operation and rounds its results."""
-        result = as_called(func, args, kwargs or {})
+        result = self.compute(func, args, kwargs)
         node = running_node()
         if node is None or not self._rounds(func, sequence_number(node)):
             return result

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from halfstep.diagnose.streams import Streams
 from halfstep.formats import LOW_DTYPES
 from halfstep.inspection.flops import flops
-from halfstep.modes import as_called, autocast_outside, is_custom
+from halfstep.modes import autocast_outside, is_custom
 from halfstep.observe.recorder import Note, OpRecorder
 from halfstep.observe.schemas import is_view
 from halfstep.timing import synchronize
@@ -72,7 +72,7 @@ class Call:
         return len({*self.inputs[-1:], *self.outputs}) == 2
 
 
-class Meter(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class has no annotations
+class Meter(OpRecorder):
     """A dispatch mode that records each operation of a step with its place and cost.
 
     It also changes the step at the places in `low_at`: if a forward operation there has low and fp32 inputs, its fp32
@@ -80,28 +80,27 @@ class Meter(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class has n
     """
 
     def __init__(self, roots: Sequence[nn.Module], device: torch.device, low_at: Collection[Place] = ()) -> None:
-        super().__init__(roots)
+        super().__init__(roots, examine=False)
         self.calls: list[Call] = []
         self.streams = Streams(self.locator)
         self._device, self._low_at = device, low_at
 
-    def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        note = self._begin(func, args, kwargs)
-        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        note.sources = tuple(self.last_writer(t) for t in tensors)
+    def compute(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Runs the operation and measures it, unless it only returns a view."""
         if is_view(func):
-            return as_called(func, args, kwargs)
-        given = _floats(args, kwargs)
+            return super().compute(func, args, kwargs)
+        note = self.notes[-1]
+        tensors = _tensors((args, kwargs))
+        given = [t for t in tensors if t.is_floating_point()]
         read = sum(map(_bytes, tensors))
         synchronize(self._device)
         start = perf_counter()
         if note.phase == "forward" and place_in(note) in self._low_at and not schema_of(func).is_mutable:
             args = _all_low(args)
-        result = as_called(func, args, kwargs)
+        result = super().compute(func, args, kwargs)
         synchronize(self._device)
         took = perf_counter() - start
-        made = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
-        self._follow(note, func, tensors, made)
+        made = _tensors(result)
         done = flops(func, args, kwargs, result)
         known = self.locator.tensor(given[-1]) if given else None
         parameter = known[1] if known is not None and known[0] == "parameter" else ""
@@ -122,15 +121,10 @@ class Meter(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class has n
         self.calls.append(call)
         return result
 
-    def _follow(self, note: Note, func: Any, tensors: list[Tensor], made: list[Tensor]) -> None:
-        """Records what an operation wrote; `tensors` are its inputs, and `made` are its results."""
-        changes = schema_of(func).is_mutable
-        outputs = made or (tensors[:1] if changes else [])
-        note.dtype = next((t.dtype for t in outputs if t.is_floating_point()), None)
-        for each in outputs:
-            self._wrote(None, note, each, bad=False, fresh=not changes)
-        if backward_task() == NO_BACKWARD:
-            self.streams.look(note, tensors)
+    def after(self, note: Note, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        """Looks at streams."""
+        if backward_task() == NO_BACKWARD and not is_view(func):
+            self.streams.look(note, _tensors((args, kwargs)))
 
 
 def place_in(note: Note) -> Place:
@@ -145,8 +139,8 @@ def _all_low(args: Any) -> Any:
     return tree_map(lambda t: t.to(low) if isinstance(t, Tensor) and t.dtype is torch.float32 and t.dim() else t, args)
 
 
-def _floats(args: Any, kwargs: Any) -> list[Tensor]:
-    return [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.is_floating_point()]
+def _tensors(tree: Any) -> list[Tensor]:
+    return [t for t in tree_leaves(tree) if isinstance(t, Tensor)]
 
 
 def _bytes(tensor: Tensor) -> int:

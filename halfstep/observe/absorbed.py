@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -11,7 +10,6 @@ import torch
 from torch import Tensor
 
 from halfstep.formats import LOW_DTYPES, as_format
-from halfstep.modes import as_called
 from halfstep.observe.locator import memory_of, storage_of
 from halfstep.observe.nonfinite import nonfinite
 from halfstep.observe.outputs import readable
@@ -24,6 +22,7 @@ TOLERANCE = 0.05
 """Relative difference to fp32 above which an overflow has done harm; rounding alone causes about 0.001."""
 
 T = TypeVar("T")
+Compute = Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]  # runs an operation
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,16 +103,17 @@ class OverflowTrail(Generic[T]):
         self.found: list[Absorbed[T]] = []
         self._shadows: dict[int, _Shadow[T]] = {}  # keyed by the memory of a tensor, which its views share
         self._results: dict[int, _Result[T]] = {}  # likewise: what was computed from absorbed overflows
-        self._spared = threading.local()  # `made`: the result of the operation that `spared` runs, once there is one
 
-    def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Callable[[], T]) -> Any:
-        """Runs an operation for a dispatch mode, follows overflows through it, and returns its result."""
+    def run(
+        self, compute: Compute, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Callable[[], T]
+    ) -> Any:
+        """Runs an operation with `compute`, follows overflows through it, and returns its result."""
         if in_backward():
-            return self.compute(func, args, kwargs)
+            return compute(func, args, kwargs)
         given = _tensors((args, kwargs))
         read = [t for t in given if self._results and not is_unread(func, (args, kwargs), t)]
         absorbed = [] if is_uninitialised(func) else self._behind(read)
-        result = self._run(func, args, kwargs, given, here)
+        result = self._run(compute, func, args, kwargs, given, here)
         if self._results:
             for each in filter(_is_whole, overwritten(func, args, kwargs)):
                 self._results.pop(storage_of(each), None)
@@ -131,6 +131,7 @@ class OverflowTrail(Generic[T]):
 
     def _run(
         self,
+        compute: Compute,
         func: Any,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
@@ -138,12 +139,12 @@ class OverflowTrail(Generic[T]):
         here: Callable[[], T],
     ) -> Any:
         if is_view(func) or is_uninitialised(func) or is_collective(func) or not all(map(is_plain, given)):
-            return self.compute(func, args, kwargs)
+            return compute(func, args, kwargs)
         trails = [shadow for t in given if (shadow := self._shadow(t)) is not None and shadow.reaches(t)]
         changing = {_memory(t) for t in written(func, args, kwargs)}
         before = {id(t): t.clone() for t in given if _memory(t) in changing}
         exact = {id(t): shadow.of(t) for t in given if (shadow := self._shadow(t)) is not None}
-        result = self.compute(func, args, kwargs)
+        result = compute(func, args, kwargs)
         outputs = _floats(func, args, kwargs, result)
         if trails or any(out.dtype in LOW_DTYPES and nonfinite(out) is not None for out in outputs):
             wide = self._again(func, args, kwargs, before | exact)
@@ -153,36 +154,6 @@ class OverflowTrail(Generic[T]):
         for out in outputs:
             self._overwrite(out)
         return result
-
-    def compute(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Runs the operation itself."""
-        made: list[Any] | None = getattr(self._spared, "made", None)
-        if made is None:
-            return as_called(func, args, kwargs)
-        self._spared.started = True
-        made.append(as_called(func, args, kwargs))
-        return made[0]
-
-    def spared(
-        self,
-        func: Any,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        watched: Callable[[], Any],
-        end: Callable[[Exception], None],
-    ) -> Any:
-        """Returns the result of `watched`, which computes the operation; errors but the operation's own go to `end`."""
-        made: list[Any] = []
-        self._spared.made, self._spared.started = made, False
-        try:
-            return watched()
-        except Exception as error:
-            if self._spared.started and not made:
-                raise  # the operation's own
-            end(error)
-            return made[0] if made else as_called(func, args, kwargs)
-        finally:
-            self._spared.made = None
 
     def _again(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], values: Mapping[int, Tensor]

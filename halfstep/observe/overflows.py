@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.modes import as_called, run_uncompiled, take_off
+from halfstep.later import is_capturing
+from halfstep.modes import OpMode, run_uncompiled, take_off
 from halfstep.observe.absorbed import Absorbed, OverflowTrail
 from halfstep.observe.locator import Locator, Place
 from halfstep.observe.opnames import public_name
@@ -36,8 +37,8 @@ class _Here:
     operator: str
 
 
-class AbsorbedWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's class has no annotations
-    """Reports overflows that are absorbed in training forwards; the mode may be entered again inside itself.
+class AbsorbedWatch(OpMode):
+    """Reports overflows that are absorbed in training forwards.
 
     Only overflows that a loss depends on are reported; `end` says what the losses are. Gradients can be off in parts of
     a training forward: in a `no_grad` block, a custom function, a reentrant checkpoint. While all models are in eval
@@ -47,31 +48,25 @@ class AbsorbedWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
     """
 
     def __init__(self, roots: Sequence[nn.Module]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.on = True
+        super().__init__()
         self._roots = [weakref.ref(root) for root in roots]  # weak: the stack of modes must keep no session alive
         self._trail: OverflowTrail[_Here] = OverflowTrail()
-        self._local = threading.local()
 
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def sees(self) -> bool:
+        """Tells whether the running operation may be part of a training forward."""
+        may_train = self.on and (torch.is_grad_enabled() or any(root.training for root in self._live_roots()))
+        return may_train and not in_backward() and not is_capturing()
+
+    def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Runs the operation and follows overflows in its result."""
-        named = {} if kwargs is None else kwargs
-        idle = not self.on or getattr(self._local, "inside", False) or func.namespace == "prim"
-        if idle or not self._may_train() or in_backward() or _capturing():
-            return as_called(func, args, named)
-        self._local.inside, trail = True, self._trail
-        try:
-            follow = partial(trail.run, func, args, named, lambda: self._here(func, args))
-            return trail.spared(func, args, named, follow, self._fail)
-        finally:
-            self._local.inside = False
+        return self._trail.run(self.compute, func, args, kwargs, lambda: self._here(func, args))
 
-    def _fail(self, error: Exception) -> None:
+    def failed(self, error: Exception) -> bool:
+        """Ends the watch."""
         self.on = False
         said = "a probe stops looking for absorbed overflows in this step, because of an error: %s"
         _LOG.warning(said, error, exc_info=error)
+        return True
 
     def end(self, losses: Sequence[Tensor]) -> None:
         """Notes the overflows that the losses, from which a backward pass will start, depend on."""
@@ -79,9 +74,6 @@ class AbsorbedWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
 
     def _live_roots(self) -> list[nn.Module]:
         return [root for each in self._roots if (root := each()) is not None]
-
-    def _may_train(self) -> bool:
-        return torch.is_grad_enabled() or any(root.training for root in self._live_roots())
 
     def _here(self, func: Any, args: Sequence[Any]) -> _Here:
         locator = Locator(self._live_roots())
@@ -99,19 +91,12 @@ class AbsorbedWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
         return [_observation(step, each) for each in found.values()]
 
 
-def _capturing() -> bool:
-    """Tells whether a CUDA graph is being captured: then nothing can be read on the host."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
-
-
 def _observation(step: int, absorbed: Absorbed[_Here]) -> Observation:
     place, by = absorbed.origin.place, absorbed.by
     said = absorbed.said(absorbed.origin.operator, place.line, by.operator, by.place.line)
     return Observation(
         step=step,
-        module=(place.module or "")
-        .replace(":", ".", 1)
-        .rstrip("."),  # with several models, named as in other observations
+        module=(place.module or "").replace(":", ".", 1).rstrip("."),  # of several models: as in other observations
         kind=ABSORBED,
         name=said.operator,
         format=said.format,

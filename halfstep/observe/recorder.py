@@ -7,7 +7,6 @@ failure or to check a model.
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.modes import as_called
+from halfstep.modes import OpMode
 from halfstep.observe.absorbed import OverflowTrail
 from halfstep.observe.customs import Customs, is_brought_in
 from halfstep.observe.locator import Locator, memory_of, storage_of
@@ -27,7 +26,6 @@ from halfstep.records import AFTER_BACKWARD, OpCall
 from halfstep.torch_internals import (
     NO_BACKWARD,
     StorageWeakRef,
-    TorchDispatchMode,
     backward_task,
     next_sequence_number,
     running_node,
@@ -151,40 +149,28 @@ class _Read:
         return _Read(tensor, tensor.clone() if keep else tensor, tensor if memory is None else memory)
 
 
-class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's class has no annotations
+class OpRecorder(OpMode):
     """A dispatch mode that records the operations of one forward and backward pass of the models `roots`.
 
-    It may be entered again inside itself. If another mode, such as emulation, is between the two entries, it records
-    what the inner entry sees: the operations as the model called them. While `on` is False it does nothing. `trail`
-    follows values that overflowed until an operation absorbs the overflow.
+    While `on` is False it does nothing. `trail` follows values that overflowed until an operation absorbs the overflow.
+    With `examine=False` it looks at no values: it records only where operations ran, and what wrote their arguments.
     """
 
-    def __init__(self, roots: Sequence[nn.Module]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+    def __init__(self, roots: Sequence[nn.Module], *, examine: bool = True) -> None:
+        super().__init__()
         self.locator = Locator(roots)
         self.trail: OverflowTrail[Note] = OverflowTrail()
-        self.on = True
+        self._examine = examine
         self.communicated = False  # with other processes
         self.notes: list[Note] = []
         self._writes: dict[int, _Writes] = {}
         self._nodes: dict[int, list[Note]] = {}  # keyed by the sequence number of an operation's autograd node
         self._customs = Customs()
         self._roots: dict[int, int] = {}  # sequence number of the first node, by backward pass
-        self._local = threading.local()
         self._call: tuple[tuple[int, int], list[str]] = ((0, 0), [])
 
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Runs the operation and records it."""
-        named = {} if kwargs is None else kwargs
-        if not self.on or getattr(self._local, "inside", False) or func.namespace == "prim":  # prim: sizes and layouts
-            return as_called(func, args, named)
-        self._local.inside = True
-        try:
-            return self._run(func, args, named)
-        finally:
-            self._local.inside = False
+    def after(self, note: Note, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        """Looks at an operation that has been recorded; for subclasses."""
 
     def writers(self, tensor: Tensor) -> list[Note]:
         """Returns the operations that wrote non-finite values to a tensor's memory, in order."""
@@ -214,8 +200,14 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         last = self.last_writer(tensor)
         return (OTHERS, last.aten.rstrip("_"), tensor) if last is not None and last.received else None
 
-    def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        note = self._begin(func, args, kwargs)
+    def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Runs the operation and records it."""
+        note = self._begin(func, args)
+        result = self._record(note, func, args, kwargs)
+        self.after(note, func, args, kwargs, result)
+        return result
+
+    def _record(self, note: Note, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         note.received = is_collective(func)
         self.communicated = self.communicated or note.received
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -230,20 +222,26 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         note.of_gradient = note.phase != "forward" and (note.root or any(each.of_gradient for each in known))
         note.scalars = tuple(scalars(args, kwargs))
         if is_view(func):
-            return self._compute(func, args, kwargs)
+            return self._follow(func, args, kwargs)
         writes = schema_of(func).is_mutable
-        read = [_Read.before(t, writes) for t in tensors]
-        result = self._compute(func, args, kwargs)
+        read = [_Read.before(t, writes) for t in tensors] if self._examine else []
+        result = self._follow(func, args, kwargs)
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)] or written(func, args, kwargs)
         if note.received and not outputs:
             outputs = tensors[:1]  # schemas of collectives do not say that they write
         note.dtype = next((t.dtype for t in outputs if t.is_floating_point()), None)
-        note.vanished = _vanished(note, outputs)
-        self._look(note, func, (args, kwargs), read, outputs)
+        if self._examine:
+            note.vanished = _vanished(note, outputs)
+            self._look(note, func, (args, kwargs), read, outputs)
+        else:
+            for out in outputs:
+                self._wrote(None, note, out, bad=False, fresh=not writes)
         return result
 
-    def _compute(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        return self.trail.run(func, args, kwargs, lambda: self.notes[-1])
+    def _follow(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if not self._examine:
+            return self.compute(func, args, kwargs)
+        return self.trail.run(self.compute, func, args, kwargs, lambda: self.notes[-1])
 
     def _look(self, note: Note, func: Any, given: Any, read: list[_Read], outputs: list[Tensor]) -> None:
         """Records what the operation wrote and, if that is not finite, where the non-finite values came from."""
@@ -352,7 +350,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         module, line = next(((each.module, each.line) for each in self._nodes.get(number, [])), (None, None))
         return Note(-1 - len(self.notes), name, module, "backward", line, [], "", unseen=True, bad=bad)
 
-    def _begin(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Note:
+    def _begin(self, func: Any, args: Sequence[Any]) -> Note:
         aten = aten_name(func, args)
         place = self.locator.here()
         in_backward = backward_task() != NO_BACKWARD
@@ -399,6 +397,10 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         hook = foreign and not isinstance(node, torch.autograd.function.BackwardCFunction)
         if note.forward is not None and not hook:
             note.module = note.forward.module if note.module is None else note.module
+
+    def made_node(self, number: int) -> list[Note]:
+        """Returns the forward operations that made the autograd node with this sequence number."""
+        return self._nodes.get(number, [])
 
     def operator(self, note: Note) -> str:
         """Returns the public torch name of an operation; a backward operation has the name of its forward operation."""

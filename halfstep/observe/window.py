@@ -7,11 +7,11 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Protocol
 
-import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
 from halfstep.kernels.update_stats import Updates
+from halfstep.later import is_capturing
 from halfstep.modes import run_uncompiled
 from halfstep.observe.hooks import Found, StepHooks
 from halfstep.observe.outputs import readable
@@ -142,7 +142,7 @@ class Window:
         self._rows.add([t for t, _ in read if t is not None], [subject for t, subject in read if t is not None])
 
     def _capturing(self) -> bool:
-        capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
+        capturing = is_capturing()
         self.captured = self.captured or capturing
         return capturing
 

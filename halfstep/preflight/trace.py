@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from halfstep.cast.gate import INSIDE
 from halfstep.diagnose.absorbed_findings import absorbed_findings
@@ -26,7 +27,6 @@ from halfstep.observe.recorder import Note, OpRecorder
 from halfstep.plan.levels import level
 from halfstep.plan.optable import REFUSED
 from halfstep.plan.plan import Plan
-from halfstep.preflight.literals import Literals, numbers
 from halfstep.records import Finding
 from halfstep.scale.loss import FP16_LOSS_CEILING
 from halfstep.session.session import Session
@@ -42,6 +42,7 @@ WRITES = (
 GUARDS = (*WRITES, "clamp", "clamp_", "clamp_min", "clamp_min_", "maximum", "fmax")
 CASTS = ("_to_copy", "copy_")
 MADE = ("lift_fresh", "lift_fresh_copy", "_to_copy", "full", "scalar_tensor", "detach", "clone", "copy_")
+FROM_NUMBERS = (torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor)
 PROBABILITIES = ("sigmoid", "_softmax", "_log_softmax")
 _HINT = re.compile(rf" \(\w+: {re.escape(INSIDE)}\)")  # to make this check
 BLAME = "halfstep.blame(session, closure) finds the operation and a cure"
@@ -91,7 +92,7 @@ def _run(rehearsal: Rehearsal, tracer: StepTracer, scale: float) -> tuple[Failur
     return None, loss
 
 
-class StepTracer(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class has no annotations
+class StepTracer(OpRecorder):
     """Records the operations of a step, as blame does, and examines their constants, casts and failures.
 
     `rounded` has the ids of the weights that the step cast to the plan's low format.
@@ -105,18 +106,20 @@ class StepTracer(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class 
         self._constants: dict[tuple[str, str | None, str | None, float], tuple[Note, Format, bool]] = {}
         self._streams = Streams(self.locator)
 
-    def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Runs the operation and records it, and the first error."""
         try:
-            result = super()._run(func, args, kwargs)
+            return super().run(func, args, kwargs)
         except Exception as error:
             if self._failed is None and self.notes:
                 self._failed = (self.notes[-1], _formats(args, kwargs), error)
             raise
-        note = self.notes[-1]
+
+    def after(self, note: Note, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        """Looks at constants and streams."""
         if backward_task() == NO_BACKWARD:  # a checkpoint's second run was seen before
             self._look_at_constants(note, func, args, kwargs, result)
             self._streams.look(note, [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)])
-        return result
 
     def _look_at_constants(
         self, note: Note, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
@@ -131,10 +134,10 @@ class StepTracer(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class 
         if name in GUARDS:
             args = [self._constant(note, arg, fmt) if isinstance(arg, Tensor) else arg for arg in args]
         guards = args[:2] if name.startswith("clamp") else (*args, *(v for k, v in kwargs.items() if k != "max"))
-        for value in numbers(guards) if name in GUARDS else ():
+        for value in _numbers(guards) if name in GUARDS else ():
             if fmt.rounds_to_zero(value):
                 self._constants[name, note.module, note.line, value] = (note, fmt, True)
-        for value in numbers((*args, *kwargs.values())) if name in WRITES else ():
+        for value in _numbers((*args, *kwargs.values())) if name in WRITES else ():
             if fmt.max < abs(value) <= FP32.max:
                 self._constants[name, note.module, note.line, value] = (note, fmt, False)
         if name not in WRITES and note.exact is not None and note.exact.constant:  # such as (1 - mask) * -1e9
@@ -198,7 +201,7 @@ class StepTracer(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class 
         last = self.notes[-1] if self.notes else None
         backward = last is not None and last.phase == "backward"
         if backward and place.module is None and last is not None:
-            made = self._nodes.get(_node_of(error), []) or [last]  # if none, the engine raised it after this operation
+            made = self.made_node(_node_of(error)) or [last]  # if none, the engine raised it after this operation
             return Failure(error, made[-1].module, place.line or self.line(made[-1]), "backward")
         return Failure(error, place.module, place.line, "backward" if backward else "forward")
 
@@ -241,6 +244,31 @@ class StepTracer(OpRecorder):  # type: ignore[no-untyped-call]  # torch's class 
     def _cure(self, note: Note, roots: Sequence[torch.nn.Module]) -> tuple[Rule, ...]:
         name = in_model(note.module)[1]
         return rules_on(name, FULL, self._plan, roots) if name and self._plan.ops != "none" else ()
+
+
+class Literals(TorchFunctionMode):
+    """Calls `tell(tensor, numbers)` for each low tensor made from numbers, which torch rounds before any operation."""
+
+    def __init__(self, tell: Callable[[Tensor, list[float]], None]) -> None:
+        super().__init__()
+        self._tell = tell
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Calls the function and examines its result."""
+        named = {} if kwargs is None else kwargs
+        result = func(*args, **named)
+        if func in FROM_NUMBERS and result.dtype in LOW_DTYPES:
+            self._tell(result, list(_numbers((*args, *named.values()))))
+        return result
+
+
+def _numbers(values: Sequence[Any]) -> Iterator[float]:
+    """Yields the numbers in values and in the containers among them."""
+    for leaf in tree_leaves(tuple(values)):
+        if isinstance(leaf, (int, float)) and not isinstance(leaf, bool):
+            yield float(leaf)
 
 
 def _node_of(error: Exception) -> int:

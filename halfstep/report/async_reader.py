@@ -30,7 +30,7 @@ class AsyncReader:
     def add(self, record: StepRecord) -> None:
         """Starts copying a step's numbers to the host, without waiting."""
         place = record.scale.device
-        if not is_capturing(place):
+        if not is_capturing():
             given = (record.skipped, *(getattr(record, name) for name in COLUMNS))
             row = torch.stack([v.reshape(()).to(place) for v in given if v is not None])
             self._coming.append((record, time.time(), Later([row])))

@@ -113,7 +113,7 @@ class Trained:
         self, record: StepRecord, parts: Sequence[Part], scales: Mapping[int, Tensor], stopping: Sequence[int]
     ) -> None:
         """Records whether a step was skipped, and the scale of each of its losses before and after the step."""
-        if STATE.verbosity > 0 and scales and not is_capturing(record.skipped.device):
+        if STATE.verbosity > 0 and scales and not is_capturing():
             now = [self.session.runtime.scales.of(loss_id).value for loss_id in scales]
             numbers = [number.to(record.skipped.device) for number in (record.skipped.float(), *scales.values(), *now)]
             self._coming.append((tuple(scales), Later([torch.stack(numbers)])))
