@@ -38,7 +38,7 @@ from torch import Tensor
 
 import halfstep
 from halfstep.errors import HalfstepError
-from halfstep.forecast.watch import TensorName, step
+from halfstep.forecast.backward import TensorName, step
 from halfstep.formats import as_format
 from halfstep.machine import read_machine
 from halfstep.records import TENSOR_KINDS

@@ -228,6 +228,22 @@ def run_uncompiled() -> Callable[[], None]:
     return lambda: _UNCOMPILED.leave(holder)
 
 
+def put_on_top(mode: OpMode) -> Callable[[], None]:
+    """Puts a mode on the stack of modes until the returned function is called; compiled code runs eagerly meanwhile.
+
+    Inside a forward this would be too late: a `with` block around the forward would pop the mode.
+    """
+    compile_again, thread = run_uncompiled(), threading.get_ident()
+    mode.__enter__()  # type: ignore[no-untyped-call]
+
+    def remove() -> None:  # refers to the mode alone, so a finalizer may hold it
+        mode.on = False
+        take_off(mode, thread)
+        compile_again()
+
+    return remove
+
+
 @contextmanager
 def uncompiled() -> Iterator[None]:
     """Makes compiled code run eagerly inside a `with`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol, runtime_checkable
 
@@ -319,9 +319,21 @@ class Observation:
         one (O3) they are lost for good. For optimizers whose own step runs, and for Lamb and NovoGrad, only the change
         of the fp32 value is seen: an update that fp32 rounds away counts as zero.
         """
-        if self.kind != UPDATE:
-            return None
-        return self.stats.below(UPDATE_LIMITS.zero) / self.stats.nonzero if self.stats.nonzero else 0.0
+        return _lost_updates(self.stats) if self.kind == UPDATE else None
+
+
+def lost_by_module(observations: Iterable[Observation]) -> dict[str, float]:
+    """Returns for each module the share of lost updates, over all its parameters and all steps in `observations`."""
+    merged: dict[str, TensorStats] = {}
+    for seen in observations:
+        if seen.kind == UPDATE:
+            old = merged.get(seen.module)
+            merged[seen.module] = seen.stats if old is None else old + seen.stats
+    return {module: _lost_updates(stats) for module, stats in merged.items()}
+
+
+def _lost_updates(stats: TensorStats) -> float:
+    return stats.below(UPDATE_LIMITS.zero) / stats.nonzero if stats.nonzero else 0.0
 
 
 @dataclass(frozen=True)

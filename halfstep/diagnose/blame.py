@@ -13,11 +13,10 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from halfstep.diagnose.absorbed_findings import absorbed_findings
 from halfstep.diagnose.cures import scaling_cure, untried_cure
 from halfstep.diagnose.diagnosis import Diagnosis
 from halfstep.diagnose.rehearsal import Rehearsal, check_given, rehearsing
-from halfstep.diagnose.search import Run, Search, first_run, is_finite_at, tried
+from halfstep.diagnose.search import Run, Search, absorbed_findings, first_run, is_finite_at, tried
 from halfstep.diagnose.words import say
 from halfstep.kinds import Kind
 from halfstep.observe.nonfinite import nonfinite

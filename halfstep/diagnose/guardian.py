@@ -20,14 +20,13 @@ from torch import Tensor, nn
 from halfstep.diagnose.blame import LEAST, NOT_SEEN
 from halfstep.diagnose.counter import LONGEST_GAP, WINDOW, Counter, Watched
 from halfstep.diagnose.cures import scaling_cure, untried_cure
-from halfstep.diagnose.diagnosis import Diagnosis, diagnose
+from halfstep.diagnose.diagnosis import Diagnosis, diagnose, find_origin
 from halfstep.diagnose.growth import degree, outgrown, sizes_of
-from halfstep.diagnose.origin import find_origin
 from halfstep.diagnose.words import of_another, say
 from halfstep.edits import spell
 from halfstep.formats import Format
 from halfstep.kinds import Kind
-from halfstep.modes import run_uncompiled, take_off
+from halfstep.modes import put_on_top
 from halfstep.observe.recorder import Note, OpRecorder
 from halfstep.pages import NAN, more
 from halfstep.processes.shards import local
@@ -125,7 +124,7 @@ class Watching(OpRecorder):
 class Armed:
     """A recorder that starts recording at the next training forward and is removed at the end of that step.
 
-    It is pushed on the stack of modes at once, because a mode pushed inside a call of a compiled model would miss the
+    It is put on the stack of modes at once, because a mode pushed inside a call of a compiled model would miss the
     loss. `lost` is True if the user's own modes or threads removed it too early. `passed` is True if a forward without
     gradients ran first, which is not recorded.
 
@@ -138,11 +137,10 @@ class Armed:
         self.lost = self.passed = False
         self._patience, self._give_up = patience, give_up
         self._thread = threading.get_ident()
-        finally_ = weakref.finalize(self, _take_off, self.recorder, self._thread, run_uncompiled())
+        finally_ = weakref.finalize(self, put_on_top(self.recorder))
         finally_.atexit = False  # of a session that is never closed
         with ExitStack() as stack:
             stack.callback(finally_)
-            self.recorder.__enter__()
             stack.enter_context(runtime.under(self.recorder))
             stack.enter_context(runtime.casting.before_forwards(self.forward_begins))
             self._undo = stack.pop_all()
@@ -378,12 +376,6 @@ class Guardian:
             self._tell(verdict)
             error = NumericsError(f"step {step} was skipped like those before it\n{verdict}\n  {more(NAN)}", verdict)
         raise error
-
-
-def _take_off(recorder: Watching, thread: int, compile_again: Callable[[], None]) -> None:
-    recorder.on = False
-    compile_again()
-    take_off(recorder, thread)
 
 
 @dataclass(frozen=True)

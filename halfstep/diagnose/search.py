@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import takewhile
+from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
-from halfstep.diagnose.cures import WHOLE, candidates, edited, is_whole, narrow_candidates, with_edits
-from halfstep.diagnose.diagnosis import Diagnosis, diagnose
-from halfstep.diagnose.origin import find_origin, last_origin
+from halfstep.diagnose.cures import (
+    WHOLE,
+    candidates,
+    edited,
+    is_op,
+    is_whole,
+    narrow_candidates,
+    rules_around,
+    with_edits,
+)
+from halfstep.diagnose.diagnosis import Diagnosis, diagnose, find_origin, last_origin
 from halfstep.diagnose.rehearsal import Rehearsal
-from halfstep.edits import Edit
+from halfstep.diagnose.words import place_of, which_model
+from halfstep.edits import Edit, OpChange, spell
 from halfstep.errors import HalfstepError
 from halfstep.formats import Format
+from halfstep.observe.absorbed import Absorbed
 from halfstep.observe.nonfinite import finite_range, nonfinite
 from halfstep.observe.recorder import Note, OpRecorder
 from halfstep.plan.plan import Plan
+from halfstep.records import Finding
 
 _OF_NUMBERS = (ValueError, ArithmeticError, AssertionError, RuntimeError)  # what code raises when it checks its numbers
 _NOT_REACHED = (
@@ -39,6 +51,7 @@ _OF_FLOOR = (
 _CASTS = ("_to_copy", "copy_")
 
 Works = Callable[[Rehearsal], bool]
+_UNTRIED = "so no edit could be tried"
 
 
 @dataclass
@@ -245,3 +258,63 @@ def works_under(rehearsal: Rehearsal, plan: Plan, works: Works) -> bool:
             return works(trial)
     except HalfstepError:
         return False
+
+
+_Place: TypeAlias = tuple[str | None, str | None]  # a module and a line
+
+
+def absorbed_findings(rehearsal: Rehearsal, recorder: OpRecorder) -> list[Finding]:
+    """Returns a finding for each place where a recorded forward pass overflowed and the overflow was absorbed."""
+    places: dict[_Place, Absorbed[Note]] = {}
+    for each in recorder.trail.found:
+        places.setdefault(_place(recorder, each), each)
+    return [_said(recorder, each, *_cure(rehearsal, recorder, each)) for each in places.values()]
+
+
+def _place(recorder: OpRecorder, absorbed: Absorbed[Note]) -> _Place:
+    return absorbed.origin.module, recorder.line(absorbed.origin)
+
+
+def _cure(rehearsal: Rehearsal, recorder: OpRecorder, absorbed: Absorbed[Note]) -> tuple[tuple[Edit, ...], str]:
+    """Returns (edits, reason): edits under which the overflow is no longer absorbed, and why there are none."""
+    place, inputs = _place(recorder, absorbed), rehearsal.inputs
+
+    def works(trial: Rehearsal) -> bool:
+        again = OpRecorder(rehearsal.roots)
+        with trial.recording(again):
+            loss = trial.loss()
+        again.trail.end([loss])
+        cured = place not in {_place(again, each) for each in again.trail.found}
+        return cured and bool(loss.isfinite()) and inputs.same
+
+    try:
+        candidates = takewhile(lambda _: inputs.same, _candidates(rehearsal, recorder, absorbed))
+        edits = first_cure(rehearsal, candidates, works)
+    except StopIteration:
+        return (), f"the closure ran out of batches, {_UNTRIED}"
+    except Exception as error:  # whatever copying the model raises
+        return (), f"a copy of the model cannot be made or run ({type(error).__name__}), {_UNTRIED}"
+    if not inputs.same:
+        return (), f"the closure takes another batch each time, {_UNTRIED}"
+    return edits, "" if edits else "no edit of the plan was found that cures it"
+
+
+def _candidates(rehearsal: Rehearsal, recorder: OpRecorder, absorbed: Absorbed[Note]) -> Iterator[tuple[Edit, ...]]:
+    """Yields rules that keep the module that overflowed, or one around it, in fp32; then an edit that denies the op."""
+    yield from rules_around(absorbed.origin.module, rehearsal.plan, rehearsal.roots)
+    operator = recorder.operator(absorbed.origin)
+    if is_op(operator):
+        yield (OpChange("deny", operator),)
+
+
+def _said(recorder: OpRecorder, absorbed: Absorbed[Note], edits: tuple[Edit, ...], reason: str) -> Finding:
+    origin, by = absorbed.origin, absorbed.by
+    line, line_by = recorder.line(origin), recorder.line(by)
+    evidence = str(absorbed.said(recorder.operator(origin), line, recorder.operator(by), line_by)) + which_model(
+        origin.module
+    )
+    if edits:
+        advice = f"{spell(edits)}, under which this does not happen"
+    else:
+        advice = f"compute this in fp32, or scale the values down first; {reason}"
+    return Finding("warning", "overflow absorbed", place_of(origin.module, line), evidence, advice, edits)

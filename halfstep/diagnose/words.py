@@ -6,8 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from halfstep.diagnose.diagnosis import Diagnosis
-from halfstep.diagnose.origin import NORMALISERS
+from halfstep.diagnose.diagnosis import NORMALISERS, Diagnosis
 from halfstep.edits import Edit, Rule, spell
 from halfstep.formats import BF16, FP16, FP32, LOW_FORMATS
 from halfstep.kinds import Kind

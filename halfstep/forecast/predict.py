@@ -12,11 +12,19 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from halfstep.diagnose.closure import compute_loss, leaves_kept
+from halfstep.diagnose.rehearsal import compute_loss, leaves_kept
 from halfstep.edits import LARGEST_SCALE, SMALLEST_SCALE, Scaling
 from halfstep.errors import SessionError
-from halfstep.forecast.backward import Nodes, ProductsSeen, RoundedBackward, noting_nodes, rounded
-from halfstep.forecast.watch import TensorName, show_weight_grads, watching
+from halfstep.forecast.backward import (
+    Nodes,
+    ProductsSeen,
+    RoundedBackward,
+    TensorName,
+    noting_nodes,
+    rounded,
+    show_weight_grads,
+    watching,
+)
 from halfstep.formats import FP32, Format, count_overflows, saturate
 from halfstep.observe.rows import measure
 from halfstep.records import Rounded, ScaleRange, TensorStats

@@ -14,14 +14,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfstep.cast.owners import owners
-from halfstep.diagnose.closure import check_closure, compute_loss, leaves_kept
 from halfstep.diagnose.cures import FULL_OUT, edited, is_op, rules_on
+from halfstep.diagnose.rehearsal import check_closure, compute_loss, leaves_kept
 from halfstep.diagnose.rewind import untouched
 from halfstep.edits import FULL, LARGEST_SCALE, Edit, OpChange, Policy, Rule, Scaling, spell
 from halfstep.errors import FormatError, PlanError, SessionError, SetupError
-from halfstep.forecast.backward import rounded, watching_gradients
+from halfstep.forecast.backward import TensorName, parameters, rounded, step, watching_gradients
 from halfstep.forecast.predict import GRADIENTS, LEAST_SNR_DB, Prediction, Scouted, predict
-from halfstep.forecast.watch import TensorName, parameters, step
 from halfstep.formats import BF16, FP16, FP32, Format, as_format
 from halfstep.machine import read_facts
 from halfstep.observe.overflows import AbsorbedWatch

@@ -12,16 +12,24 @@ from torch import Tensor, nn
 
 from halfstep.diagnose.streams import Streams
 from halfstep.formats import LOW_DTYPES
-from halfstep.inspection.flops import flops
 from halfstep.modes import autocast_outside, is_custom
 from halfstep.observe.recorder import Note, OpRecorder
-from halfstep.observe.schemas import is_view
+from halfstep.observe.schemas import is_view, tensors_of
 from halfstep.timing import synchronize
-from halfstep.torch_internals import NO_BACKWARD, backward_task, schema_of, tree_leaves, tree_map
+from halfstep.torch_internals import (
+    FLASH_ATTENTION_CPU,
+    FLASH_ATTENTION_CPU_BACKWARD,
+    NO_BACKWARD,
+    backward_task,
+    schema_of,
+    tree_leaves,
+    tree_map,
+)
 
 _COPIES = ("_to_copy", "copy_")
 
 Place = tuple[str, str | None, str | None]  # operation, module and line
+_RNN, _RNN_BACKWARD = torch.ops.aten.mkldnn_rnn_layer.default, torch.ops.aten.mkldnn_rnn_layer_backward.default
 
 
 @dataclass(frozen=True)
@@ -90,7 +98,7 @@ class Meter(OpRecorder):
         if is_view(func):
             return super().compute(func, args, kwargs)
         note = self.notes[-1]
-        tensors = _tensors((args, kwargs))
+        tensors = tensors_of((args, kwargs))
         given = [t for t in tensors if t.is_floating_point()]
         read = sum(map(_bytes, tensors))
         synchronize(self._device)
@@ -100,7 +108,7 @@ class Meter(OpRecorder):
         result = super().compute(func, args, kwargs)
         synchronize(self._device)
         took = perf_counter() - start
-        made = _tensors(result)
+        made = tensors_of(result)
         done = flops(func, args, kwargs, result)
         known = self.locator.tensor(given[-1]) if given else None
         parameter = known[1] if known is not None and known[0] == "parameter" else ""
@@ -124,7 +132,7 @@ class Meter(OpRecorder):
     def after(self, note: Note, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         """Looks at streams."""
         if backward_task() == NO_BACKWARD and not is_view(func):
-            self.streams.look(note, _tensors((args, kwargs)))
+            self.streams.look(note, tensors_of((args, kwargs)))
 
 
 def place_in(note: Note) -> Place:
@@ -139,9 +147,29 @@ def _all_low(args: Any) -> Any:
     return tree_map(lambda t: t.to(low) if isinstance(t, Tensor) and t.dtype is torch.float32 and t.dim() else t, args)
 
 
-def _tensors(tree: Any) -> list[Tensor]:
-    return [t for t in tree_leaves(tree) if isinstance(t, Tensor)]
-
-
 def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
+
+
+def flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
+    """Returns the FLOPs of a call that computes products, such as a convolution or attention; 0 for any other call."""
+    # Attention is counted as if nothing were masked, as in torch's formula.
+    from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count  # it brings Triton
+
+    if func is FLASH_ATTENTION_CPU:
+        return int(sdpa_flop_count(*(each.shape for each in args[:3])))  # type: ignore[no-untyped-call]
+    if func is FLASH_ATTENTION_CPU_BACKWARD:
+        return int(sdpa_backward_flop_count(*(each.shape for each in args[:4])))  # type: ignore[no-untyped-call]
+    if func is _RNN:
+        return _recurrent(args[0].shape, args[1].shape, args[2].shape)
+    if func is _RNN_BACKWARD:  # gradients of inputs and of weights, each a product of the same size
+        return 2 * _recurrent(args[0].shape, args[1].shape, args[2].shape)
+    packet = getattr(getattr(torch.ops, func.namespace), schema_of(func).name.rpartition("::")[2])
+    count = flop_registry.get(packet)
+    return 0 if count is None else int(count(*args, **kwargs, out_val=result))
+
+
+def _recurrent(given: Sequence[int], weight: Sequence[int], recurrent: Sequence[int]) -> int:
+    """Returns the FLOPs of a recurrent layer, from the shapes of its input, input weight and recurrent weight."""
+    steps, batch = given[0], given[1]
+    return 2 * steps * batch * (weight[0] * weight[1] + recurrent[0] * recurrent[1])

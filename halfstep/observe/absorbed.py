@@ -10,13 +10,21 @@ import torch
 from torch import Tensor
 
 from halfstep.formats import LOW_DTYPES, as_format
+from halfstep.observe.hooks import readable
 from halfstep.observe.locator import memory_of, storage_of
 from halfstep.observe.nonfinite import nonfinite
-from halfstep.observe.outputs import readable
 from halfstep.observe.recompute import widened
-from halfstep.observe.schemas import is_collective, is_uninitialised, is_unread, is_view, overwritten, written
+from halfstep.observe.schemas import (
+    is_collective,
+    is_uninitialised,
+    is_unread,
+    is_view,
+    overwritten,
+    tensors_of,
+    written,
+)
 from halfstep.records import AbsorbedOverflow
-from halfstep.torch_internals import StorageWeakRef, in_backward, storage_identity, tree_leaves
+from halfstep.torch_internals import StorageWeakRef, in_backward, storage_identity
 
 TOLERANCE = 0.05
 """Relative difference to fp32 above which an overflow has done harm; rounding alone causes about 0.001."""
@@ -110,7 +118,7 @@ class OverflowTrail(Generic[T]):
         """Runs an operation with `compute`, follows overflows through it, and returns its result."""
         if in_backward():
             return compute(func, args, kwargs)
-        given = _tensors((args, kwargs))
+        given = tensors_of((args, kwargs))
         read = [t for t in given if self._results and not is_unread(func, (args, kwargs), t)]
         absorbed = [] if is_uninitialised(func) else self._behind(read)
         result = self._run(compute, func, args, kwargs, given, here)
@@ -118,7 +126,7 @@ class OverflowTrail(Generic[T]):
             for each in filter(_is_whole, overwritten(func, args, kwargs)):
                 self._results.pop(storage_of(each), None)
         if absorbed:
-            self._depend(_tensors((result, written(func, args, kwargs))), absorbed)
+            self._depend(tensors_of((result, written(func, args, kwargs))), absorbed)
         return result
 
     def end(self, losses: Sequence[Tensor]) -> None:
@@ -227,10 +235,6 @@ class OverflowTrail(Generic[T]):
             shadow.of(out).copy_(out)
 
 
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
 def _memory(tensor: Tensor) -> int:
     return storage_identity(tensor.untyped_storage())
 
@@ -248,7 +252,7 @@ def is_plain(tensor: Tensor) -> bool:
 def _floats(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> list[Tensor]:
     """Returns the plain floating-point tensors that an operation wrote to, then those that it created."""
     into = written(func, args, kwargs)
-    made = [t for t in _tensors(result) if all(t is not each for each in into)]
+    made = [t for t in tensors_of(result) if all(t is not each for each in into)]
     return [t for t in (*into, *made) if t.is_floating_point() and is_plain(t)]
 
 

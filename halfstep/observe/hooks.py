@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -10,10 +11,64 @@ from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
-from halfstep.observe.outputs import tensors_in
-from halfstep.torch_internals import backward_task, version_of
+from halfstep.sharded import is_wrapped
+from halfstep.torch_internals import backward_task, is_functorch_wrapped, version_of
+
+_LAYOUTS = (torch.strided, torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
+
+def tensors_in(output: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yields (place, tensor) for the floating-point and complex tensors in an output, each tensor once.
+
+    Searches lists, tuples, mappings, dataclasses and the attributes of other objects that a model defines, at any
+    depth. The place has the keys and indices that lead to the tensor, joined by dots; it is "" for a bare tensor.
+
+    >>> [place for place, _ in tensors_in({"logits": torch.ones(1), "hidden": (torch.ones(1), torch.ones(1).int())})]
+    ['logits', 'hidden.0']
+    """
+    return _walk(output, "", set())
+
+
+def readable(t: Tensor) -> Tensor | None:
+    """Returns `t`, or a DTensor's local part, if its elements can be read in memory; otherwise None."""
+    local = getattr(t, "to_local", None)
+    t = local() if local is not None else t
+    if is_wrapped(t) or t.is_meta or t.layout not in _LAYOUTS or is_functorch_wrapped(t):
+        return None
+    return t
+
+
+def dense(grad: Tensor) -> Tensor:
+    """Returns the values of a gradient; for a sparse gradient, the stored values."""
+    return grad if grad.layout is torch.strided else grad.coalesce().values()
+
+
+def _walk(value: Any, place: str, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        if id(value) not in seen and (value.is_floating_point() or value.is_complex()):
+            seen.add(id(value))
+            yield place, value
+        return
+    if isinstance(value, (str, bytes, int, float, complex, type(None), torch.dtype, torch.device)) or id(value) in seen:
+        return
+    seen.add(id(value))
+    for key, child in _children(value):
+        yield from _walk(child, f"{place}.{key}" if place else key, seen)
+
+
+def _children(value: Any) -> list[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        return [(str(key), child) for key, child in value.items()]
+    if isinstance(value, (tuple, list)):
+        names = getattr(value, "_fields", range(len(value)))
+        return [(str(name), child) for name, child in zip(names, value, strict=True)]
+    if dataclasses.is_dataclass(value):
+        return [(f.name, getattr(value, f.name)) for f in dataclasses.fields(value) if hasattr(value, f.name)]
+    if isinstance(value, (torch.nn.Module, type)) or callable(value):
+        return []
+    return list(getattr(value, "__dict__", {}).items())
+
 
 Found = Sequence[tuple[str, Tensor]]  # the tensors of an output, each with its place in it
 
@@ -54,8 +109,8 @@ class StepHooks:
     ) -> None:
         self._saw = saw
         self._saw_grad = saw_grad
-        self._handles: list[RemovableHandle] = []
-        self.take_off: Callable[[], None] = partial(_take_off, self._handles)  # refers to no module or hook
+        self._undo: list[Callable[[], None]] = []
+        self.take_off: Callable[[], None] = partial(undo_all, self._undo)  # refers to no module or hook
         self.active = True
         self._forward: set[str] = set()  # modules that a forward pass with gradients on went through
         self._again: dict[str, int] = {}  # by module: the task of this backward pass that first recomputed it
@@ -65,7 +120,7 @@ class StepHooks:
     def put_on(self, modules: Mapping[str, nn.Module]) -> None:
         """Puts hooks on the modules."""
         for name, module in modules.items():
-            self._handles.append(module.register_forward_hook(_ForwardHook(name, self._output)))
+            self._undo.append(module.register_forward_hook(_ForwardHook(name, self._output)).remove)
 
     def new_backward(self) -> None:
         """Marks the start of another backward pass."""
@@ -111,13 +166,14 @@ class StepHooks:
 
         handle = t.register_hook(hook)  # type: ignore[no-untyped-call]
         if t.is_leaf:  # a leaf outlives the step; a hook on a result is freed with its graph
-            self._handles.append(handle)
+            self._undo.append(handle.remove)
 
     def _is_known(self, t: Tensor) -> bool:
         """Tells whether `t` is a tensor of the output that was reported last, and has not been written to since."""
         return any(held() is t and version == version_of(t) for held, version in self._newest)
 
 
-def _take_off(handles: list[RemovableHandle]) -> None:
-    while handles:
-        handles.pop().remove()
+def undo_all(undo: list[Callable[[], None]]) -> None:
+    """Calls the functions in a list, the last first, and empties it."""
+    while undo:
+        undo.pop()()

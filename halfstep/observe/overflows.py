@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import logging
-import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from halfstep.later import is_capturing
-from halfstep.modes import OpMode, run_uncompiled, take_off
+from halfstep.modes import OpMode, put_on_top
 from halfstep.observe.absorbed import Absorbed, OverflowTrail
 from halfstep.observe.locator import Locator, Place
 from halfstep.observe.opnames import public_name
@@ -110,17 +108,8 @@ def watch_absorbed(
     roots: Sequence[nn.Module], under: Under, undo: list[Callable[[], None]]
 ) -> tuple[AbsorbedWatch, Callable[[], None]]:
     """Returns a watch that sees all operations from now on, and a function that leaves the context `under(watch)`."""
-    # The watch is pushed on the stack of modes at once: if it were pushed inside a forward, a `with` block around that
-    # forward would pop it.
     watch = AbsorbedWatch(roots)
-    undo.append(run_uncompiled())
-    undo.append(partial(_end, watch, threading.get_ident()))
-    watch.__enter__()  # type: ignore[no-untyped-call]
+    undo.append(put_on_top(watch))
     over = ExitStack()
     over.enter_context(under(watch))
     return watch, over.close
-
-
-def _end(watch: AbsorbedWatch, thread: int) -> None:
-    watch.on = False
-    take_off(watch, thread)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from halfstep.formats import LOW_DTYPES
 from halfstep.observe.nonfinite import nonfinite, unwrapped
+from halfstep.observe.schemas import tensors_of
 from halfstep.torch_internals import NO_BACKWARD, backward_task, schema_of, tree_leaves, tree_map
 
 _NARROWER: Mapping[torch.dtype | None, tuple[torch.dtype, ...]] = {
@@ -105,7 +106,7 @@ def _computed(
     """Returns the results of an operation with its arguments widened to at least `wide`; [] if it raises."""
     args, kwargs = widened(func, given, dict(zip(map(id, tensors), read, strict=True)), wide)
     try:
-        return [unwrapped(leaf).detach() for leaf in tree_leaves(func(*args, **kwargs)) if isinstance(leaf, Tensor)]
+        return [unwrapped(t).detach() for t in tensors_of(func(*args, **kwargs))]
     except (RuntimeError, TypeError, ValueError, NotImplementedError):
         return []
 

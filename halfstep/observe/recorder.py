@@ -16,21 +16,32 @@ from torch import Tensor, nn
 
 from halfstep.modes import OpMode
 from halfstep.observe.absorbed import OverflowTrail
-from halfstep.observe.customs import Customs, is_brought_in
 from halfstep.observe.locator import Locator, memory_of, storage_of
 from halfstep.observe.nonfinite import NonFinite, finite_range, nonfinite, unwrapped
 from halfstep.observe.opnames import is_backward_of, of_node, public_name
 from halfstep.observe.recompute import Exact, recompute, recompute_unmasked
-from halfstep.observe.schemas import aten_name, is_collective, is_uninitialised, is_unread, is_view, scalars, written
+from halfstep.observe.schemas import (
+    aten_name,
+    is_collective,
+    is_uninitialised,
+    is_unread,
+    is_view,
+    tensors_of,
+    written,
+)
 from halfstep.records import AFTER_BACKWARD, OpCall
 from halfstep.torch_internals import (
     NO_BACKWARD,
     StorageWeakRef,
     backward_task,
+    is_users_function,
+    leaf_of,
     next_sequence_number,
     running_node,
+    saved_by,
     schema_of,
     sequence_number,
+    storage_identity,
     tree_leaves,
     without_modes,
 )
@@ -174,31 +185,30 @@ class OpRecorder(OpMode):
 
     def writers(self, tensor: Tensor) -> list[Note]:
         """Returns the operations that wrote non-finite values to a tensor's memory, in order."""
-        return [note for key in _memory(tensor) if key in self._writes for note in self._writes[key].bad]
+        written = self._writes.get(storage_of(tensor))
+        return [] if written is None else list(written.bad)
 
     def last_writer(self, tensor: Tensor) -> Note | None:
         """Returns the operation that last wrote to a tensor's memory; None if it came from outside."""
-        return next((self._writes[key].last for key in _memory(tensor) if key in self._writes), None)
+        written = self._writes.get(storage_of(tensor))
+        return None if written is None else written.last
 
-    def leaf(self, tensor: Tensor) -> Leaf | None:
+    def leaf(self, tensor: Tensor, named: tuple[str, str, Tensor] | None = None) -> Leaf | None:
         """Returns a `Leaf` for a tensor from outside that is not finite; None if it is finite."""
         bad = nonfinite(tensor)
         if bad is None:
             return None
         computed = "unseen" if tensor.grad_fn is not None else "data"
-        kind, name, known = self._received(tensor) or self.locator.tensor(tensor) or (computed, "", tensor)
-        return Leaf(
-            kind,
-            name,
-            _placed(bad, kind, known),
-            tuple(tensor.shape),
-            tensor.dtype,
-            kind not in _NO_MASKS and _is_mask(tensor, bad),
-        )
+        kind, name, known = named or self._named(tensor) or (computed, "", tensor)
+        masked = kind not in _NO_MASKS and _is_mask(tensor, bad)
+        return Leaf(kind, name, _placed(bad, kind, known), tuple(tensor.shape), tensor.dtype, masked)
 
-    def _received(self, tensor: Tensor) -> tuple[str, str, Tensor] | None:
+    def _named(self, tensor: Tensor) -> tuple[str, str, Tensor] | None:
+        """Returns (kind, name, tensor) of what a collective has written, or of a tensor of the models."""
         last = self.last_writer(tensor)
-        return (OTHERS, last.aten.rstrip("_"), tensor) if last is not None and last.received else None
+        if last is not None and last.received:
+            return OTHERS, last.aten.rstrip("_"), tensor
+        return self.locator.tensor(tensor)
 
     def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Runs the operation and records it."""
@@ -210,7 +220,7 @@ class OpRecorder(OpMode):
     def _record(self, note: Note, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         note.received = is_collective(func)
         self.communicated = self.communicated or note.received
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        tensors = tensors_of((args, kwargs))
         note.sources = tuple(self.last_writer(t) for t in tensors)
         if note.root:
             for source in note.sources:
@@ -220,13 +230,13 @@ class OpRecorder(OpMode):
         if note.phase == "forward" and note.module is None and not any(t.requires_grad for t in tensors):
             note.phase = AFTER_BACKWARD if any(each.phase != "forward" for each in known) else "forward"
         note.of_gradient = note.phase != "forward" and (note.root or any(each.of_gradient for each in known))
-        note.scalars = tuple(scalars(args, kwargs))
+        note.scalars = tuple(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, float))
         if is_view(func):
             return self._follow(func, args, kwargs)
         writes = schema_of(func).is_mutable
         read = [_Read.before(t, writes) for t in tensors] if self._examine else []
         result = self._follow(func, args, kwargs)
-        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)] or written(func, args, kwargs)
+        outputs = tensors_of(result) or written(func, args, kwargs)
         if note.received and not outputs:
             outputs = tensors[:1]  # schemas of collectives do not say that they write
         note.dtype = next((t.dtype for t in outputs if t.is_floating_point()), None)
@@ -258,18 +268,19 @@ class OpRecorder(OpMode):
             self._wrote(note if not is_uninitialised(func) else None, note, out, each is not None, fresh_memory)
 
     def _wrote(self, blamed: Note | None, note: Note, out: Tensor, bad: bool, fresh: bool) -> None:
-        for key in _memory(out):
-            entry = self._writes.get(key)
-            if entry is None or (fresh and entry.last is not note):
-                memory = memory_of(out)
-                assert memory is not None  # _memory returned a key
-                reference = StorageWeakRef(memory.untyped_storage())  # type: ignore[no-untyped-call]
-                entry = self._writes[key] = _Writes(reference, note)
-            entry.last = note
-            if bad and blamed is not None:
-                entry.bad.append(blamed)
-            elif not bad and not fresh and entry.bad and nonfinite(_whole(out)) is None:
-                entry.bad.clear()
+        memory = memory_of(out)
+        if memory is None:
+            return
+        storage = memory.untyped_storage()
+        key = storage_identity(storage)
+        entry = self._writes.get(key)
+        if entry is None or (fresh and entry.last is not note):
+            entry = self._writes[key] = _Writes(StorageWeakRef(storage), note)  # type: ignore[no-untyped-call]
+        entry.last = note
+        if bad and blamed is not None:
+            entry.bad.append(blamed)
+        elif not bad and not fresh and entry.bad and nonfinite(_whole(out)) is None:
+            entry.bad.clear()
 
     def _trace(self, note: Note, func: Any, given: Any, read: list[_Read], outputs: list[Tensor]) -> None:
         parents: list[Note] = []
@@ -319,13 +330,12 @@ class OpRecorder(OpMode):
 
     def _from_outside(self, note: Note, read: _Read) -> Leaf | Note | None:
         """Returns a `Leaf` for an argument that no operation wrote, or a note for the custom backward that made it."""
-        leaf = self.leaf(read.values)
-        if leaf is None:
-            return None
-        named = self._received(read.memory) or self.locator.tensor(read.memory)
+        named = self._named(read.memory)
         if note.received and self.last_writer(read.memory) is not None:  # and what that wrote was finite
             named = (OTHERS, note.aten.rstrip("_"), read.memory)
-        leaf = leaf if named is None else _as(leaf, named)
+        leaf = self.leaf(read.values, named)
+        if leaf is None:
+            return None
         if leaf.kind == "data" and note.phase == "backward" and is_brought_in(read.memory):
             custom = self._custom(leaf.bad) if note.line is None else None
             if custom is not None:
@@ -433,12 +443,6 @@ class OpRecorder(OpMode):
         return self
 
 
-def _as(leaf: Leaf, named: tuple[str, str, Tensor]) -> Leaf:
-    kind, name, known = named
-    bad = _placed(leaf.bad, kind, known)
-    return replace(leaf, kind=kind, name=name, bad=bad, masked=leaf.masked and kind not in _NO_MASKS)
-
-
 def _placed(bad: NonFinite, kind: str, known: Tensor) -> NonFinite:
     """Returns the counts `bad` of a tensor that was read, with the index of the first non-finite element in `known`."""
     if kind in ("parameter", "buffer"):
@@ -468,11 +472,6 @@ def _zeros(aten: str, args: Sequence[Any], read: list[_Read]) -> tuple[int, int]
     return (zeros, values.numel()) if zeros else None
 
 
-def _memory(tensor: Tensor) -> list[int]:
-    key = storage_of(tensor)
-    return [key] if key else []
-
-
 def _whole(tensor: Tensor) -> Tensor:
     """Returns a flat tensor of the whole memory that a tensor is part of."""
     if tensor.layout is not torch.strided:
@@ -491,3 +490,39 @@ def _is_mask(tensor: Tensor, bad: NonFinite) -> bool:
         return False
     dense = unwrapped(tensor).detach()
     return bool((dense.isinf() | (dense == 0)).all())
+
+
+class Customs:
+    """Finds the custom autograd node, if any, from which the running node of a backward pass got its gradient."""
+
+    def __init__(self) -> None:
+        self._before: dict[tuple[int, int], tuple[str, int]] = {}
+
+    def know(self, root: Any) -> None:
+        """Registers the graph below `root`, the first node of a backward pass."""
+        seen, waiting = {_key(root)}, [root]
+        while waiting:
+            node: Any = waiting.pop()
+            following = [each for each, _ in node.next_functions if each is not None]
+            if is_users_function(node):
+                name = str(node.name()).removesuffix("Backward")
+                self._before.update((_key(each), (name, sequence_number(node))) for each in following)
+            waiting += [each for each in following if _key(each) not in seen]
+            seen.update(map(_key, following))
+
+    def before_running(self) -> tuple[str, int] | None:
+        """Returns (name, sequence number) of the custom node that the running node got its gradient from, or None."""
+        return self._before.get(_key(running_node()))
+
+
+def is_brought_in(tensor: Tensor) -> bool:
+    """Tells whether the running node of a backward pass reads a tensor that it did not save in the forward pass."""
+    node = running_node()
+    with without_modes():
+        saved = None if node is None else saved_by(node)
+        return saved is not None and storage_of(tensor) not in {storage_of(each) for each in saved}
+
+
+def _key(node: Any) -> tuple[int, int]:
+    leaf = leaf_of(node)
+    return (sequence_number(node), 0) if leaf is None else (0, id(leaf))

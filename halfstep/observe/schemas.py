@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -29,11 +29,9 @@ def aten_name(func: Any, args: Sequence[Any]) -> str:
     return name
 
 
-def scalars(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[float]:
-    """Yields the floating-point numbers among the arguments."""
-    for leaf in tree_leaves((args, kwargs)):
-        if isinstance(leaf, float):
-            yield leaf
+def tensors_of(tree: Any) -> list[Tensor]:
+    """Returns the tensors among arguments or results."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def is_view(func: Any) -> bool:
@@ -47,7 +45,7 @@ def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[T
         return []
     named = _named(func, args, kwargs)
     into = [each.name for each in schema_of(func).arguments if each.alias_info is not None and each.alias_info.is_write]
-    return [leaf for name in into for leaf in tree_leaves(named.get(name)) if isinstance(leaf, Tensor)]
+    return tensors_of([named.get(name) for name in into])
 
 
 def overwritten(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
@@ -58,7 +56,7 @@ def overwritten(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> li
         named = _named(func, args, kwargs)
         into = [named.get(each.name) for each in schema_of(func).arguments if each.is_out]
     given = [id(leaf) for leaf in tree_leaves((args, kwargs))]
-    return [leaf for leaf in tree_leaves(into) if isinstance(leaf, Tensor) and given.count(id(leaf)) == 1]
+    return [tensor for tensor in tensors_of(into) if given.count(id(tensor)) == 1]
 
 
 def is_unread(func: Any, given: tuple[Sequence[Any], Mapping[str, Any]], tensor: Tensor) -> bool:

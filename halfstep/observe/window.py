@@ -13,8 +13,7 @@ from torch.nn import Parameter
 from halfstep.kernels.update_stats import Updates
 from halfstep.later import is_capturing
 from halfstep.modes import run_uncompiled
-from halfstep.observe.hooks import Found, StepHooks
-from halfstep.observe.outputs import readable
+from halfstep.observe.hooks import Found, StepHooks, readable, undo_all
 from halfstep.observe.rows import Pending, StepRows, Subject
 from halfstep.records import UPDATE, Observation
 from halfstep.torch_internals import parameters_of
@@ -145,12 +144,6 @@ class Window:
         capturing = is_capturing()
         self.captured = self.captured or capturing
         return capturing
-
-
-def undo_all(undo: list[Callable[[], None]]) -> None:
-    """Calls the functions in a list, the last first, and empties it."""
-    while undo:
-        undo.pop()()
 
 
 def owned(modules: Mapping[str, nn.Module]) -> Owners:

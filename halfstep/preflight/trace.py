@@ -12,18 +12,18 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from halfstep.cast.gate import INSIDE
-from halfstep.diagnose.absorbed_findings import absorbed_findings
 from halfstep.diagnose.cures import is_op, rules_around, rules_on
 from halfstep.diagnose.rehearsal import Rehearsal, rehearsing
-from halfstep.diagnose.search import first_cure, works_under
+from halfstep.diagnose.search import absorbed_findings, first_cure, works_under
 from halfstep.diagnose.streams import Streams
 from halfstep.diagnose.words import in_model, place_of, which_model
 from halfstep.edits import FULL, Edit, OpChange, OpList, Rule, Scaling, spell
 from halfstep.errors import OpError, SessionError
 from halfstep.formats import FP32, LOW_DTYPES, Format, as_format
+from halfstep.observe.hooks import dense
 from halfstep.observe.nonfinite import finite_range, unwrapped
-from halfstep.observe.outputs import dense
 from halfstep.observe.recorder import Note, OpRecorder
+from halfstep.observe.schemas import tensors_of
 from halfstep.plan.levels import level
 from halfstep.plan.optable import REFUSED
 from halfstep.plan.plan import Plan
@@ -119,7 +119,7 @@ class StepTracer(OpRecorder):
         """Looks at constants and streams."""
         if backward_task() == NO_BACKWARD:  # a checkpoint's second run was seen before
             self._look_at_constants(note, func, args, kwargs, result)
-            self._streams.look(note, [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)])
+            self._streams.look(note, tensors_of((args, kwargs)))
 
     def _look_at_constants(
         self, note: Note, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
@@ -327,8 +327,7 @@ def _overflow(source: Tensor, out: Tensor) -> float | None:
 
 
 def _formats(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, ...]:
-    tensors = (leaf for leaf in tree_leaves((tuple(args), dict(kwargs))) if isinstance(leaf, Tensor))
-    return tuple(str(t.dtype).removeprefix("torch.") for t in tensors if t.dtype in FLOATS)
+    return tuple(str(t.dtype).removeprefix("torch.") for t in tensors_of((args, kwargs)) if t.dtype in FLOATS)
 
 
 def _explained(rehearsal: Rehearsal, failure: Failure) -> Finding:

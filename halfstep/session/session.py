@@ -31,8 +31,7 @@ from halfstep.cast.owners import mark
 from halfstep.errors import SessionError
 from halfstep.formats import FP16, FP32
 from halfstep.modes import ordinary_tensors
-from halfstep.observe.attach import check_delivery, make_probe
-from halfstep.observe.probe import Probe, Probes
+from halfstep.observe.probe import Probe, Probes, check_delivery, make_probe
 from halfstep.observe.window import Overflows
 from halfstep.optim.guard import forbid_step, lend_weights, send_step
 from halfstep.optim.hooks import watch_steps

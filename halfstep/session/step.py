@@ -167,7 +167,7 @@ class Hearing:
     def _due(self, flags: Tensor) -> list[int]:
         """Takes the flags of this step; returns the indices of the flags set in the step that is due to be read now."""
         if flags.device.type == "cuda":
-            if is_capturing(flags.device):
+            if is_capturing():
                 return []
             self._coming.append(Later([flags]))
             if len(self._coming) <= LAG:

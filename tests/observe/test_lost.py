@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import halfstep
-from halfstep.observe.lost import lost_by_module
+from halfstep.records import lost_by_module
 from tests.contracts.cases import backward_and_step
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import torch
 from torch import nn
 
-from halfstep.observe.outputs import tensors_in
+from halfstep.observe.hooks import tensors_in
 
 
 @dataclasses.dataclass

@@ -9,12 +9,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from halfstep.cast.emulate import Emulation
-from halfstep.diagnose.origin import find_origin
+from halfstep.diagnose.diagnosis import find_origin
 from halfstep.formats import FP16
 from halfstep.modes import Above
-from halfstep.observe.customs import is_brought_in
 from halfstep.observe.nonfinite import NonFinite, finite_range, nonfinite
-from halfstep.observe.recorder import OpRecorder
+from halfstep.observe.recorder import OpRecorder, is_brought_in
 
 INF, NAN = torch.inf, torch.nan
 
