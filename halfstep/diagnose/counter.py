@@ -28,18 +28,13 @@ _Step = tuple[Sequence[object], Tensor, Scales]  # what has stepped, whether it 
 
 @dataclass
 class _Streak:
-    """The skipped steps of one set of optimizers on one loss.
+    """The skipped steps of one set of optimizers on one loss."""
 
-    `length` is the number of steps skipped in a row up to now, and `steps` the number of all steps. The next `left_out`
-    steps raise no alarm. `pause` is the value that the next call of `Counter.rest` gives to `left_out`. `near` has the
-    step numbers of the latest skips at a loss scale just above its floor, not counting skips directly after another
-    skip.
-    """
-
-    length: int = 0
-    left_out: int = 0
-    pause: int = WINDOW
+    length: int = 0  # steps skipped in a row up to now
+    left_out: int = 0  # the next steps, which raise no alarm
+    pause: int = WINDOW  # what the next call of `Counter.rest` makes of `left_out`
     steps: int = 0
+    # The numbers of the latest skips at a scale just above its floor, but not of those directly after another skip.
     near: deque[int] = field(default_factory=lambda: deque(maxlen=_OFTEN))
 
     @property

@@ -80,7 +80,7 @@ def _earliest(recorder: OpRecorder, reached: list[Note]) -> Origin:
         above = above or any(each.bad.above for each in note.leaves)
         if note.bad.nan and not above and recorder.operator(note) in NORMALISERS and note.phase == "forward":
             return Origin(note, masked=True)
-        rounded = [mask for mask in reached_from(note.parents) if mask.exact is not None and mask.exact.constant]
+        rounded = _masks(note)
         return Origin(rounded[0] if rounded else note)
     return Origin(reached[0])
 
@@ -199,15 +199,13 @@ class Diagnosis:
         return Diagnosis(Kind.STALE_GRADIENTS, module, "zero_grad", "backward", names=tuple(names))
 
 
-def diagnose(
-    recorder: OpRecorder, origin: Origin, plan: Plan, full: Callable[[nn.Parameter], Tensor], scale: float
-) -> Diagnosis:
-    """Returns the diagnosis of an origin; `full` returns the fp32 value of a parameter, `scale` is the loss scale."""
+def diagnose(recorder: OpRecorder, origin: Origin, plan: Plan, full: Callable[[nn.Parameter], Tensor]) -> Diagnosis:
+    """Returns the diagnosis of an origin; `full` returns the fp32 value of a parameter."""
     note, leaf = origin.note, origin.leaf
     if leaf is not None:
         return _of_leaf(recorder, note, leaf, full)
     assert note is not None
-    kind, mask = _kind(recorder, origin, note)
+    kind, mask = _kind(origin, note)
     eps = _vanished(note, plan.low) if kind == Kind.INVALID else None
     place = _place(note)
     return Diagnosis(
@@ -228,35 +226,24 @@ def diagnose(
 
 
 def _of_leaf(recorder: OpRecorder, note: Note | None, leaf: Leaf, full: Callable[[nn.Parameter], Tensor]) -> Diagnosis:
-    operator = "backward" if note is None else recorder.operator(note)
-    module = None if note is None else note.module
-    line = None if note is None else recorder.line(note)
-    phase = "forward" if note is None else note.phase
     if leaf.kind == "gradient":
         return Diagnosis.stale([leaf.name])
     if leaf.kind == OTHERS:
-        return Diagnosis(
-            Kind.ANOTHER_PROCESS, "", leaf.name, "backward" if note is None else phase, note=note, leaf=leaf
-        )
+        phase = "backward" if note is None else note.phase
+        return Diagnosis(Kind.ANOTHER_PROCESS, "", leaf.name, phase, note=note, leaf=leaf)
+    found = Diagnosis(Kind.INPUT_DATA, None, "backward", "forward", leaf=leaf)
+    if note is not None:
+        line, operator = recorder.line(note), recorder.operator(note)
+        found = replace(found, module=note.module, operator=operator, phase=note.phase, line=line, note=note)
     if leaf.kind in ("data", "unseen"):
-        kind = Kind.INPUT_DATA if leaf.kind == "data" else None
-        return Diagnosis(kind, module, operator, phase, line, note=note, leaf=leaf)
-    owner = leaf.name.rpartition(".")[0]
+        return found if leaf.kind == "data" else replace(found, kind=None)
     known = recorder.locator.named_tensor(leaf.name)
     stored = isinstance(known, nn.Parameter) and bool(torch.isfinite(full(known)).all())
-    return Diagnosis(
-        Kind.OVERFLOW if stored else Kind.WEIGHTS,
-        owner,
-        operator,
-        phase,
-        line,
-        note=note,
-        leaf=leaf,
-        stored_overflow=stored,
-    )
+    kind, owner = Kind.OVERFLOW if stored else Kind.WEIGHTS, leaf.name.rpartition(".")[0]
+    return replace(found, kind=kind, module=owner, stored_overflow=stored)
 
 
-def _kind(recorder: OpRecorder, origin: Origin, note: Note) -> tuple[Kind, float | None]:
+def _kind(origin: Origin, note: Note) -> tuple[Kind, float | None]:
     """Returns the kind of failure, and the value of the mask that caused it (None: no mask caused it)."""
     if origin.masked:
         return Kind.MASKED_ROW, next((m.exact.value for m in _masks(note) if m.exact is not None), None)
@@ -270,6 +257,7 @@ def _kind(recorder: OpRecorder, origin: Origin, note: Note) -> tuple[Kind, float
 
 
 def _masks(note: Note) -> list[Note]:
+    """Returns the operations behind the inputs of `note` in which the constant of a mask became infinite."""
     return [each for each in reached_from(note.parents) if each.exact is not None and each.exact.constant]
 
 

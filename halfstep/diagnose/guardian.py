@@ -295,7 +295,7 @@ class Guardian:
         origin = find_origin(recorder, losses) or find_origin(recorder, gradients)
         note = None if origin is None else origin.note
         scale = recorder.scale_of(note, record.scale)
-        found = None if origin is None else diagnose(recorder, origin, runtime.plan, runtime.full, scale)
+        found = None if origin is None else diagnose(recorder, origin, runtime.plan, runtime.full)
         if found is None or found.kind is None:
             self._say_unseen(recorder)
             self._counter.rest(self._about)
@@ -380,15 +380,10 @@ class Guardian:
 
 @dataclass(frozen=True)
 class _Lower:
-    """Whether a lower loss scale may help, estimated without running the closure.
+    """Whether a lower loss scale may help, estimated without running the closure."""
 
-    `scale` is the largest scale, found by halving, at which the operation's result fits the format. `scale` is None if
-    no lower scale helps or the true result is unknown. If it is unknown, `may_help` only says that the result grows
-    with the scale; halfstep.blame tries lower scales.
-    """
-
-    may_help: bool
-    scale: float | None = None
+    may_help: bool  # if the true size of the result is unknown: it grows with the scale
+    scale: float | None = None  # the largest at which the result fits, found by halving; None: none, or unknown
 
     @staticmethod
     def estimate(found: Diagnosis, low: Format, scale: float) -> _Lower:

@@ -84,9 +84,9 @@ def first_run(rehearsal: Rehearsal, scale: float, *, least: float = 1.0, recorde
         except HalfstepError:
             raise
         except _OF_NUMBERS as error:
-            return Run(math.nan, recorder, _before(rehearsal, recorder, error, scale), scale)
+            return Run(math.nan, recorder, _before(rehearsal, recorder, error), scale)
         finite = nonfinite(loss) is None
-        found = _look(rehearsal, recorder, loss, scale) if finite else _of_sinks(rehearsal, recorder, [loss], scale)
+        found = _look(rehearsal, recorder, loss, scale) if finite else _of_sinks(rehearsal, recorder, [loss])
     run = Run(float(loss.detach()), recorder, found, scale)
     if found is None or not found.may_be_scale or not finite:
         return run
@@ -98,23 +98,23 @@ def first_run(rehearsal: Rehearsal, scale: float, *, least: float = 1.0, recorde
     return run if below is None else replace(run, found=below, scale=least)
 
 
-def _before(rehearsal: Rehearsal, recorder: OpRecorder, error: Exception, scale: float) -> Diagnosis:
+def _before(rehearsal: Rehearsal, recorder: OpRecorder, error: Exception) -> Diagnosis:
     """Returns the diagnosis of the last non-finite value before the closure raised `error`."""
     origin = last_origin(recorder)
     if origin is None:
         raise error
-    return replace(diagnose(recorder, origin, rehearsal.plan, rehearsal.full, scale), raised=error)
+    return replace(diagnose(recorder, origin, rehearsal.plan, rehearsal.full), raised=error)
 
 
 def _look(rehearsal: Rehearsal, recorder: OpRecorder, loss: Tensor, scale: float) -> Diagnosis | None:
     """Runs the backward pass of a loss and returns the diagnosis of its gradients; None if all are finite."""
     with rehearsal.gradients(loss, scale) as gradients:
-        return _of_sinks(rehearsal, recorder, gradients, scale)
+        return _of_sinks(rehearsal, recorder, gradients)
 
 
-def _of_sinks(rehearsal: Rehearsal, recorder: OpRecorder, sinks: Sequence[Tensor], scale: float) -> Diagnosis | None:
+def _of_sinks(rehearsal: Rehearsal, recorder: OpRecorder, sinks: Sequence[Tensor]) -> Diagnosis | None:
     origin = find_origin(recorder, sinks)
-    return None if origin is None else diagnose(recorder, origin, rehearsal.plan, rehearsal.full, scale)
+    return None if origin is None else diagnose(recorder, origin, rehearsal.plan, rehearsal.full)
 
 
 def _passing_scale(rehearsal: Rehearsal, loss: Tensor, scale: float, least: float) -> float | None:
@@ -168,14 +168,13 @@ class Search:
     """Searches for edits under which the closure's numbers are finite, the smallest changes first.
 
     Edits that leave room (values stay well below the limits of their formats, and the loss scale well above its floor)
-    are preferred to edits that only just work. `scale` is the session's loss scale. `full_loss` is the loss in fp32, to
-    which the loss under the edits must be close. `left` is how many more edits may be tried.
+    are preferred to edits that only just work.
     """
 
     rehearsal: Rehearsal
-    scale: float
-    full_loss: float
-    left: int = _TRIES
+    scale: float  # the session's loss scale
+    full_loss: float  # in fp32, to which the loss under the edits must be close
+    left: int = _TRIES  # how many more edits may be tried
 
     def narrow(self, found: Diagnosis) -> _Cure | None:
         """Returns edits that cure the failure and leave part of the model low, or None."""

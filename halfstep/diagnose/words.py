@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from halfstep.diagnose.diagnosis import NORMALISERS, Diagnosis
@@ -90,10 +90,11 @@ def _evidence(found: Diagnosis, scale: float) -> str:
             "iterator moved on, or the model keeps state between runs)"
         )
     elif found.tried:
+        elsewhere = "" if found.in_full is None else f", in another place: {_place(found.in_full)}"
         parts.append(
-            f"{_fails_in_full(found.full)}{_elsewhere(found)}"
-            if found.full is not None
-            else f"in fp32 the closure's loss is {found.full_loss:g}"
+            f"in fp32 the closure's loss is {found.full_loss:g}"
+            if found.full is None
+            else _fails_in_full(found.full) + elsewhere
         )
     return "; ".join(parts + _growth(found))
 
@@ -122,10 +123,6 @@ def _fails_in_full(full: Diagnosis) -> str:
     if full.low in LOW_FORMATS:  # the code uses weights as they are stored, or casts by itself
         return f"with the models in fp32 the same closure fails too, in an operation that still computes in {full.low}"
     return "in fp32 the same closure fails too"
-
-
-def _elsewhere(found: Diagnosis) -> str:
-    return "" if found.in_full is None else f", in another place: {_place(found.in_full)}"
 
 
 def in_model(name: str | None) -> tuple[str, str]:
@@ -258,10 +255,12 @@ def _words(found: Diagnosis, plan: Plan | None) -> list[str]:
             f"the gradients were finite until the code between the backward pass and the step{by} changed them: check "
             f"what it passes to {found.operator}"
         ]
-    return _OF_KINDS.get(found.kind, _about_operation)(found, plan)
+    if found.kind == Kind.SCALE_TOO_HIGH:
+        return _about_scale(found, plan)
+    return _about_masks(found) if found.kind == Kind.MASKED_ROW else _about_operation(found)
 
 
-def _about_operation(found: Diagnosis, plan: Plan | None) -> list[str]:
+def _about_operation(found: Diagnosis) -> list[str]:
     if found.eps is not None and found.low is not None and (found.full is None or found.full.eps is not None):
         smallest = f"{found.low.smallest_subnormal:.0e}"
         return [
@@ -399,7 +398,7 @@ def _about_both(other: Diagnosis) -> str:
     return f"there are two faults; fix the other one first, because it also occurs {full}: {_place(other)}"
 
 
-def _about_masks(found: Diagnosis, plan: Plan | None) -> list[str]:
+def _about_masks(found: Diagnosis) -> list[str]:
     if found.mask is not None:
         return [
             f"the mask value {found.mask:g} is -inf in the low format, and at least one row is masked entirely: "
@@ -409,9 +408,3 @@ def _about_masks(found: Diagnosis, plan: Plan | None) -> list[str]:
         "leave at least one entry of each row unmasked, or set the scores of such a row to zero with torch.where "
         "before the softmax and discard its result"
     ]
-
-
-_OF_KINDS: Mapping[Kind | None, Callable[[Diagnosis, Plan | None], list[str]]] = {
-    Kind.SCALE_TOO_HIGH: _about_scale,
-    Kind.MASKED_ROW: _about_masks,
-}

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -106,14 +107,13 @@ def _hook(
             if not again:
                 see(TensorName(module, "activation", name), leaf.detach())
             if leaf.requires_grad:
-                show = _gradient_hook(TensorName(module, "activation_grad", name), see)
+                show = partial(show_gradient, TensorName(module, "activation_grad", name))
                 undo.callback(leaf.register_hook(show).remove)  # type: ignore[no-untyped-call]
 
+    def show_gradient(place: TensorName, grad: Tensor) -> Tensor | None:
+        return see(place, grad.detach()) if grad.layout is torch.strided else None
+
     return look
-
-
-def _gradient_hook(place: TensorName, see: See) -> Callable[[Tensor], Tensor | None]:
-    return lambda grad: see(place, grad.detach()) if grad.layout is torch.strided else None
 
 
 def parameters(model: nn.Module) -> Iterator[tuple[TensorName, nn.Parameter]]:
@@ -180,16 +180,16 @@ def _without_onednn() -> Iterator[None]:
 @contextmanager
 def watching_gradients(loss: Tensor, see: Callable[[Tensor], None]) -> Iterator[None]:
     """Passes to `see` each gradient that reaches an autograd node of the loss in a backward pass inside the `with`."""
+
+    def show(grads: Sequence[Tensor | None]) -> None:
+        for grad in grads:
+            if grad is not None and grad.layout is torch.strided:
+                see(grad.detach())
+
     with ExitStack() as undo:
         for node in graph_nodes([loss]):
-            undo.callback(node.register_prehook(lambda grads: _show(grads, see)).remove)
+            undo.callback(node.register_prehook(show).remove)
         yield
-
-
-def _show(grads: Sequence[Tensor | None], see: Callable[[Tensor], None]) -> None:
-    for grad in grads:
-        if grad is not None and grad.layout is torch.strided:
-            see(grad.detach())
 
 
 class ProductsSeen(OpMode):

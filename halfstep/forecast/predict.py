@@ -37,20 +37,13 @@ Group = tuple[str, str]  # a module's name and a tensor kind
 
 @dataclass(frozen=True)
 class Scouted:
-    """What one step under the plan shows before the fp32 steps are measured.
+    """What one step under the plan shows before the fp32 steps are measured."""
 
-    `low` says for each tensor whether it is low; tensors that it does not name count as low. `full_modules` names the
-    modules that compute full. `largest_gradient` is the largest magnitude of any low gradient. `inside` is the ratio of
-    `largest_gradient` to the largest gradient that hooks on modules and weights see: it is above 1 if a gradient
-    between two operations inside a module is larger. `ceiling` is the largest loss scale that the format of the loss
-    can hold.
-    """
-
-    low: Mapping[TensorName, bool] = field(default_factory=dict)
-    full_modules: frozenset[str] = frozenset()
-    largest_gradient: float = 0.0
-    inside: float = 1.0
-    ceiling: float = LARGEST_SCALE
+    low: Mapping[TensorName, bool] = field(default_factory=dict)  # others count as low
+    full_modules: frozenset[str] = frozenset()  # those that compute full
+    largest_gradient: float = 0.0  # of all low ones
+    inside: float = 1.0  # `largest_gradient` over the largest at the outputs and weights of modules
+    ceiling: float = LARGEST_SCALE  # the largest loss scale that the format of the loss can hold
 
 
 @dataclass(frozen=True)

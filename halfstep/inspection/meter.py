@@ -51,14 +51,7 @@ class Shape:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """An operation of the step: what ran, a note of where it ran (phase, module and line of code), and its cost.
-
-    `parameter` is the name of the parameter that the operation reads, "" if it reads none. `args` and `kwargs` are kept
-    only for products, custom operations and operations that read a parameter or a low tensor; they have shapes in place
-    of tensors.
-    `autocast` is the format of the autocast region around a custom operation; it is None if autocast was off, and for
-    torch's own operations.
-    """
+    """An operation of the step: what ran, a note of where it ran (phase, module and line of code), and its cost."""
 
     func: Any
     note: Note
@@ -67,10 +60,11 @@ class Call:
     flops: int
     bytes: int
     seconds: float
-    parameter: str = ""
+    parameter: str = ""  # the name of the parameter that it reads
+    # With shapes in place of tensors, for products, custom operations, and what reads a parameter or a low tensor:
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] | None = None
-    autocast: torch.dtype | None = None
+    autocast: torch.dtype | None = None  # the format of the autocast region around a custom operation, if it was on
 
     @property
     def is_cast(self) -> bool:

@@ -40,23 +40,14 @@ _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.spars
 
 @dataclass(frozen=True)
 class Place:
-    """The place from which an operation was called.
+    """The place from which an operation was called."""
 
-    `module` is the dotted name of the running module, None outside of every module. `line` is "file.py:12 in forward",
-    None if no line of user code is on the stack (only C++, in a backward pass). `call` identifies one call of a C++
-    function from Python: all operations of that call have the same `call`, and two calls in one line have different
-    ones. `function` is the torch function written in Python that called the operation, "" if none did.
-
-    `again` is True if a checkpoint runs this part of a forward a second time. `foreign` is True if the operation ran in
-    a backward pass, in a function that the models' code neither defines nor names, such as a hook of the training loop.
-    """
-
-    module: str | None
-    line: str | None
-    call: tuple[int, int]
-    function: str = ""
-    again: bool = False
-    foreign: bool = False
+    module: str | None  # the dotted name of the running module; None outside of every module
+    line: str | None  # "file.py:12 in forward"; None if the stack has no user code (only C++, in a backward pass)
+    call: tuple[int, int]  # the same for all operations of one call of a C++ function from Python
+    function: str = ""  # the torch function written in Python that called the operation
+    again: bool = False  # a checkpoint runs this part of a forward a second time
+    foreign: bool = False  # in a backward pass, in code that is not the models', such as a hook of the training loop
 
 
 @dataclass(frozen=True, eq=False)

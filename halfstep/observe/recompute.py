@@ -45,19 +45,14 @@ _SPREAD = 0.01
 
 @dataclass(frozen=True)
 class Exact:
-    """The result of an operation in fp32: its largest finite magnitude, and whether all of it is finite.
+    """The result of an operation in fp32."""
 
-    `defined` is True if the result is finite in fp64. `pole` is True if no wider format makes it finite, as with 1/0.
-    `constant` is True if all elements that do not fit the low format come from one mask value, such as -1e9; small
-    numbers may have been added to it. `value` is that mask value.
-    """
-
-    largest: float
+    largest: float  # its largest finite magnitude
     finite: bool
-    constant: bool = False
-    value: float = 0.0
-    defined: bool = True
-    pole: bool = False
+    constant: bool = False  # all elements that do not fit the low format come from one mask value, such as -1e9
+    value: float = 0.0  # that mask value, to which small numbers may have been added
+    defined: bool = True  # it is finite in fp64
+    pole: bool = False  # no wider format makes it finite, as with 1/0
 
 
 def recompute(

@@ -57,61 +57,42 @@ _KEPT = 2**24  # elements up to which a tensor is kept for a second look when an
 
 @dataclass(eq=False)
 class Note:
-    """One operation as it ran.
-
-    `sources` are the notes of the operations that wrote its tensor arguments (None: the argument came from outside).
-    `bad` counts the non-finite elements of its result (None: all finite). Its non-finite arguments came from the
-    operations in `parents` and from the outside tensors in `leaves`. `masked` is True if its result is, or passes on,
-    the infinity of a mask.
-
-    If the operation itself made its result non-finite, from arguments that were finite or infinite only in masks,
-    `call` holds its formats and ranges. `exact` is then the result in fp32 (None: unknown, or the masks explain the
-    failure). `vanished` is a tiny number, such as an eps, that the operation added or used as a bound, if elements of
-    the result are 0 nevertheless. For a division by zero, `divided_by` is the number of zeros in the divisor and the
-    number of all its elements.
-
-    `root` is True if the operation made the gradient with which a backward pass begins, or belongs to the first node of
-    that pass. `of_gradient` is True if its result depends on that gradient. `received` is True if it received values
-    from other processes. `unseen` is True if the note represents a whole custom backward, whose operations were not
-    recorded.
-    """
+    """One operation as it ran."""
 
     index: int
     aten: str
     module: str | None
     phase: str
     line: str | None
-    names: list[str]
-    function: str
+    names: list[str]  # of all operations of the same call of a C++ function
+    function: str  # of torch, written in Python, that called the operation; "" if none did
     node: str | None = None
-    root: bool = False
-    of_gradient: bool = False
-    received: bool = False
-    unseen: bool = False
+    root: bool = False  # it made the gradient with which a backward pass begins, or belongs to that pass's first node
+    of_gradient: bool = False  # its result depends on that gradient
+    received: bool = False  # values from other processes
+    unseen: bool = False  # it stands for a whole custom backward, whose operations were not recorded
     forward: Note | None = None
     dtype: torch.dtype | None = None
     scalars: tuple[float, ...] = ()
-    sources: tuple[Note | None, ...] = ()
-    bad: NonFinite | None = None
-    parents: tuple[Note, ...] = ()
-    leaves: tuple[Leaf, ...] = ()
-    masked: bool = False
-    call: OpCall | None = None
-    exact: Exact | None = None
-    vanished: float | None = None
-    divided_by: tuple[int, int] | None = None
+    sources: tuple[Note | None, ...] = ()  # what wrote its tensor arguments; None: the argument came from outside
+    bad: NonFinite | None = None  # the non-finite elements of its result; None: all are finite
+    parents: tuple[Note, ...] = ()  # the operations that its non-finite arguments came from
+    leaves: tuple[Leaf, ...] = ()  # and the tensors from outside
+    masked: bool = False  # its result is, or passes on, the infinity of a mask
+    # Only where the operation itself made its result non-finite, from arguments that were finite or infinite in masks:
+    call: OpCall | None = None  # its formats and ranges
+    exact: Exact | None = None  # its result in fp32; None: unknown, or the masks explain the failure
+    vanished: float | None = None  # a tiny number, such as an eps, that it added, although elements of the result are 0
+    divided_by: tuple[int, int] | None = None  # zeros in its divisor, and all elements there
 
 
 @dataclass(frozen=True, eq=False)
 class Leaf:
-    """A tensor that no recorded operation computed, and that was not finite when an operation read it.
+    """A tensor that no recorded operation computed, and that was not finite when an operation read it."""
 
-    `kind` is "parameter", "buffer" or "gradient" for a tensor of the models, named `name`. It is "unseen" for a tensor
-    that was computed from parameters where the recorder could not see it, as in another thread, and "data" for other
-    tensors. It is `OTHERS` if the collective `name` received the tensor from other processes, and `OWN` if user code
-    that computes gradients brought the tensor into the backward pass.
-    """
-
+    # Of the models: "parameter", "buffer" or "gradient". `OTHERS`: the collective `name` received it. `OWN`: code that
+    # computes gradients brought it into the backward pass. "unseen": computed from parameters where the recorder could
+    # not see it, as in another thread. "data": any other.
     kind: str
     name: str
     bad: NonFinite

@@ -14,7 +14,7 @@ from halfstep.diagnose.cures import FULL_OUT, rules_on
 from halfstep.diagnose.rehearsal import check_given
 from halfstep.edits import FULL, OpChange, Rule, Scaling
 from halfstep.errors import SessionError
-from halfstep.formats import FP16, FP32, LOW_DTYPES, Format, as_format
+from halfstep.formats import FP16, FP32, LOW_DTYPES, as_format
 from halfstep.machine import read_facts, units
 from halfstep.optim.masters import Fit
 from halfstep.plan.compatibility import named
@@ -46,6 +46,16 @@ class Part:
     def place(self) -> str:
         """The module's name in findings."""
         return self.name or "(model)"
+
+    def inside(self, name: str) -> str:
+        """Returns the name in the model of a parameter or buffer of the module."""
+        return f"{self.name}.{name}".removeprefix(".")
+
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yields the floating-point parameters of the module with their names in it."""
+        for name, parameter in parameters_of(self.module).items():
+            if parameter is not None and parameter.is_floating_point():
+                yield name, parameter
 
 
 @dataclass(frozen=True)
@@ -107,10 +117,8 @@ def check(
 def _parameters(setup: Setup) -> Iterator[Finding]:
     """Finds parameters stored in another dtype than the plan's, or trained low without a master."""
     for part in setup.parts:
-        for name, parameter in parameters_of(part.module).items():
-            if parameter is None or not parameter.is_floating_point():
-                continue
-            place = f"{part.name}.{name}".removeprefix(".")
+        for name, parameter in part.parameters():
+            place = part.inside(name)
             dtype = str(parameter.dtype).removeprefix("torch.")
             expected = part.formats.stored(name) or FP32
             if parameter.dtype is torch.float64:
@@ -146,7 +154,7 @@ def _parameters(setup: Setup) -> Iterator[Finding]:
 
 def _untrained(setup: Setup) -> Iterator[Finding]:
     """Finds weights that stay in fp32 because no optimizer updates them, beside weights that are stored low."""
-    kept = [f"{part.name}.{name}".removeprefix(".") for part in setup.parts for name in part.formats.kept]
+    kept = [part.inside(name) for part in setup.parts for name in part.formats.kept]
     low = next((part.place for part in setup.parts if part.formats.param is setup.plan.low), None)
     if kept and low is not None:
         yield Finding(
@@ -162,9 +170,9 @@ def _untrained(setup: Setup) -> Iterator[Finding]:
 def _weights(setup: Setup) -> Iterator[tuple[Part, str, nn.Parameter, Fit]]:
     """Yields each floating weight with its module, its name and how its fp32 value fits the low format."""
     for part in setup.parts:
-        for name, parameter in parameters_of(part.module).items():
-            if parameter is not None and parameter.is_floating_point() and parameter.numel():
-                yield part, f"{part.name}.{name}".removeprefix("."), parameter, setup.fit(parameter)
+        for name, parameter in part.parameters():
+            if parameter.numel():
+                yield part, part.inside(name), parameter, setup.fit(parameter)
 
 
 def _values(setup: Setup) -> Iterator[Finding]:
@@ -218,10 +226,10 @@ def _scalers(setup: Setup) -> Iterator[Finding]:
     if setup.scaler is None or not setup.scaler.is_enabled():
         return
     halves = [
-        f"{part.name}.{name}".removeprefix(".")
+        part.inside(name)
         for part in setup.parts
-        for name, parameter in parameters_of(part.module).items()
-        if parameter is not None and parameter.requires_grad and parameter.dtype is torch.float16
+        for name, parameter in part.parameters()
+        if parameter.requires_grad and parameter.dtype is torch.float16
     ]
     if halves and not isinstance(setup.scaler, GradScaler):
         yield Finding(
@@ -248,10 +256,10 @@ def _buffers(setup: Setup) -> Iterator[Finding]:
         for name, buffer in buffers_of(part.module).items():
             if buffer is None or not buffer.is_floating_point() or buffer.numel() == 0:
                 continue
-            place = f"{part.name}.{name}".removeprefix(".")
+            place = part.inside(name)
             if buffer.dtype in LOW_DTYPES:
                 yield _low_buffer(setup.plan, part, place, name, buffer)
-            elif setup.plan.ops != "none" and _is_beyond(buffer, setup.plan.low):
+            elif setup.plan.ops != "none" and -FP32.max <= float(buffer.min()) < -setup.plan.low.max:
                 yield Finding(
                     "note",
                     "mask beyond the format",
@@ -288,11 +296,6 @@ def _keep_buffers(plan: Plan, part: Part) -> tuple[Rule, ...]:
             policy = replace(rule.policy, param="full") if statistics else rule.policy
             rules.append(replace(rule, policy=policy, buffers="keep"))
     return tuple(rules)
-
-
-def _is_beyond(buffer: Tensor, fmt: Format) -> bool:
-    smallest = float(buffer.min())
-    return -FP32.max <= smallest < -fmt.max
 
 
 def _constants(setup: Setup) -> Iterator[Finding]:

@@ -10,7 +10,7 @@ from torch import nn
 
 import halfstep
 from halfstep import FULL, OpChange, Rule
-from halfstep.inspection import custom, meter, savings
+from halfstep.inspection import meter, savings
 from halfstep.inspection.meter import Call, Shape
 from halfstep.inspection.replay import gain_of_casts
 from halfstep.report.step import inspection_report
@@ -80,7 +80,7 @@ def inspected(monkeypatch):
     ticks = itertools.count()
     monkeypatch.setattr(meter, "perf_counter", lambda: next(ticks))
     monkeypatch.setattr(savings, "gain", lambda call, change: 0.5)
-    monkeypatch.setattr(custom, "gain", lambda call, change: 0.5)
+    monkeypatch.setattr(savings, "gain", lambda call, change: 0.5)
     monkeypatch.setattr(savings, "taken", lambda call: 0.0)
 
     def inspect(do, plan="O1", **options):
@@ -98,7 +98,7 @@ def inspected(monkeypatch):
 def half(monkeypatch):
     """Has low inputs save a half of a custom operation too; in the forward, if it was called under autocast."""
     under = {"forward": torch.bfloat16, "backward": None}
-    monkeypatch.setattr(custom, "gain_of_casts", lambda call, low: 0.5 * (call.autocast is under[call.note.phase]))
+    monkeypatch.setattr(savings, "gain_of_casts", lambda call, low: 0.5 * (call.autocast is under[call.note.phase]))
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
@@ -135,12 +135,12 @@ def test_a_custom_operation_in_fp32_is_named_with_its_share_and_the_edit_that_lo
 def test_nothing_is_said_of_one_that_is_light_or_runs_low_or_of_a_plan_that_leaves_all_as_written(
     do, level, heavy, inspected, half, monkeypatch
 ):
-    monkeypatch.setattr(custom, "_HEAVY", heavy)
+    monkeypatch.setattr(savings, "_HEAVY", heavy)
     assert not any("custom op" in saving.evidence for saving in inspected(do, level).full)
 
 
 def test_one_that_low_inputs_do_not_make_faster_is_not_told(inspected, monkeypatch):
-    monkeypatch.setattr(custom, "gain_of_casts", lambda call, low: -0.1)
+    monkeypatch.setattr(savings, "gain_of_casts", lambda call, low: -0.1)
     assert inspected(lambda x, w: product(x, w)).full == []
 
 
