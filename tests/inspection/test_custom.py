@@ -80,7 +80,6 @@ def inspected(monkeypatch):
     ticks = itertools.count()
     monkeypatch.setattr(meter, "perf_counter", lambda: next(ticks))
     monkeypatch.setattr(savings, "gain", lambda call, change: 0.5)
-    monkeypatch.setattr(savings, "gain", lambda call, change: 0.5)
     monkeypatch.setattr(savings, "taken", lambda call: 0.0)
 
     def inspect(do, plan="O1", **options):
