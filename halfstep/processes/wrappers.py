@@ -68,10 +68,10 @@ def living_wrappers_of(roots: Sequence[nn.Module]) -> list[DistributedDataParall
 
 
 def refuse_wrapped(roots: Sequence[nn.Module], when: str) -> None:
-    """Refuses models that are already wrapped in DistributedDataParallel; `when` says what they may not be while so."""
+    """Refuses models that are already wrapped in DistributedDataParallel; `when` says when that would go wrong."""
     if living_wrappers_of(roots):
         raise SetupError(
-            f"the model has been wrapped in DistributedDataParallel, which would silently stop reducing gradients when "
+            "the model has been wrapped in DistributedDataParallel, which would silently stop reducing gradients when "
             f"{when}; delete all references to earlier wrappers, call halfstep.initialize first, then wrap the model: "
             "`wrapped = DistributedDataParallel(model)`"
         )

@@ -1,22 +1,29 @@
-"""Opens a session: decides on everything, closes the models' earlier session, and says what a user should know."""
+"""Opens a session: widens weights that were loaded low, decides, closes an earlier session, and says what it does."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from halfstep.cast.modules import cast_buffers
 from halfstep.cast.owners import all_owners, owners
 from halfstep.errors import SetupError
 from halfstep.machine import DeviceFacts
 from halfstep.modes import ordinary_tensors
-from halfstep.plan.compatibility import named, unwrap
+from halfstep.optim.masters import give_dtype
+from halfstep.optim.state import widen_states
+from halfstep.plan.compatibility import loaded_low, named, unwrap
 from halfstep.plan.plan import Plan
 from halfstep.processes.collectives import telling_of_errors
+from halfstep.processes.shards import reshard
+from halfstep.processes.wrappers import refuse_wrapped
 from halfstep.session.decide import (
     Stepping,
     decide,
@@ -24,8 +31,8 @@ from halfstep.session.decide import (
     say_what_stays_full,
     say_what_steps_itself,
 )
-from halfstep.session.loaded import widened
 from halfstep.session.session import Session, Sink
+from halfstep.torch_internals import parameters_of
 
 _LOG = logging.getLogger("halfstep")
 
@@ -51,7 +58,7 @@ def open_session(  # noqa: PLR0913  # what `initialize` was given
             made_low = [p for session in earlier for p in session.low_parameters()]
             others = [each for each in all_owners() if isinstance(each, Session) and each not in earlier]
             _refuse_shared(models, others, lambda other: other.low_parameters())
-            stack.enter_context(widened(models, plan, made_low, optimizers))
+            stack.enter_context(_widened(models, plan, made_low, optimizers))
             decision = decide(
                 models,
                 optimizers,
@@ -72,6 +79,56 @@ def open_session(  # noqa: PLR0913  # what `initialize` was given
         say_what_steps_itself(decision, optimizers)
         say_what_stays_full(decision)
         return Session(decision, sinks=sinks)
+
+
+@contextmanager
+def _widened(
+    models: Sequence[nn.Module], plan: Plan, made_low: Sequence[nn.Parameter], optimizers: Sequence[Optimizer]
+) -> Iterator[None]:
+    """Converts trainable parameters that were loaded low to fp32; an error inside the context undoes this."""
+    # Also converts the state that `optimizers` have for them, and the buffers of their modules, since a low format
+    # rounds away most changes of running statistics. `made_low`, which are low because of a session, are left alone.
+    reshard(models)  # else the low weights that FSDP2 gathered for an evaluation would be taken for the model's
+    loaded = {id(p): p for p in loaded_low(models, plan, made_low)}
+    roots = [unwrap(model) for model in models]
+    if loaded:
+        refuse_wrapped(roots, "its trainable weights in low precision become fp32")
+    put_back: list[Callable[[], None]] = [partial(give_dtype, p, p.dtype) for p in loaded.values()]
+    message = _what_became(list(loaded.values()), plan)
+    if not optimizers:
+        message += (
+            "; for inference only, call model.requires_grad_(False) first, which keeps the parameters as they are"
+        )
+    try:
+        for module in {id(module): module for root in roots for module in root.modules()}.values():
+            own = [p for p in parameters_of(module).values() if p is not None and id(p) in loaded]
+            for parameter in own:
+                give_dtype(parameter, torch.float32)
+            if own:
+                put_back.append(cast_buffers(module, torch.float32))
+        put_back += [widen_states(optimizer, loaded.values()) for optimizer in optimizers]
+        yield
+        if loaded:
+            _LOG.warning(message)
+    except BaseException:
+        for undo in put_back:
+            undo()
+        raise
+
+
+def _what_became(loaded: Sequence[nn.Parameter], plan: Plan) -> str:
+    formats = " and ".join(sorted({str(p.dtype).removeprefix("torch.") for p in loaded}))
+    if plan.master != "none":
+        what = "each now has an fp32 master, which starts from the loaded value and is what is trained"
+    elif plan.param == "low":
+        what = f"{plan.name} trains them without fp32 masters, which loses small updates; O2 keeps masters"
+    else:
+        size = sum(p.numel() * (4 - p.itemsize) for p in loaded) / 2**20
+        what = f"they are fp32 now, which takes {size:.1f} MiB more (O2 stores them low, with an fp32 master for each)"
+    return (
+        f"{len(loaded)} trainable parameters were loaded in {formats}: {what}. state_dict() is fp32; to get the "
+        "original format back, call model.to(...) after session.close()"
+    )
 
 
 def _refuse_shared(
