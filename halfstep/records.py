@@ -362,6 +362,7 @@ class Verdict:
         module: the dotted name of the module; "" is the model itself, or code outside of it if `outside` is true.
         operator: the name of the op in torch.
         phase: "forward", "backward" or "after backward" (user code that changes gradients).
+        kind: the kind of failure.
         where: the line of the user's code.
         cure: the edits for `plan.edit(*verdict.cure)`; empty if no edit cures the fault.
         evidence: which values were seen.

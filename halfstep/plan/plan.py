@@ -28,10 +28,13 @@ class Plan:
         norms: the width of normalisation parameters if weights are low.
         master: how the fp32 values of low weights are kept: as a "copy", "split" into the bf16 weight and 16 more bits,
             or not at all ("none").
+        scale: the loss scale.
         output: the width of what the model returns; "keep": unchanged.
         input: "low" casts the model's inputs; with "keep" products cast their operands.
         frozen: the width of stored weights that no optimizer updates. "full" keeps what a loop averages into them
             exact; "low" stores them low, without masters.
+        op_changes: ops that move to other lists of the op table.
+        rules: what modules get instead, by name or type.
 
     Raises:
         PlanError: an invalid field, or fields that contradict each other; the message says why.
