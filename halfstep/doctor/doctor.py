@@ -19,15 +19,7 @@ from halfstep.doctor.settings import read_settings, read_tools
 from halfstep.errors import HalfstepError
 from halfstep.formats import BF16, FP16
 from halfstep.gains import weighed
-from halfstep.machine import (
-    WORTH,
-    Processor,
-    model_name,
-    read_facts,
-    read_machine,
-    read_processor,
-    table_row,
-)
+from halfstep.machine import WORTH, Processor, model_name, read_facts, read_machine, read_processor, table_row
 from halfstep.measurements import Choice, Examination, Rate
 from halfstep.saved import Saved, check_savable, save
 from halfstep.timing import speedup, take_turns

@@ -10,16 +10,7 @@ from itertools import islice
 import numpy as np
 
 from halfstep.formats import Format
-from halfstep.records import (
-    UPDATE,
-    UPDATE_LIMITS,
-    Array,
-    Limits,
-    Observation,
-    count_below,
-    count_beyond,
-    limits_of,
-)
+from halfstep.records import UPDATE, UPDATE_LIMITS, Array, Limits, Observation, count_below, count_beyond, limits_of
 
 NETWORK = "(the whole network)"
 MODEL = "(the model itself)"

@@ -180,10 +180,7 @@ def _lives_at_floor(course: _Course) -> Headline | None:
 
 
 def _absorbed(course: _Course) -> Headline | None:
-    """Returns the headline of a run in which an operation turned infinities of an overflow into finite, wrong values.
-
-    Returns None for other runs.
-    """
+    """Returns the headline of a run in which an operation turned infinities into finite, wrong values; else None."""
     if not course.gathered.absorbed:
         return None
     worst = max(course.gathered.absorbed, key=lambda each: len(each.steps))
@@ -231,7 +228,7 @@ def _lost_values(course: _Course) -> Headline | None:
         sums = course.gathered.kinds.get(kind)
         share = np.zeros(1) if sums is None else _share(sums, "lost", "nonzero")
         if sums is not None and share[0] > LOST:
-            lost = f"{_percent(share[0])} of the nonzero {_words(kind)} round to zero in {low}"
+            lost = f"{_percent(share[0])} of the nonzero {kind.replace('_grad', ' gradients')} round to zero in {low}"
             return Headline("warning", f"{lost}{_mostly(sums, share)}; {_skips(course)}")
     sums = course.gathered.kinds.get("activation")
     share = np.zeros(1) if sums is None else _share(sums, "saturated", "count")
@@ -383,10 +380,6 @@ def _pace(steps: Sequence[StepValues]) -> float:
     """Returns the median time between the last 100 steps, in seconds."""
     last = steps[-100:]
     return median([b.time - a.time for a, b in pairwise(last)] or [0.0])
-
-
-def _words(kind: str) -> str:
-    return {"activation_grad": "activation gradients", "weight_grad": "weight gradients"}[kind]
 
 
 def _percent(share: float) -> str:

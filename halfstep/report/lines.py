@@ -18,16 +18,7 @@ from halfstep.edits import Edit
 from halfstep.errors import LogError, PlanError
 from halfstep.machine import Machine
 from halfstep.plan.io import edit_from_dict, edit_to_dict
-from halfstep.records import (
-    BINS,
-    COUNTS,
-    DOUBLES,
-    Finding,
-    Observation,
-    StepValues,
-    TensorStats,
-    Verdict,
-)
+from halfstep.records import BINS, COUNTS, DOUBLES, Finding, Observation, StepValues, TensorStats, Verdict
 
 SCHEMA = 2
 START_BYTES = 4096  # more than the first line of a log has: a file that is not a log may be one line of any length
@@ -88,10 +79,7 @@ def _line_of(record: type, tag: str, changed: dict[str, Any], absent: dict[str, 
 
 
 _STATS: dict[str, Any] = dict.fromkeys(COUNTS, Count) | dict.fromkeys(DOUBLES, float)
-_BINS = {
-    "first": Count,
-    "exponents": tuple[Count, ...],
-}  # counts from the bin `first` on, without the zeros at the ends
+_BINS = {"first": Count, "exponents": tuple[Count, ...]}  # counts from `first` on, without the zeros at the ends
 _NOTED = {"after": Count, "cure": tuple[dict[str, Any], ...]}  # the last step before, and edits
 StepLine = _line_of(StepValues, "step", {"step": Count, "time": Time})
 ObservationLine = _line_of(

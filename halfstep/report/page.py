@@ -40,10 +40,7 @@ POINTS = 4000  # of a line; more steps are thinned to the smallest and the large
 SHOWN = (FP16, BF16, E4M3, E5M2)
 UNPLANNED = FP16  # what a log without a plan is judged by
 HIGHEST = 24  # the exponent of the largest loss scale that the histogram can be shown with, unless the run had a larger
-PHASES = {
-    "forward": ("activation", *GRADIENTS),
-    "backward": GRADIENTS,
-}  # what a verdict may show in, by its phase
+PHASES = {"forward": ("activation", *GRADIENTS), "backward": GRADIENTS}  # what a verdict may show in, by its phase
 KINDS = (*GRADIENTS, "activation", "weight", UPDATE)
 
 
@@ -72,15 +69,8 @@ class Page:
     charts: dict[str, Any]
 
 
-def page_of(
-    run: Run,
-    low: Format | torch.dtype | str | None = None,
-    *,
-    now: float | None = None,
-) -> Page:
-    """Returns the page of a run."""
-    # `now` is the current time in seconds since 1970, by default the time of the call; if the log has no end, it
-    # decides whether the run counts as still going on.
+def page_of(run: Run, low: Format | torch.dtype | str | None = None, *, now: float | None = None) -> Page:
+    """Returns the page of a run; `now`, by default the time of the call, decides whether it counts as going on."""
     if not isinstance(run, Run):
         raise LogError(f"expected a Run, as read_log(path) returns it, got {run!r:.60}")
     planned = None if run.plan is None else FORMATS.get(str(run.plan.get("low")))
@@ -332,30 +322,22 @@ def _facts(run: Run, judge: Format) -> Iterator[tuple[str, str]]:
         yield "judged by", f"what {judge.name} can hold"
     skipped = sum(values.skipped for values in run.steps)
     if run.steps:
-        yield (
-            "steps",
-            f"{run.steps[0].step:,} to {run.steps[-1].step:,}: {len(run.steps):,}, of them {skipped:,} skipped",
-        )
-        last = [values.loss for values in run.steps if values.loss is not None]
-        if last:
-            yield "loss", f"{last[0]:.4g} at first, {last[-1]:.4g} at last"
+        first, last = run.steps[0].step, run.steps[-1].step
+        yield "steps", f"{first:,} to {last:,}: {len(run.steps):,}, of them {skipped:,} skipped"
+        losses = [values.loss for values in run.steps if values.loss is not None]
+        if losses:
+            yield "loss", f"{losses[0]:.4g} at first, {losses[-1]:.4g} at last"
     if run.observed:
         several = f"{len(run.observed):,} steps, from {run.observed[0]:,} to {run.observed[-1]:,}"
         yield "observed", several if len(run.observed) > 1 else f"step {run.observed[0]:,}"
-    first = run.processes[0]
-    yield "begun", datetime.fromtimestamp(first.start, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
+    yield "begun", datetime.fromtimestamp(run.processes[0].start, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
     seconds = sum(process.end - process.start for process in run.processes)
     several = f" in {len(run.processes)} processes" if len(run.processes) > 1 else ""
     yield "ran for", _duration(seconds) + several
     yield "versions", "; ".join(dict.fromkeys(f"halfstep {p.halfstep}, torch {p.torch}" for p in run.processes))
     if machine is not None:
-        yield (
-            "machine",
-            (
-                f"{machine.device}; {machine.processor}, cores: {machine.cores}, threads: {machine.threads}; "
-                f"{machine.system}, Python {machine.python}"
-            ),
-        )
+        chip = f"{machine.processor}, cores: {machine.cores}, threads: {machine.threads}"
+        yield "machine", f"{machine.device}; {chip}; {machine.system}, Python {machine.python}"
 
 
 def _plan(entries: dict[str, Any]) -> str:
