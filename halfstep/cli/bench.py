@@ -14,9 +14,8 @@ import typer
 from halfstep.bench.bench import STEPS
 from halfstep.bench.bench import bench as run_bench
 from halfstep.bench.budget import SLOW, TIMED
-from halfstep.bench.largest import largest_batches
 from halfstep.bench.remote import Origin
-from halfstep.bench.sweep import Asked, check_same, read_sweep, sweep
+from halfstep.bench.sweep import Asked, check_same, largest_batches, read_sweep, sweep
 from halfstep.bench.variants import Entry, entries
 from halfstep.cli.options import (
     Data,

@@ -11,10 +11,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from halfstep.__main__ import app
-from halfstep.bench import largest as largest_module
-from halfstep.bench.largest import largest, largest_batches
+from halfstep.bench import sweep as sweep_module
 from halfstep.bench.remote import OutOfMemory, Remote
-from halfstep.bench.sweep import Asked
+from halfstep.bench.sweep import Asked, largest, largest_batches
 from halfstep.bench.variants import Entry
 from halfstep.errors import WorkloadError
 from halfstep.formats import BF16, FP32
@@ -56,7 +55,7 @@ def hungry(tmp_path):
 
 @pytest.fixture
 def played(monkeypatch):
-    monkeypatch.setattr(largest_module, "Remote", Played)
+    monkeypatch.setattr(sweep_module, "Remote", Played)
     monkeypatch.setattr(Played, "log", [])
 
     def fail(worker):
