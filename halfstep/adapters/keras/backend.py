@@ -1,43 +1,58 @@
-"""Imports the backend-specific functions for Keras's current backend: from `on_tensorflow`, `on_jax` or `on_torch`."""
+"""What differs between Keras's backends; `backend()` is that of the backend that Keras runs on."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import cache
+from importlib import import_module
+from typing import Any, cast
+
 from halfstep.adapters.keras.installed import BACKEND
+from halfstep.records import Verdict
 
-if BACKEND == "tensorflow":
-    from halfstep.adapters.keras.on_tensorflow import (
-        apply_where_finite,
-        blame_step,
-        gradients,
-        hand_out_batches,
-        rewrite_graphs,
-        summed,
-        sync,
-    )
-elif BACKEND == "jax":
-    from halfstep.adapters.keras.on_jax import (
-        apply_where_finite,
-        blame_step,
-        gradients,
-        hand_out_batches,
-        rewrite_graphs,
-        summed,
-        sync,
-    )
-elif BACKEND == "torch":
-    from halfstep.adapters.keras.on_torch import (
-        apply_where_finite,
-        blame_step,
-        gradients,
-        hand_out_batches,
-        rewrite_graphs,
-        summed,
-        sync,
-    )
-else:
-    raise ImportError(
-        f"halfstep supports the Keras backends tensorflow, jax and torch, not {BACKEND}; choose one before importing "
-        "keras: os.environ['KERAS_BACKEND'] = 'jax'"
-    )
+Run = Callable[[Callable[[Any], Any]], Any]
 
-__all__ = ["apply_where_finite", "blame_step", "gradients", "hand_out_batches", "rewrite_graphs", "summed", "sync"]
+
+class Backend:
+    """A backend of Keras, with what most of them do."""
+
+    def apply_where_finite(
+        self, optimizer: Any, found: Any, grads: Sequence[Any], norm: Any, variables: Sequence[Any]
+    ) -> None:
+        """Applies the gradients unless `found` says that one of them overflowed; adapts the loss scale."""
+        # Waits for `found`: a branch that runs on the device, such as `jax.lax.cond`, must not assign variables.
+        if not bool(found):
+            optimizer.inner_optimizer.apply(grads, variables)
+        optimizer.adapt(found, norm)
+
+    def gradients(self, run: Run, variables: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Returns two lists of gradients of `run(tap)`: of the tensors passed to `tap`, and of the variables.
+
+        `run` must compute with the tensors that `tap` returns. It is called in a `StatelessScope`, so that its
+        assignments do not last. It must not open a second `StatelessScope`, which would hide the first one.
+        """
+        raise NotImplementedError
+
+    def hand_out_batches(self, model: Any, take: Callable[[Any], None]) -> None:
+        """Makes `fit` pass each batch to `take` before its step, unless Keras makes several steps per call."""
+        raise NotImplementedError
+
+    def blame_step(self, model: Any, loss: Callable[[], Any]) -> Verdict | None:
+        """Returns which operation makes the first non-finite value of a loss or its gradients, where that is known."""
+        return None
+
+    def summed(self, grads: Sequence[Any]) -> Sequence[Any]:
+        """Returns the gradients that are not None, as the optimizer sums them over its replicas in its step."""
+        return [g for g in grads if g is not None]
+
+    def sync(self, model: Any) -> None:
+        """Writes state that `fit` keeps outside of the model to the variables of the model and its optimizer."""
+
+    def rewrite_graphs(self) -> None:
+        """Makes the backend rewrite the graphs of functions, where it can, to compute in fp16."""
+
+
+@cache
+def backend() -> Backend:
+    """Returns the backend that Keras runs on."""
+    return cast(Backend, import_module(f"halfstep.adapters.keras.on_{BACKEND}").HERE)

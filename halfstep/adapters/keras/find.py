@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from typing import Any
 
-from halfstep.adapters.keras.backend import blame_step, gradients
+import numpy as np
+
+from halfstep.adapters.keras.backend import backend
 from halfstep.adapters.keras.calls import Call, Original, computes_low, in_fp32, watched
-from halfstep.adapters.keras.figures import figures, finite, finite_but_for_masks, is_floating
 from halfstep.adapters.keras.installed import keras
 from halfstep.edits import FULL, Rule, Scaling
 from halfstep.errors import SetupError
@@ -49,7 +51,7 @@ def find_broken(
     with keras.StatelessScope(collect_losses=True), watched(model) as calls:
         value = run()
     found = _in_forward(calls)
-    if not finite(value):
+    if not _finite(value):
         return found or _in_loss(value, y)
     backward = _in_backward(model, run, scale)
     # The loss is finite: infinities that a layer means, as those of a mask, came to nothing.
@@ -80,7 +82,8 @@ def find_cause(model: keras.Model, x: Any, y: Any, sample_weight: Any, *, scale:
         with keras.StatelessScope(collect_losses=True):
             return scale * loss_of_batch(model, x, y, sample_weight)
 
-    found, named = find_broken(model, x, y, sample_weight, scale=scale), blame_step(model, loss)
+    found = find_broken(model, x, y, sample_weight, scale=scale)
+    named = backend().blame_step(model, loss)
     if found is None or named is None:
         return found or named
     seen = named.evidence.partition("; ")[0]  # what follows is about plans, which Keras's layers do not run under
@@ -95,20 +98,21 @@ def find_cause(model: keras.Model, x: Any, y: Any, sample_weight: Any, *, scale:
     )
 
 
-def _in_forward(calls: Sequence[Call], passes: Callable[[Any], bool] = finite) -> Verdict | None:
+def _in_forward(calls: Sequence[Call], *, masks: bool = False) -> Verdict | None:
+    passes = partial(_finite, masks=masks)
     broken = next((call for call in calls if not passes(call.outputs)), None)
     while broken is not None and not passes(broken.given):
         if broken.parent is None:
             taking = next(call for call in calls if call.is_leaf and call.gives != "casts" and not passes(call.given))
-            given = figures(taking.given)
+            given = _figures(taking.given)
             return _say(taking, "forward", Kind.INPUT_DATA, f"its input has {given}", "look at this batch of the data")
         broken = broken.parent
     if broken is None:
         return None
     found = _of_call(broken)
-    if passes is not finite or found.kind is not Kind.INVALID or not finite_but_for_masks(broken.outputs):
+    if masks or found.kind is not Kind.INVALID or not _finite(broken.outputs, masks=True):
         return found
-    other = _in_forward(calls, finite_but_for_masks)  # a mask may be meant, and something else be wrong
+    other = _in_forward(calls, masks=True)  # a mask may be meant, and something else be wrong
     return other if other is not None and other.kind is not Kind.INVALID else found
 
 
@@ -117,10 +121,10 @@ def _of_call(broken: Call) -> Verdict:
     cure = Rule(broken.path, FULL)
     if broken.gives == "casts":
         low = keras.backend.standardize_dtype(broken.outputs.dtype)
-        seen = f"its input has {figures(broken.given)}, which overflow in the cast to {low}"
+        seen = f"its input has {_figures(broken.given)}, which overflow in the cast to {low}"
         return _say(broken, "forward", Kind.OVERFLOW, seen, f"{_wide(cure)}; or scale down its input", cure)
-    seen = f"inputs have {figures(broken.given)}, {broken.gives} have {figures(broken.outputs)}"
-    spoiled = [v.path for v in broken.layer.weights if not finite(v.value)]
+    seen = f"inputs have {_figures(broken.given)}, {broken.gives} have {_figures(broken.outputs)}"
+    spoiled = [v.path for v in broken.layer.weights if not _finite(v.value)]
     if spoiled:
         advice = "load weights that are finite: these were written by an earlier step, or loaded as they are"
         return _say(broken, "forward", Kind.WEIGHTS, f"weights that are not finite: {', '.join(spoiled)}", advice)
@@ -138,16 +142,16 @@ def _of_call(broken: Call) -> Verdict:
 def _gives_finite(call: Call) -> bool:
     with keras.StatelessScope(collect_losses=True) as scope:
         outputs = call.layer(*call.args, **(call.kwargs or {}) | {"training": True})
-        return finite((outputs, scope.losses))
+        return _finite((outputs, scope.losses))
 
 
 def _in_loss(value: Any, y: Any) -> Verdict | None:
-    if not finite(y):
+    if not _finite(y):
         return _say(
-            _LOSS, "forward", Kind.INPUT_DATA, f"the targets have {figures(y)}", "look at this batch of the data"
+            _LOSS, "forward", Kind.INPUT_DATA, f"the targets have {_figures(y)}", "look at this batch of the data"
         )
     advice = "look at divisions, logarithms and roots in the loss: the outputs of the model are finite"
-    return _say(_LOSS, "forward", Kind.INVALID, f"the loss has {figures(value)}", advice)
+    return _say(_LOSS, "forward", Kind.INVALID, f"the loss has {_figures(value)}", advice)
 
 
 def _in_backward(model: keras.Model, run: Callable[[], Any], scale: float) -> Verdict | None:
@@ -189,17 +193,17 @@ def _first_in_backward(model: keras.Model, run: Callable[[], Any], scale: float)
     for call, is_end, found in _backward(model, run, scale):
         if is_end:
             arrived[call] = found
-        if is_end and not finite(found):
+        if is_end and not _finite(found):
             arriving.append(call)
         elif arriving:
             break
-        elif not finite(found):
-            seen = f"incoming gradients have {figures(arrived[call])}, outgoing gradients have {figures(found)}"
+        elif not _finite(found):
+            seen = f"incoming gradients have {_figures(arrived[call])}, outgoing gradients have {_figures(found)}"
             return _Gradient(call, call, seen)
     if not arriving:
         return None
     inner, outer = arriving[-1], arriving[0].parent
-    seen = f"the gradient that arrives at the output of {inner.path or 'the model'} has {figures(arrived[inner])}"
+    seen = f"the gradient that arrives at the output of {inner.path or 'the model'} has {_figures(arrived[inner])}"
     if outer is not None and not isinstance(outer.layer, keras.Model):
         return _Gradient(outer, outer, seen)
     at = next((call for call in arriving if not isinstance(call.layer, keras.Model)), inner)
@@ -215,9 +219,9 @@ def _backward(model: keras.Model, run: Callable[[], Any], scale: float) -> Itera
         places = count()
 
         def mark(call: Call, is_end: bool, values: Any) -> Any:
-            floating = [each for each in tree.flatten(values) if is_floating(each)]
+            floating = [each for each in tree.flatten(values) if _is_floating(each)]
             marks.append((call, is_end, [next(places) for _ in floating]))
-            return tree.map_structure(lambda each: tap(each) if is_floating(each) else each, values)
+            return tree.map_structure(lambda each: tap(each) if _is_floating(each) else each, values)
 
         def around(call: Call, original: Original) -> Any:
             args, kwargs = mark(call, False, call.given)
@@ -226,7 +230,7 @@ def _backward(model: keras.Model, run: Callable[[], Any], scale: float) -> Itera
         with watched(model, around):
             return ops.cast(run(), "float32") * scale
 
-    of_tapped, of_variables = gradients(tapped_run, model.trainable_variables)
+    of_tapped, of_variables = backend().gradients(tapped_run, model.trainable_variables)
     by_variable = {id(v): g for v, g in zip(model.trainable_variables, of_variables, strict=True)}
     for call, is_end, places in reversed(marks):
         of_weights = [] if is_end else [by_variable.get(id(v)) for v in call.layer.weights]
@@ -255,3 +259,26 @@ def _wide(cure: Rule) -> str:
 def _say(call: Call, phase: str, kind: Kind, evidence: str, advice: str, *cure: Rule | Scaling) -> Verdict:
     operator = "the loss" if call.layer is None else type(call.layer).__name__
     return Verdict(call.path, operator, phase, kind, None, cure, evidence, advice, outside=call.layer is None)
+
+
+def _is_floating(value: Any) -> bool:
+    """Returns whether a value is a tensor of floating-point numbers."""
+    return keras.utils.is_keras_tensor(value) is False and hasattr(value, "dtype") and "float" in str(value.dtype)
+
+
+def _finite(values: Any, *, masks: bool = False) -> bool:
+    """Returns whether all floating-point numbers are finite or, with `masks`, minus infinity."""
+    return all(bool((each < np.inf if masks else np.isfinite(each)).all()) for each in _floating(values))
+
+
+def _figures(values: Any) -> str:
+    """Describes the numbers in tensors as text: the largest finite magnitude, and how many are infinite or NaN."""
+    numbers = np.concatenate([each.ravel() for each in _floating(values)] or [np.zeros(0)])
+    largest = np.abs(numbers[np.isfinite(numbers)]).max(initial=0.0)
+    counts = {"infinite": np.isinf(numbers).sum(), "NaN": np.isnan(numbers).sum()}
+    return ", ".join([f"magnitudes up to {largest:.4g}", *(f"{n} {what}" for what, n in counts.items() if n)])
+
+
+def _floating(values: Any) -> list[np.ndarray[Any, Any]]:
+    found = [each for each in tree.flatten(values) if _is_floating(each)]
+    return [np.asarray(ops.convert_to_numpy(ops.cast(each, "float32"))) for each in found]

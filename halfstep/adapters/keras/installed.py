@@ -23,5 +23,10 @@ FIRST, BELOW = "3.15", "3.16"
 check_version("keras", keras.__version__, first=FIRST, below=BELOW)
 
 BACKEND: str = keras.backend.backend()
+if BACKEND not in ("tensorflow", "jax", "torch"):
+    raise ImportError(
+        f"halfstep supports the Keras backends tensorflow, jax and torch, not {BACKEND}; choose one before importing "
+        "keras: os.environ['KERAS_BACKEND'] = 'jax'"
+    )
 
 __all__ = ["BACKEND", "keras"]

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from halfstep.adapters.keras.backend import gradients, hand_out_batches, sync
+from halfstep.adapters.keras.backend import backend
 from halfstep.adapters.keras.find import find_cause, loss_of_batch
 from halfstep.adapters.keras.installed import keras
 from halfstep.adapters.keras.policies import describe, layers_of, own_variables
@@ -171,7 +171,7 @@ class LogCallback(keras.callbacks.Callback):
             )
         self._steps = StepLog(self._path, self.model, self.model.optimizer, self._plan, every=self._every)
         self._train_function, self._runs_again = self.model.train_function, True
-        hand_out_batches(self.model, self._take)
+        backend().hand_out_batches(self.model, self._take)
 
     def _take(self, batch: Any) -> None:
         self._batch = batch
@@ -182,7 +182,7 @@ class LogCallback(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Writes the row of the step, and a verdict if the step was skipped and the scale cannot go lower."""
-        sync(self.model)
+        backend().sync(self.model)
         steps = self._steps
         assert steps is not None
         carried = steps.scale
@@ -259,7 +259,7 @@ def _gradients(model: keras.Model, x: Any, y: Any, sample_weight: Any, *, scale:
     def run(tap: Any) -> Any:
         return loss_of_batch(model, x, y, sample_weight) * scale
 
-    return gradients(run, model.trainable_variables)[1]
+    return backend().gradients(run, model.trainable_variables)[1]
 
 
 def _number(value: Any) -> float:

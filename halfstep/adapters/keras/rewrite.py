@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from halfstep.adapters.keras.backend import rewrite_graphs
+from halfstep.adapters.keras.backend import backend
 from halfstep.adapters.keras.global_policy import built_models, set_plan
 from halfstep.adapters.keras.installed import keras
 from halfstep.adapters.keras.scale import LossScaleOptimizer
@@ -42,5 +42,5 @@ def enable_mixed_precision_graph_rewrite(
             "'fp16')) and LossScaleOptimizer(optimizer). To let a model keep its policies, pass others=(model,)"
         )
     set_plan(plan, others=others)
-    rewrite_graphs()
+    backend().rewrite_graphs()
     return wrapped

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from halfstep.adapters.keras.backend import sync
+from halfstep.adapters.keras.backend import backend
 from halfstep.adapters.keras.installed import keras
 from halfstep.adapters.keras.policies import layers_of, own_variables
 from halfstep.adapters.keras.scale import LossScaleOptimizer
@@ -43,6 +43,6 @@ class KeepStatistics(keras.callbacks.Callback):
                 variable.assign(value)
 
     def _read_skipped(self) -> int:
-        sync(self.model)
+        backend().sync(self.model)
         optimizer = self.model.optimizer
         return int(ops.convert_to_numpy(optimizer.skipped)) if optimizer.built else 0

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from threading import local
 from typing import Any
 
-from halfstep.adapters.keras.backend import apply_where_finite, summed
+from halfstep.adapters.keras.backend import backend
 from halfstep.adapters.keras.global_policy import tell_unseen_rules
 from halfstep.adapters.keras.installed import keras
 from halfstep.edits import Scaling
@@ -120,7 +120,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def _apply(self, found: Any, true: Sequence[Any], variables: Sequence[Any] | None) -> None:
         vars(self._seen).clear()
         norm = self._norm(true, variables)
-        apply_where_finite(self, found, true, norm, list(variables or self._trainable_variables))
+        variables = list(variables or self._trainable_variables)
+        backend().apply_where_finite(self, found, true, norm, variables)
 
     def stateless_apply(
         self, optimizer_variables: Sequence[Any], grads: Sequence[Any], trainable_variables: Sequence[Any]
@@ -184,7 +185,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
 def _norm(grads: Sequence[Any]) -> Any:
     """Returns the L2 norm over all gradients of a step."""
-    return ops.sqrt(sum(ops.sum(ops.square(ops.cast(g, "float32"))) for g in summed(grads) if g is not None))
+    return ops.sqrt(sum(ops.sum(ops.square(ops.cast(g, "float32"))) for g in backend().summed(grads)))
 
 
 def _times(scale: Any, factor: float) -> Any:
