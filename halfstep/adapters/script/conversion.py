@@ -17,9 +17,18 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from halfstep.adapters.script.directions import paired, times
-from halfstep.adapters.script.found import ByHand, Outsiders, Strays, alias_of, newest, roots_of, trained_by, unowned
-from halfstep.adapters.script.patches import CallWatch
+from halfstep.adapters.script.found import (
+    ByHand,
+    CallWatch,
+    Outsiders,
+    Strays,
+    alias_of,
+    newest,
+    paired,
+    roots_of,
+    trained_by,
+    unowned,
+)
 from halfstep.cast.copies import CheckpointHook
 from halfstep.cast.owners import owners
 from halfstep.edits import FULL, Rule
@@ -336,7 +345,9 @@ class Conversion:
                 begin_pass(partial(original, tensors, grad_tensors, **kwargs))
         else:
             with session.scaling(*outputs) as scale, unscaled_leaves(outputs, scale, but=own):
-                begin_pass(partial(original, outputs, times(directions, outputs, scale), **kwargs))
+                ones = [torch.ones_like(out) if d is None else d for out, d in zip(outputs, directions, strict=True)]
+                scaled = [d * scale.to(out.device, out.dtype) for out, d in zip(outputs, ones, strict=True)]
+                begin_pass(partial(original, outputs, scaled, **kwargs))
         if self._by_hand is not None and session.plan.ops != "none":
             self._skip_by_hand(self._by_hand)
         if self.brings is not None:

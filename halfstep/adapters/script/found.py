@@ -1,18 +1,52 @@
-"""Finds which models a script trains, from its optimizers and from the modules it calls."""
+"""Finds which models a script trains, from its optimizers, from the modules it calls and from its backward passes."""
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
-from halfstep.scale.loss import leaves_of
-from halfstep.torch_internals import parameters_of
+from halfstep.errors import SessionError
+from halfstep.scale.loss import leaves_of, pair_outputs
+from halfstep.torch_internals import is_tracing, parameters_of
+
+
+class CallWatch:
+    """While on, calls `called` with each module that is about to be called; while off, it costs nothing.
+
+    A forward pre-hook would run too late: by then torch has looked up the module's `forward`, and a session, which
+    changes the class of the module, would have no effect on this call.
+    """
+
+    def __init__(self, called: Callable[[nn.Module], None]) -> None:
+        self.on = False
+        self._before = call = vars(nn.Module)["__call__"]
+
+        @functools.wraps(call)
+        def __call__(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if not torch.compiler.is_compiling() and self.on and not is_tracing():
+                called(module)
+            return call(module, *args, **kwargs)
+
+        self._watched = __call__
+
+    def start(self) -> None:
+        """Reports calls of modules from now on."""
+        self.on = True
+        if vars(nn.Module)["__call__"] is self._before:
+            nn.Module.__call__ = self._watched  # type: ignore[method-assign]
+
+    def stop(self) -> None:
+        """Stops reporting calls; the patch stays as a pass-through if other code, such as torch.fx, has wrapped it."""
+        self.on = False
+        if vars(nn.Module)["__call__"] is self._watched:
+            nn.Module.__call__ = self._before  # type: ignore[method-assign]
 
 
 class Strays(nn.Module):
@@ -139,3 +173,16 @@ def unowned(parameters: Sequence[Tensor], roots: Iterable[nn.Module]) -> list[Te
     """Returns the parameters that belong to none of these modules."""
     owned = {id(p) for root in roots for p in root.parameters()}
     return [p for p in parameters if id(p) not in owned]
+
+
+def paired(tensors: Any, directions: Any) -> tuple[tuple[Tensor, ...] | None, tuple[Tensor | None, ...]]:
+    """Returns the outputs that a backward pass starts from, and for each its gradient (None for 1).
+
+    None is returned in place of outputs that halfstep cannot scale, such as a GradientEdge, which has no value, and of
+    arguments that torch will refuse.
+    """
+    given = [each if each is None or isinstance(each, Tensor) else list(each) for each in (tensors, directions)]
+    try:
+        return pair_outputs(*given)
+    except SessionError:
+        return None, ()

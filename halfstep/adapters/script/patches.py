@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,14 +22,13 @@ from halfstep.adapters import torch_amp
 from halfstep.adapters.apex import amp
 from halfstep.adapters.apex.install import install as install_apex
 from halfstep.adapters.apex.install import uninstall as uninstall_apex
+from halfstep.adapters.script.conversion import Conversion
 from halfstep.cast.autocast import autocast
 from halfstep.formats import Format
 from halfstep.initialize import initialize
+from halfstep.session.open import open_session
 from halfstep.session.session import Session
-from halfstep.torch_internals import FOLDER, in_backward, in_functorch, is_compiling_here, is_tracing
-
-if TYPE_CHECKING:
-    from halfstep.adapters.script.conversion import Conversion
+from halfstep.torch_internals import FOLDER, in_backward, in_functorch, is_compiling_here
 
 HALFSTEP = str(Path(torch_amp.__file__).parents[1]) + os.sep
 ADAPTERS = Path(torch_amp.__file__).parent  # those of trainers open sessions that scripts ask for
@@ -46,38 +45,6 @@ EXPORTS = (  # what writes a model as a program, with the formats that it finds
 )
 
 
-class CallWatch:
-    """While on, calls `called` with each module that is about to be called; while off, it costs nothing.
-
-    A forward pre-hook would run too late: by then torch has looked up the module's `forward`, and a session, which
-    changes the class of the module, would have no effect on this call.
-    """
-
-    def __init__(self, called: Callable[[nn.Module], None]) -> None:
-        self.on = False
-        self._before = call = vars(nn.Module)["__call__"]
-
-        @functools.wraps(call)
-        def __call__(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if not torch.compiler.is_compiling() and self.on and not is_tracing():
-                called(module)
-            return call(module, *args, **kwargs)
-
-        self._watched = __call__
-
-    def start(self) -> None:
-        """Reports calls of modules from now on."""
-        self.on = True
-        if vars(nn.Module)["__call__"] is self._before:
-            nn.Module.__call__ = self._watched  # type: ignore[method-assign]
-
-    def stop(self) -> None:
-        """Stops reporting calls; the patch stays as a pass-through if other code, such as torch.fx, has wrapped it."""
-        self.on = False
-        if vars(nn.Module)["__call__"] is self._watched:
-            nn.Module.__call__ = self._before  # type: ignore[method-assign]
-
-
 def install(listener: Conversion, apex_low: Format | str) -> Callable[[], None]:
     """Patches torch to call `listener`, and installs the drop-ins for torch.amp and apex.
 
@@ -90,10 +57,10 @@ def install(listener: Conversion, apex_low: Format | str) -> Callable[[], None]:
         stack.callback(uninstall_apex)
         for owner, name, make in (
             (autocast, "on_made", lambda _: _autocast_made(listener)),
-            (AnyGradScaler, "__init__", lambda made: _scaler_made(made, listener)),
-            (Session, "__init__", lambda made: _session_made(made, listener)),
-            (Optimizer, "__init__", lambda made: _building(made, listener)),
-            (Optimizer, "__setstate__", lambda made: _rebuilding(made, listener)),
+            (AnyGradScaler, "__init__", _then(functools.partial(_scaler_made, listener))),
+            (Session, "__init__", _then(functools.partial(_session_made, listener))),
+            (Optimizer, "__init__", _then(listener.built)),  # in a subclass, the rest of its __init__ is to come
+            (Optimizer, "__setstate__", _then(functools.partial(listener.built, copied=True))),  # or loads a state
             (torch.autograd, "backward", lambda run: _backward(run, listener)),
             (torch.autograd, "grad", lambda run: _grad(run, listener)),
             (torch.Tensor, "numpy", lambda read: _as_full(read, listener)),
@@ -120,14 +87,23 @@ def _autocast_made(listener: Conversion) -> Any:
     return on_made
 
 
-def _scaler_made(made: Any, listener: Conversion) -> Any:
-    @functools.wraps(made)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        made(self, *args, **kwargs)
-        if self.is_enabled():
-            listener.uses("torch.amp's GradScaler")
+def _then(told: Callable[[Any], None]) -> Callable[[Any], Any]:
+    """Returns a patch of a method, which then calls `told` with the object."""
 
-    return __init__
+    def patch(original: Any) -> Any:
+        @functools.wraps(original)
+        def method(self: Any, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            told(self)
+
+        return method
+
+    return patch
+
+
+def _scaler_made(listener: Conversion, scaler: AnyGradScaler) -> None:
+    if scaler.is_enabled():
+        listener.uses("torch.amp's GradScaler")
 
 
 def _before_apex_amp(run: Any, listener: Conversion) -> Any:
@@ -140,22 +116,17 @@ def _before_apex_amp(run: Any, listener: Conversion) -> Any:
     return initialize
 
 
-def _session_made(made: Any, listener: Conversion) -> Any:
-    @functools.wraps(made)
-    def __init__(self: Session, *args: Any, **kwargs: Any) -> None:
-        made(self, *args, **kwargs)
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and frame.f_code is initialize.__code__:
-            frame = frame.f_back
-        file = "" if frame is None else frame.f_code.co_filename
-        whose = "apex.amp" if file == APEX else None
-        if whose is None and (not file.startswith(HALFSTEP) or Path(file).parent == ADAPTERS):
-            # else: the listener's own, or a trial on copies
-            whose = "a halfstep session"
-        if whose is not None:
-            listener.opened(self, whose)
-
-    return __init__
+def _session_made(listener: Conversion, session: Session) -> None:
+    frame: FrameType | None = sys._getframe(2)  # that makes the session
+    while frame is not None and frame.f_code in (open_session.__code__, initialize.__code__):
+        frame = frame.f_back
+    file = "" if frame is None else frame.f_code.co_filename
+    if file == APEX:
+        listener.opened(session, "apex.amp")
+    elif (
+        not file.startswith(HALFSTEP) or Path(file).parent == ADAPTERS
+    ):  # else: the listener's own, or a trial on copies
+        listener.opened(session, "a halfstep session")
 
 
 def _is_ours(frame: FrameType | None) -> bool:
@@ -163,24 +134,6 @@ def _is_ours(frame: FrameType | None) -> bool:
     while frame is not None and frame.f_code.co_filename in MAKERS:
         frame = frame.f_back
     return frame is not None and frame.f_code.co_filename.startswith((FOLDER, HALFSTEP))
-
-
-def _building(made: Any, listener: Conversion) -> Any:
-    @functools.wraps(made)
-    def __init__(self: Optimizer, *args: Any, **kwargs: Any) -> None:
-        made(self, *args, **kwargs)
-        listener.built(self)
-
-    return __init__
-
-
-def _rebuilding(made: Any, listener: Conversion) -> Any:
-    @functools.wraps(made)
-    def __setstate__(self: Optimizer, *args: Any, **kwargs: Any) -> None:
-        made(self, *args, **kwargs)
-        listener.built(self, copied=True)  # or loaded a state, when it is known already
-
-    return __setstate__
 
 
 def _is_nested() -> bool:
