@@ -2,7 +2,6 @@
 
 from typing import TYPE_CHECKING
 
-from halfstep.adapters.fsdp import fsdp_policy
 from halfstep.cast.autocast import autocast
 from halfstep.diagnose.blame import blame
 from halfstep.diagnose.gathered import on_gathered_copy
@@ -34,6 +33,7 @@ from halfstep.plan.levels import level
 from halfstep.plan.plan import Plan
 from halfstep.plan.resolve import Assignment, ModuleFormats, resolve
 from halfstep.preflight.check import check
+from halfstep.processes.fsdp import fsdp_policy
 from halfstep.records import (
     AbsorbedOverflow,
     Finding,
