@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from halfstep.adapters.versions import check_version
+from halfstep.adapters.versions import extra
 from halfstep.errors import SessionError, SetupError
 from halfstep.initialize import initialize
 from halfstep.optim.steppers import needs_closure
@@ -21,16 +21,9 @@ from halfstep.plan.plan import Plan
 from halfstep.records import StepRecord
 from halfstep.session.session import Session
 
-try:
-    import accelerate
-
-    check_version("accelerate", accelerate.__version__, first="1.14", below="1.16")
+with extra("accelerate", first="1.14", below="1.16"):
     from accelerate import Accelerator, DistributedType
     from accelerate.optimizer import AcceleratedOptimizer
-except ImportError as error:
-    raise ImportError(
-        f"halfstep.adapters.accelerate needs {error.name or 'accelerate'}; run: pip install 'halfstep[accelerate]'"
-    ) from error
 
 SUPPORTED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from halfstep.adapters.versions import check_version
+from halfstep.adapters.versions import extra
 from halfstep.errors import SessionError, SetupError
 from halfstep.initialize import initialize
 from halfstep.optim.masters import is_low
@@ -26,10 +26,7 @@ from halfstep.scale.loss import wide
 from halfstep.session.session import Session, Sink
 from halfstep.sharded import is_sharded
 
-try:
-    import lightning
-
-    check_version("lightning", lightning.__version__, first="2.6", below="2.7")
+with extra("lightning", first="2.6", below="2.7"):
     from lightning.fabric import Fabric
     from lightning.fabric.plugins import Precision as FabricPrecision
     from lightning.pytorch import LightningModule, Trainer
@@ -37,10 +34,6 @@ try:
     from lightning.pytorch.plugins.precision import Precision
     from lightning.pytorch.trainer.states import TrainerFn
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
-except ImportError as error:
-    raise ImportError(
-        f"halfstep.adapters.lightning needs {error.name or 'lightning'}; run: pip install 'halfstep[lightning]'"
-    ) from error
 
 # Where Lightning's averaging callbacks read and write weights, but for AveragedModel's reads, which see fp32 values.
 EXCHANGING = ("on_train_epoch_start", "on_train_end", "on_validation_epoch_start", "on_validation_epoch_end")

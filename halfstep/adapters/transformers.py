@@ -14,24 +14,16 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from halfstep.adapters.accelerate import SessionOptimizer, SessionScaler, attach, take_over
-from halfstep.adapters.versions import check_version
+from halfstep.adapters.versions import extra
 from halfstep.errors import SetupError
 from halfstep.initialize import initialize
 from halfstep.optim.masters import is_low
 from halfstep.plan.plan import Plan
 from halfstep.records import StepRecord
 
-try:
-    import transformers
-
-    check_version("transformers", transformers.__version__, first="5.22", below="5.24")
+with extra("transformers", first="5.22", below="5.24"):
     from transformers import PreTrainedModel, Trainer
     from transformers.utils import CONFIG_NAME
-except ImportError as error:
-    raise ImportError(
-        f"halfstep.adapters.transformers needs {error.name or 'transformers'}; "
-        "run: pip install 'halfstep[transformers]'"
-    ) from error
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Mixed

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial, wraps
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -32,44 +32,6 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 _TORCH = (torch, torch.nn.functional, torch.Tensor)
 
 
-def register_half_function(module: Any, name: str) -> None:
-    """Makes the function `name` of a module or class run in low precision, from the next `initialize` on.
-
-    Raises:
-        ValueError: the module has no such function, or is neither a module nor a class that can be imported by name.
-    """
-    _register("allow", module, name)
-
-
-def register_float_function(module: Any, name: str) -> None:
-    """Makes the function `name` of a module or class run in fp32, from the next `initialize` on.
-
-    Raises:
-        ValueError: the same cases as for `register_half_function`.
-    """
-    _register("deny", module, name)
-
-
-def register_promote_function(module: Any, name: str) -> None:
-    """Makes the function `name` of a module or class run in the widest format among its arguments."""
-    _register("promote", module, name)
-
-
-def half_function(function: Function) -> Function:
-    """Decorates a function: inside a model at O1 it runs in low precision."""
-    return _decorated("allow", function)
-
-
-def float_function(function: Function) -> Function:
-    """Decorates a function: inside a model at O1 it runs in fp32."""
-    return _decorated("deny", function)
-
-
-def promote_function(function: Function) -> Function:
-    """Decorates a function: inside a model at O1 it runs in its widest argument's format."""
-    return _decorated("promote", function)
-
-
 @contextmanager
 def disable_casts() -> Iterator[None]:
     """Turns casts off inside the block, also in models at O1; can be nested, and restores casts after an error too."""
@@ -80,6 +42,7 @@ def disable_casts() -> Iterator[None]:
 
 
 def _register(category: OpList, module: Any, name: str) -> None:
+    """Makes the function `name` of a module or class run as those of a list, from the next `initialize` on."""
     if not isinstance(name, str) or not callable(getattr(module, name, None)):
         raise ValueError(f"No function named {name} in module {module}; pass a function's name and its module or class")
     STATE._registered.append(OpChange(category, _spelled(module, name)))
@@ -87,7 +50,7 @@ def _register(category: OpList, module: Any, name: str) -> None:
         warnings.warn(
             f"{name} was registered after amp.initialize, so it is cast only after the next amp.initialize; "
             "register functions before amp.initialize",
-            stacklevel=3,
+            stacklevel=2,
         )
 
 
@@ -112,10 +75,11 @@ def _spelled(module: Any, name: str) -> str:
 
 
 def _decorated(category: OpList, function: Function) -> Function:
+    """Decorates a function: inside a model at O1 it runs as those of a list."""
     if not callable(function):
         raise TypeError(f"amp's decorators expect a function, got {function!r}; pass a function, or register by name")
 
-    @functools.wraps(function)
+    @wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         for casting in STATE.castings():
             switch = casting.switch
@@ -124,3 +88,9 @@ def _decorated(category: OpList, function: Function) -> Function:
         return function(*args, **kwargs)
 
     return wrapper  # type: ignore[return-value]
+
+
+# In low precision, in fp32, and in the widest format among the arguments.
+register_half_function, half_function = partial(_register, "allow"), partial(_decorated, "allow")
+register_float_function, float_function = partial(_register, "deny"), partial(_decorated, "deny")
+register_promote_function, promote_function = partial(_register, "promote"), partial(_decorated, "promote")
