@@ -473,20 +473,6 @@ def test_nothing_syncs(dtype):
         twin.accumulator.close()
 
 
-def test_no_gradient_is_kept_alive_by_the_ledger():
-    twin = Twin().play([ONE, OTHER, ("step",), ("zero_grad", True)])
-    holders = [vars(twin.accumulator)[name] for name in ("_stash", "_mark", "_scale", "_source", "_flags")]
-    assert all(tensor.numel() == 1 for holder in holders for tensor in tensors_in(holder))
-
-
-def tensors_in(value):
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = list(value.values())
-    return [t for item in value for t in tensors_in(item)] if isinstance(value, (list, tuple)) else []
-
-
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 def test_gradients_that_are_reduced_are_made_in_the_format_of_their_buckets_again(dtype):
     """After `unscale_` they are fp32; those that an LSTM makes for low weights would stay so."""
