@@ -16,7 +16,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from halfstep.cast.emulate import Emulation
 from halfstep.cast.enter import Entrances
 from halfstep.cast.functions import patch_functions
-from halfstep.cast.gate import Gate, Inside
+from halfstep.cast.gate import Casts, Gate, Inside
 from halfstep.cast.modules import CastOut, Undo, holds_state, inputs_to, outputs_to, refuse_removal
 from halfstep.cast.ops import OpEngine, Switch, Token
 from halfstep.cast.probabilities import Scope, enter_forward, leave_forward, new_forward, widened
@@ -44,7 +44,7 @@ class Casting:
         self._opened, self._installed = ExitStack(), ExitStack()
         self._install: Callable[[], Undo] = lambda: lambda: None
         self._over: list[Callable[[Mode], Mode]] = []
-        self._outermost: list[Gate] = []
+        self._outermost: list[Casts] = []
         self._begin: Callable[[], None] | None = None
         self._lent: Callable[[], Mode] = nullcontext
         self._leaves: dict[int, bool] = {}  # places in the code whose probabilities leave the model, and that do not
@@ -133,73 +133,61 @@ class Casting:
             entrances = Entrances()
             entered: set[int] = set()  # modules inside one whose forward is entered already
             switch = self._engine.switch
-            door = Inside(switch.device_type, switch.marker, switch.low)
-
-            def first(gate: Gate) -> Gate:
-                gate.before, gate.begin = before, self._begin
-                gate.around = self.emulating if self.emulates else None
-                self._outermost.append(gate)
-                return gate
-
+            plan = Inside(switch.device_type, switch.marker, switch.low)
             for module, formats in modules:
                 stored_low = self._plan.param == "low" and formats.door  # here or below
                 own_low = formats.param is not None and formats.param is not FP32
-                explain = door if stored_low or own_low else None
-                reading = reading_of(module, formats, door)
+                inside = outside = None
                 if own_low and isinstance(module, ParametrizationList):
-                    stack.callback(entrances.install(module, _refusing(full), door=door, explain=explain))
+                    outside = _refusing()
+                elif formats.boundary or formats.door:
+                    own = outside = self._casts(self._engine, formats, look)
+                    if not formats.boundary or id(module) in entered:
+                        outside = self._casts(self._engine, _as_root(formats, self._plan), look)
+                        outside.cast_out = _called_first(plan.device_type, outside.cast_out, own.cast_out)
+                    outside.before, outside.begin = before, self._begin
+                    outside.around = self.emulating if self.emulates else None
+                    self._outermost.append(outside)
+                    if formats.boundary:
+                        inside = own
+                        entered.update(id(each) for each in module.modules())
+                elif not holds_state(module) or not enterable(module):  # else copied and saved like the others
                     continue
-                if not formats.boundary and not formats.door:
-                    if holds_state(module) and enterable(module):  # copied and saved like the others, without our hooks
-                        passive = self._gate(self._engine, formats, full, look)
-                        passive.active = False
-                        stack.callback(entrances.install(module, passive, explain=explain, reading=reading))
-                    continue
-                gate = self._gate(self._engine, formats, full, look)
-                as_root = self._gate(self._engine, _as_root(formats, self._plan), full, look)
-                as_root.cast_out = _called_first(door.device_type, as_root.cast_out, gate.cast_out)
-                if not formats.boundary:
-                    opened = entrances.install(module, first(as_root), door=door, explain=explain, reading=reading)
-                    stack.callback(opened)
-                    continue
-                if id(module) not in entered:
-                    first(gate)
-                else:
-                    gate.marker, gate.first = door.marker, first(as_root)
-                stack.callback(entrances.install(module, gate, explain=explain, reading=reading))
-                entered.update(id(inner) for inner in module.modules())
+                undo = entrances.install(
+                    module,
+                    Gate(plan, full, self._lent, outside, inside),
+                    door=plan if outside is not None and inside is None else None,
+                    explain=plan if stored_low or own_low else None,
+                    reading=reading_of(module, formats, plan),
+                )
+                stack.callback(undo)
             return stack.pop_all().close
 
-    def _gate(
-        self,
-        engine: OpEngine,
-        formats: ModuleFormats,
-        full: Callable[[nn.Parameter], Tensor],
-        look: Callable[[Tensor], Tensor] | None,
-    ) -> Gate:
+    def _casts(self, engine: OpEngine, formats: ModuleFormats, look: Callable[[Tensor], Tensor] | None) -> Casts:
         low = formats.compute is not FP32
 
-        def read() -> tuple[Scope, Token]:
+        def enter(token: Token) -> None:
+            engine.enter(token, enabled=low and not self._as_written)
+
+        def read_both() -> tuple[Scope, Token]:
             return new_forward(self._leaves), engine.read()
 
-        def enter(token: tuple[Scope, Token]) -> None:
+        def enter_both(token: tuple[Scope, Token]) -> None:
             enter_forward(token[0])
             engine.enter(token[1], enabled=low and not self._as_written)
 
-        def leave(token: tuple[Scope, Token]) -> None:
+        def leave_both(token: tuple[Scope, Token]) -> None:
             engine.leave(token[1])
             leave_forward(token[0])
 
         widens = low and formats.output is FP32
-        return Gate(
+        return Casts(
             region=lambda: engine.region(enabled=low and not self._as_written),
-            read=read if widens else engine.read,
-            enter=enter if widens else lambda token: engine.enter(token, enabled=low and not self._as_written),
-            leave=leave if widens else engine.leave,
+            read=read_both if widens else engine.read,
+            enter=enter_both if widens else enter,
+            leave=leave_both if widens else engine.leave,
             cast_in=None if formats.input is None else inputs_to(formats.input.dtype),
             cast_out=_cast_out(formats, look),
-            full=full,
-            lent=self._lent,
         )
 
     def emulating(self) -> Mode:
@@ -285,13 +273,13 @@ class Casting:
 
     def before_training(self, before: Callable[[], None]) -> None:
         """Calls `before` from now on where `install` said to call another function."""
-        for gate in self._outermost:
-            gate.before = before
+        for casts in self._outermost:
+            casts.before = before
 
     def _begin_with(self, begin: Callable[[], None] | None) -> None:
         self._begin = begin
-        for gate in self._outermost:
-            gate.begin = begin
+        for casts in self._outermost:
+            casts.begin = begin
 
 
 class _TellsOfCopies:
@@ -312,9 +300,9 @@ class _TellsOfCopies:
             error.args = (f"{error} ({self._why})", *error.args[1:])
 
 
-def _refusing(full: Callable[[nn.Parameter], Tensor]) -> Gate:
-    """Returns a gate that does nothing but refuse to bake a weight into a parameter that is stored low."""
-    return Gate(nullcontext, lambda: None, lambda _: None, lambda _: None, refuse_removal, None, full)
+def _refusing() -> Casts:
+    """Returns casts that only refuse to bake a weight into a parameter that is stored low."""
+    return Casts(nullcontext, lambda: None, lambda _: None, lambda _: None, refuse_removal, None)
 
 
 def _as_root(formats: ModuleFormats, plan: Plan) -> ModuleFormats:

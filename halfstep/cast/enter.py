@@ -31,17 +31,7 @@ from halfstep.cast.copies import (
     plain_class,
     reduction_of,
 )
-from halfstep.cast.gate import (
-    Gate,
-    Inside,
-    as_written,
-    explain,
-    run_eager,
-    run_in_region,
-    run_traced,
-    stays_as_written,
-    with_marker,
-)
+from halfstep.cast.gate import Gate, Inside, explain, run_as_written, run_eager, run_in_region, run_traced
 from halfstep.cast.reading import Reading, attributes, noting_grad_mode
 from halfstep.errors import SessionError
 from halfstep.pages import MISMATCH, more
@@ -128,51 +118,39 @@ def _methods(base: type[nn.Module]) -> dict[str, FunctionType]:
     }
 
 
-def _around_call(base: type[nn.Module], door: Inside) -> Callable[..., Any]:
-    """Returns the `__call__` of a door, a module whose call from outside of the model's forward enters the plan."""
-    base_call = base.__call__
+def _entering(call: Callable[..., Any], *, door: Inside | None, at_call: bool) -> Callable[..., Any]:
+    """Returns a forward, or `at_call` a `__call__`, that makes a `call` in the way that the module's gate says.
+
+    A door (a module whose call from outside of the model's forward enters the plan) has no casts inside.
+    """
     is_on, dtype_of = torch.is_autocast_enabled, torch.get_autocast_dtype
+    marker, device_type, low = ("", "", None) if door is None else (door.marker, door.device_type, door.low)
 
-    @functools.wraps(base_call)
-    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        gate: Any = self._halfstep_gate
+    @functools.wraps(call)
+    def entering(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        stand_in: Any = self._halfstep_stand_in
+        if stand_in is not None and not at_call:
+            return stand_in.forward(*args, **kwargs)
+        if marker and is_on(marker) and is_on(device_type) and dtype_of(device_type) is low:
+            return call(self, *args, **kwargs)
+        gate: Any = self._halfstep_gate  # the class's None, or the instance's Gate
         if gate is None or not gate.active:
-            return base_call(self, *args, **kwargs)
-        inside = is_on(door.marker)
-        if inside and is_on(door.device_type) and dtype_of(door.device_type) is door.low:
-            return base_call(self, *args, **kwargs)
-        if stays_as_written(self, args, kwargs, inside=inside):
-            return with_marker(door.marker, base_call, self, args, kwargs)
+            return call(self, *args, **kwargs)
+        casts = gate.way(args, kwargs)
+        if casts is None:
+            return run_as_written(gate.plan, call, self, args, kwargs)
         if torch.compiler.is_compiling():
-            return run_traced(gate, base_call, self, args, kwargs)
-        return run_eager(gate, base_call, self, args, kwargs)
+            return run_traced(casts, call, self, args, kwargs)
+        if at_call and casts is gate.inside:
+            return run_in_region(casts, call, self, args, kwargs)
+        return run_eager(casts, call, self, args, kwargs)
 
-    return call
-
-
-def _around_hooks(base: type[nn.Module]) -> Callable[..., Any]:
-    """Returns a `__call__` that runs a module's hooks under the plan, because they compute the module's weight."""
-    base_call = base.__call__
-    is_on = torch.is_autocast_enabled
-
-    @functools.wraps(base_call)
-    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        gate: Any = self._halfstep_gate
-        if gate is None or not gate.active:
-            return base_call(self, *args, **kwargs)
-        if gate.first is not None and not is_on(gate.marker):
-            gate = gate.first
-            run: Callable[..., Any] = run_eager
-        else:
-            run = run_in_region
-        if torch.compiler.is_compiling():
-            run = run_traced
-        return run(gate, base_call, self, args, kwargs)
-
-    return call
+    # each its own code: where torch.compile cannot trace one, it gives up the code, and with it all that share it
+    entering.__code__ = entering.__code__.replace()  # type: ignore[attr-defined]
+    return entering
 
 
-def make_class(  # noqa: C901  # two forwards, one of which is a hot path
+def make_class(
     base: type[nn.Module],
     *,
     door: Inside | None = None,
@@ -181,40 +159,10 @@ def make_class(  # noqa: C901  # two forwards, one of which is a hot path
     reading: Reading | None = None,
 ) -> type[nn.Module]:
     """Returns a subclass of `base`, with the same name, whose forward uses the instance's stand-in or gate."""
-    base_forward = base.forward  # not super(): zero-argument super inside two `with` trips an assertion in dynamo
-    is_on = torch.is_autocast_enabled
-
-    @functools.wraps(base_forward)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        stand_in: Any = self._halfstep_stand_in
-        if stand_in is not None:
-            return stand_in.forward(*args, **kwargs)
-        gate: Any = self._halfstep_gate  # the class's None, or the instance's Gate
-        if gate is None or not gate.active:
-            return base_forward(self, *args, **kwargs)
-        if gate.first is not None and not is_on(gate.marker):
-            gate = gate.first
-        if torch.compiler.is_compiling():
-            return run_traced(gate, base_forward, self, args, kwargs)
-        return run_eager(gate, base_forward, self, args, kwargs)
-
-    if door is not None:
-        device_type, marker, low, through = door.device_type, door.marker, door.low, forward
-        dtype_of = torch.get_autocast_dtype
-
-        @functools.wraps(base_forward)
-        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if self._halfstep_stand_in is None:
-                inside, on = is_on(marker), is_on(device_type)
-                if inside and on and dtype_of(device_type) is low:
-                    return base_forward(self, *args, **kwargs)
-                if stays_as_written(self, args, kwargs, inside=inside):
-                    written = base_forward if on else functools.partial(as_written, base_forward)
-                    return with_marker(marker, written, self, args, kwargs)
-            return through(self, *args, **kwargs)
-
+    # not super(): zero-argument super inside two `with` trips an assertion in dynamo
+    forward = _entering(base.forward, door=door, at_call=False)
     if reading is not None:
-        forward = noting_grad_mode(forward)  # type: ignore[assignment]
+        forward = noting_grad_mode(forward)
     namespace = {
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
@@ -230,11 +178,11 @@ def make_class(  # noqa: C901  # two forwards, one of which is a hot path
         GATE: None,
         STAND_IN: None,
         **class_index_above(base),
-        **({"forward": forward} if base_forward is not nn.Module.forward else {}),  # a ModuleList keeps having none
+        **({"forward": forward} if base.forward is not nn.Module.forward else {}),  # a ModuleList keeps having none
         "parameters": _parameters,
         **(attributes(base, reading) if reading is not None else {}),
         **(_explaining(_methods(base), explain) if explain is not None else {}),
-        **({"__call__": _around_hooks(base) if door is None else _around_call(base, door)} if at_call else {}),
+        **({"__call__": _entering(base.__call__, door=door, at_call=True)} if at_call else {}),
     }
     return _subclass(base, namespace)
 
@@ -343,9 +291,9 @@ class Entrances:
 
         def undo() -> None:
             gate.active = False
-            for each in (gate, gate.first):
-                if each is not None:
-                    each.before = None  # which keeps all models of the session
+            for casts in (gate.inside, gate.outside):
+                if casts is not None:
+                    casts.before = None  # which keeps all models of the session
             for entered in (module, *gate.copies):
                 cls = type(entered)
                 if cls is swapped or (entered.__dict__.get(GATE) is gate and BASE in vars(cls)):

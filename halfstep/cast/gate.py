@@ -1,10 +1,16 @@
-"""The gate around a module's forward: its casts and callbacks, and the functions that run a call through a gate."""
+"""The gate around a module's forward: how a call enters the plan, and the casts around it.
+
+Activation checkpoints repeat calls in the backward pass. A repeated call must run as the original call did, but a
+checkpoint restores only the state of autocast. That does not tell whether the original call entered the plan: autocast
+was off before the call also if the model's own code runs this call without casts. So a repeated call is recognized by
+its arguments, which are in the same memory as those of the original call.
+"""
 
 from __future__ import annotations
 
-import logging
 import re
 import weakref
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -13,9 +19,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.cast.repeated import Calls
 from halfstep.pages import MISMATCH, more
-from halfstep.torch_internals import compiled_inside, in_backward, in_checkpoint
+from halfstep.torch_internals import (
+    StorageWeakRef,
+    compiled_inside,
+    in_backward,
+    in_checkpoint,
+    saved_tensor_hooks,
+    storage_identity,
+    tree_leaves,
+)
 
 Values = Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
 SWITCHED_OFF = (
@@ -32,45 +45,8 @@ MIXED = re.compile(
     r"|[Tt]ype promoting not supported|dtypes? .*(differ|match)|did not match|have dtype"
 )
 _LOW = re.compile("Half|BFloat16|b?float16")
-_LOG = logging.getLogger("halfstep")
-
-
-@dataclass
-class Gate:
-    """The casts and callbacks around a module's forward; deep copies of the module share its gate, pickles do not."""
-
-    region: Callable[[], AbstractContextManager[Any]]  # enters the plan; torch.compile can trace it
-    read: Callable[[], Any]  # in eager code faster than `region`: the token for `enter` and `leave`
-    enter: Callable[[Any], None]
-    leave: Callable[[Any], None]
-    cast_in: Values | None  # returns the arguments cast
-    cast_out: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] | None  # gets the arguments from before `cast_in`
-    full: Callable[[nn.Parameter], Tensor]  # the fp32 value of a parameter that is stored low
-    lent: Callable[[], AbstractContextManager[Any]] = nullcontext  # in it the session stores all parameters in fp32
-    around: Callable[[], AbstractContextManager[Any]] | None = None  # open during a forward whose operations are seen
-    before: Callable[[], None] | None = None  # called before each training forward in eager code, after `begin`
-    begin: Callable[[], None] | None = None  # called before each forward in eager code
-    active: bool = True  # if False, the gate does nothing
-    copies: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)  # they leave the session with it
-    marker: str = ""  # an autocast bit that is on inside the plan
-    first: Gate | None = None  # used in place of this gate while the marker is off
-    calls: Calls = field(default_factory=Calls)
-    kept: dict[str, nn.Parameter] = field(default_factory=dict)  # stored in fp32, read low by the module's own code
-    written: set[str] = field(default_factory=set)  # of `kept`: written by code inside the plan, read in fp32 since
-    began_with_grad: bool | None = None  # whether gradients were on when the forward began; None: it does not run
-
-    def reads_low(self, module: nn.Module, name: str, weight: Tensor) -> bool:
-        """Returns whether code inside the plan gets the low form of a module's fp32 weight, and not the weight itself.
-
-        Code that has switched gradients off since the forward began is about to write weights, not to compute with
-        them; so has code that has replaced the weight.
-        """
-        if name in self.written or (self.began_with_grad is not False and not torch.is_grad_enabled()):
-            return False
-        return self.kept.get(name) is weight or module in self.copies
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Gate:
-        return self
+_NOBODY_LOOKS = nullcontext()
+_MANY = 64  # calls of one module at least, before those whose memory is gone are dropped
 
 
 @dataclass(frozen=True)
@@ -88,44 +64,160 @@ class Inside:
     low: torch.dtype
 
 
-def run_eager(gate: Gate, forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Runs a forward eagerly, with all that the gate does around it."""
-    if gate.begin is not None:
-        gate.begin()
-    if gate.before is not None and module.training and torch.is_grad_enabled():
-        gate.before()
+@dataclass
+class Casts:
+    """The casts and callbacks around a forward that enters the plan."""
+
+    region: Callable[[], AbstractContextManager[Any]]  # enters the plan; torch.compile can trace it
+    read: Callable[[], Any]  # in eager code faster than `region`: the token for `enter` and `leave`
+    enter: Callable[[Any], None]
+    leave: Callable[[Any], None]
+    cast_in: Values | None  # returns the arguments cast
+    cast_out: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] | None  # gets the arguments from before `cast_in`
+    around: Callable[[], AbstractContextManager[Any]] | None = None  # open during a forward whose operations are seen
+    before: Callable[[], None] | None = None  # called before each training forward in eager code, after `begin`
+    begin: Callable[[], None] | None = None  # called before each forward in eager code
+
+
+class Calls:
+    """Remembers which calls of one module entered the plan (switched its casts on), so that repeated calls do the same.
+
+    Only calls that an activation checkpoint may repeat are remembered. A call is recognized by the memory of its
+    arguments; this memory is not kept alive. If several calls had the same arguments, the last one is repeated first,
+    as in a backward pass.
+    """
+
+    def __init__(self) -> None:
+        self._ways: dict[tuple[int, ...], deque[bool]] = {}
+        self._memory: dict[tuple[int, ...], list[StorageWeakRef]] = {}
+        self._room = _MANY
+
+    def note(self, args: Any, kwargs: Any, *, entered: bool) -> None:
+        """Records whether a call entered the plan, if an activation checkpoint may repeat the call."""
+        hooked = saved_tensor_hooks(True) is not None
+        if not hooked and (torch.is_grad_enabled() or not _asks_for_gradients(args, kwargs)):
+            return
+        key, memory = _memory_of(args, kwargs)
+        if len(self._ways) >= self._room:
+            self._drop_freed()
+            self._room = max(_MANY, 2 * len(self._ways))
+        if key not in self._ways or self._is_freed(key):
+            self._ways[key] = deque(maxlen=_MANY)
+            self._memory[key] = [StorageWeakRef(storage) for storage in memory]  # type: ignore[no-untyped-call]
+        self._ways[key].appendleft(entered)
+
+    def repeated(self, args: Any, kwargs: Any) -> bool | None:
+        """Returns whether a repeated call entered the plan at first; None if no call with these arguments is known."""
+        key, _ = _memory_of(args, kwargs)
+        ways = self._ways.get(key)
+        if ways is None or self._is_freed(key):
+            return None
+        ways.rotate(-1)  # a graph that is kept is run through again in the same order
+        return ways[-1]
+
+    def _is_freed(self, key: tuple[int, ...]) -> bool:
+        return any(reference.expired() for reference in self._memory[key])  # type: ignore[no-untyped-call]
+
+    def _drop_freed(self) -> None:
+        for key in [key for key in self._ways if self._is_freed(key)]:
+            del self._ways[key], self._memory[key]
+
+
+def _asks_for_gradients(args: Any, kwargs: Any) -> bool:
+    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves((args, kwargs)))
+
+
+def _memory_of(args: Any, kwargs: Any) -> tuple[tuple[int, ...], list[Any]]:
+    storages = []
+    for leaf in tree_leaves((args, kwargs)):
+        if isinstance(leaf, Tensor):
+            try:
+                storages.append(leaf.untyped_storage())
+            except (RuntimeError, NotImplementedError):  # sparse, or a wrapper: it has none of its own
+                continue
+    return tuple(storage_identity(storage) for storage in storages), storages
+
+
+@dataclass
+class Gate:
+    """How calls of one module enter the plan; deep copies of the module share its gate, pickles do not."""
+
+    plan: Inside
+    full: Callable[[nn.Parameter], Tensor]  # the fp32 value of a parameter that is stored low
+    lent: Callable[[], AbstractContextManager[Any]]  # in it the session stores all parameters in fp32
+    outside: Casts | None = None  # for calls from outside of the model's forward; without them the gate does nothing
+    inside: Casts | None = None  # for calls from inside, if the module computes otherwise than its caller there
+    active: bool = field(init=False)
+    copies: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)  # they leave the session with it
+    calls: Calls = field(default_factory=Calls)
+    kept: dict[str, nn.Parameter] = field(default_factory=dict)  # stored in fp32, read low by the module's own code
+    written: set[str] = field(default_factory=set)  # of `kept`: written by code inside the plan, read in fp32 since
+    began_with_grad: bool | None = None  # whether gradients were on when the forward began; None: it does not run
+
+    def __post_init__(self) -> None:
+        self.active = self.outside is not None
+
+    def way(self, args: Any, kwargs: Any) -> Casts | None:
+        """Returns the casts around a call: `inside`, `outside`, or None for a call that runs as written.
+
+        A call runs as written if the model itself switched autocast off around it; then the plan must not switch it on
+        again. A module with casts of its own inside does not ask: there its caller's rule may have switched it off.
+        """
+        entered = torch.is_autocast_enabled(self.plan.marker)
+        if self.inside is not None or torch.compiler.is_compiling():
+            return self.inside if entered else self.outside
+        if in_backward():  # the thread's flags cannot tell there, so a call runs as its first run did
+            first = self.calls.repeated(args, kwargs)
+            if first is not None:
+                return self.outside if first else None
+            entered = entered and in_checkpoint()
+        self.calls.note(args, kwargs, entered=not entered)
+        return None if entered else self.outside
+
+    def reads_low(self, module: nn.Module, name: str, weight: Tensor) -> bool:
+        """Returns whether code inside the plan gets the low form of a module's fp32 weight, and not the weight itself.
+
+        Code that has switched gradients off since the forward began is about to write weights, not to compute with
+        them; so has code that has replaced the weight.
+        """
+        if name in self.written or (self.began_with_grad is not False and not torch.is_grad_enabled()):
+            return False
+        return self.kept.get(name) is weight or module in self.copies
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Gate:
+        return self
+
+
+def run_eager(casts: Casts, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Makes a call under the plan in eager code, with all that belongs around it."""
+    if casts.begin is not None:
+        casts.begin()
+    if casts.before is not None and module.training and torch.is_grad_enabled():
+        casts.before()
     given = args, kwargs
-    if gate.cast_in is not None:
-        args, kwargs = gate.cast_in(args, kwargs)
-    if gate.around is None:
-        return _run_inside(gate, forward, module, args, kwargs, given)
-    with gate.around():
-        return _run_inside(gate, forward, module, args, kwargs, given)
+    if casts.cast_in is not None:
+        args, kwargs = casts.cast_in(args, kwargs)
+    with _NOBODY_LOOKS if casts.around is None else casts.around():
+        try:
+            out = _entered(casts, call, module, *args, **kwargs)
+        except RuntimeError as error:
+            if _LOW.search(str(error)):  # else it may be of integers, which no plan casts
+                explain(error, type(module).__name__, INSIDE)
+            raise
+        return out if casts.cast_out is None else casts.cast_out(out, *given)
 
 
-def _run_inside(
-    gate: Gate, forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any, given: tuple[Any, Any]
-) -> Any:
-    try:
-        out = _entered(gate, forward, module, *args, **kwargs)
-    except RuntimeError as error:
-        if _LOW.search(str(error)):  # else it may be of integers, which no plan casts
-            explain(error, type(module).__name__, INSIDE)
-        raise
-    return out if gate.cast_out is None else gate.cast_out(out, *given)
-
-
-def _entered(gate: Gate, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+def _entered(casts: Casts, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Makes a call under the plan; a Ctrl-C, wherever it comes, leaves the thread's autocast as it was."""
-    token = gate.read()
+    token = casts.read()
     try:
         try:
-            gate.enter(token)
+            casts.enter(token)
             return call(*args, **kwargs)
         finally:
-            gate.leave(token)
+            casts.leave(token)
     except BaseException:  # it may have come in the middle of leaving
-        gate.leave(token)
+        casts.leave(token)
         raise
 
 
@@ -135,41 +227,36 @@ def explain(error: RuntimeError, where: str, why: str) -> None:
         error.args = (f"{error} ({where}: {why})", *error.args[1:])
 
 
-def run_in_region(gate: Gate, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Runs a module's `__call__` under the plan, so that its hooks run there too."""
-    with nullcontext() if gate.around is None else gate.around():
-        return _entered(gate, call, module, *args, **kwargs)
+def run_in_region(casts: Casts, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Runs a module's `__call__` under the plan, so that its hooks run there too; its forward makes the casts."""
+    with _NOBODY_LOOKS if casts.around is None else casts.around():
+        return _entered(casts, call, module, *args, **kwargs)
 
 
 @compiled_inside
-def run_traced(gate: Gate, forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Runs a forward under the plan with the gate's casts, in a form that torch.compile can trace."""
+def run_traced(casts: Casts, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Makes a call under the plan with its casts, in a form that torch.compile can trace."""
     given = args, kwargs
-    if gate.cast_in is not None:
-        args, kwargs = gate.cast_in(args, kwargs)
-    with gate.region():
-        out = forward(module, *args, **kwargs)
-    return out if gate.cast_out is None else gate.cast_out(out, *given)
+    if casts.cast_in is not None:
+        args, kwargs = casts.cast_in(args, kwargs)
+    with casts.region():
+        out = call(module, *args, **kwargs)
+    return out if casts.cast_out is None else casts.cast_out(out, *given)
 
 
-def stays_as_written(module: nn.Module, args: Any, kwargs: Any, *, inside: bool) -> bool:
-    """Returns whether the model itself switched autocast off around this call; then the plan must not switch it on."""
-    gate: Any = module._halfstep_gate
-    if gate is None or torch.compiler.is_compiling():
-        return inside
-    if in_backward():  # the thread's flags cannot tell there, so a call runs as its first run did
-        entered: bool | None = gate.calls.repeated(args, kwargs)
-        if entered is not None:
-            return not entered
-        inside = inside and in_checkpoint()
-    gate.calls.note(args, kwargs, entered=not inside)
-    return inside
+def run_as_written(plan: Inside, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Makes a call around which the model's own code has changed autocast, without casts."""
+    switched_off = not torch.is_autocast_enabled(plan.device_type)
+    try:
+        return _with_marker(plan.marker, call, module, args, kwargs)
+    except RuntimeError as error:
+        if switched_off:
+            explain(error, type(module).__name__, SWITCHED_OFF)
+        raise
 
 
-def with_marker(marker: str, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Makes a call with the plan's marker on, so that modules inside do not take it for a call from outside."""
-    # It is for calls that run as written because the model's own code has changed autocast. Without the marker, a
-    # module inside would enter the plan.
+def _with_marker(marker: str, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Makes a call with the plan's marker on, without which a module inside would enter the plan."""
     if torch.is_autocast_enabled(marker):
         return call(module, *args, **kwargs)
     try:
@@ -180,13 +267,4 @@ def with_marker(marker: str, call: Callable[..., Any], module: nn.Module, args: 
             torch.set_autocast_enabled(marker, False)
     except BaseException:  # a Ctrl-C may have come in the middle of the line above
         torch.set_autocast_enabled(marker, False)
-        raise
-
-
-def as_written(forward: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Runs a forward in which the model's own code has switched autocast off; an error about mixed formats says so."""
-    try:
-        return forward(module, *args, **kwargs)
-    except RuntimeError as error:
-        explain(error, type(module).__name__, SWITCHED_OFF)
         raise
