@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +49,15 @@ class Format:
         return 0 < abs(value) <= self.smallest_subnormal / 2
 
     @property
+    def needs_scale(self) -> bool:
+        """Whether gradients in the format are lost without a loss scale: its range is narrower than fp32's.
+
+        >>> FP16.needs_scale, BF16.needs_scale
+        (True, False)
+        """
+        return self.exponent_bits < FP32.exponent_bits
+
+    @property
     def usable_eps(self) -> float:
         """The smallest power of ten that is at least 8 times the smallest subnormal.
 
@@ -67,9 +77,20 @@ E4M3 = Format("e4m3", 8, 4, 3, 448.0, 2.0**-6, 2.0**-9, 2.0**-3, False, torch.fl
 E5M2 = Format("e5m2", 8, 5, 2, 57344.0, 2.0**-14, 2.0**-16, 2.0**-2, True, torch.float8_e5m2)
 
 FORMATS = {fmt.name: fmt for fmt in (FP32, TF32, BF16, FP16, E4M3, E5M2)}
-LOW_FORMATS = (BF16, FP16)  # that levels train in
-LOW_DTYPES = tuple(fmt.dtype for fmt in LOW_FORMATS)
-_BY_DTYPE = {fmt.dtype: fmt for fmt in (FP32, BF16, FP16, E4M3, E5M2)}
+BY_DTYPE = {fmt.dtype: fmt for fmt in FORMATS.values() if fmt is not TF32}
+NARROW = tuple(
+    sorted((fmt for fmt in FORMATS.values() if fmt.bits <= 16), key=lambda fmt: (-fmt.bits, fmt.exponent_bits))
+)
+"""The formats of at most 16 bits, in the order in which reports show them."""
+LOW_FORMATS = (BF16, FP16)
+"""The formats that levels train in; where the user names none, the first that the device computes fast."""
+
+CASTABLE = (torch.float32, *(fmt.dtype for fmt in LOW_FORMATS))
+"""The dtypes that plans cast from and to."""
+is_low: Callable[[object], bool] = frozenset(fmt.dtype for fmt in LOW_FORMATS).__contains__
+"""Tells whether a dtype is one that levels train in; on hot paths, so without a call of Python's."""
+needs_scale: Callable[[object], bool] = frozenset(fmt.dtype for fmt in LOW_FORMATS if fmt.needs_scale).__contains__
+"""Tells whether a dtype is that of a low format whose gradients need a loss scale."""
 
 _MAGNITUDE, _INFINITE = 0x7FFFFFFF, 0x7F800000  # of the bits of a float32
 _BITS = {
@@ -90,13 +111,18 @@ def as_format(value: Format | torch.dtype | str) -> Format:
     """
     if isinstance(value, Format):
         return value
-    found = _BY_DTYPE.get(value) if isinstance(value, torch.dtype) else FORMATS.get(str(value))
+    found = BY_DTYPE.get(value) if isinstance(value, torch.dtype) else FORMATS.get(str(value))
     if found is None:
-        known = f"{', '.join(FORMATS)} or the torch dtypes {', '.join(map(str, _BY_DTYPE))}"
+        known = f"{', '.join(FORMATS)} or the torch dtypes {', '.join(map(str, BY_DTYPE))}"
         named = getattr(torch, str(value).removeprefix("torch."), None)  # "half" and "bfloat16" are names of torch's
-        hint = next((f"; did you mean {fmt.name!r}?" for dtype, fmt in _BY_DTYPE.items() if dtype is named), "")
+        hint = next((f"; did you mean {fmt.name!r}?" for dtype, fmt in BY_DTYPE.items() if dtype is named), "")
         raise FormatError(f"unknown format {value!r}; expected one of {known}{hint}")
     return found
+
+
+def is_narrow(dtype: torch.dtype) -> bool:
+    """Returns whether a dtype is a floating one narrower than fp32, whether or not levels train in it."""
+    return dtype.is_floating_point and dtype.itemsize < 4
 
 
 def count_overflows(before: Tensor, after: Tensor, fmt: Format) -> Tensor:

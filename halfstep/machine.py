@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from halfstep.formats import BF16, E4M3, E5M2, FP16, FP32, TF32, Format
+from halfstep.formats import BF16, E4M3, E5M2, FP16, FP32, LOW_FORMATS, TF32, Format
 from halfstep.gains import measure_gains
 from halfstep.saved import read_saved
 from halfstep.torch_internals import onednn_takes_bf16
@@ -244,9 +244,9 @@ def units(fmt: Format, facts: DeviceFacts) -> str | None:
     if facts.kind == "cpu":
         return facts.processor.name if (facts.processor.gain(fmt) or 0.0) >= WORTH else None
     if facts.kind == "cuda" and facts.capability is not None:
-        first = FIRST_CAPABILITY[fmt]
-        return "sm{}{}".format(*facts.capability) if facts.capability >= first else None
-    return "Apple silicon" if facts.kind == "mps" and fmt in (BF16, FP16) else None
+        first = FIRST_CAPABILITY.get(fmt)
+        return "sm{}{}".format(*facts.capability) if first is not None and facts.capability >= first else None
+    return "Apple silicon" if facts.kind == "mps" and fmt in LOW_FORMATS else None
 
 
 def read_machine(device: torch.device) -> Machine:
@@ -257,7 +257,7 @@ def read_machine(device: torch.device) -> Machine:
         processor=model_name(),
         cores=os.cpu_count() or 1,
         threads=torch.get_num_threads(),
-        fast=tuple(fmt.name for fmt in (FP32, BF16, FP16) if units(fmt, facts) is not None),
+        fast=tuple(fmt.name for fmt in (FP32, *LOW_FORMATS) if units(fmt, facts) is not None),
         system=platform.platform(),
         python=platform.python_version(),
         torch=str(torch.__version__),  # TorchVersion is a kind of str that no JSON writer knows

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.overrides import enable_reentrant_dispatch
 
-from halfstep.formats import LOW_DTYPES
+from halfstep.formats import is_low
 from halfstep.torch_internals import (
     DispatchKey,
     OpOverload,
@@ -82,7 +82,7 @@ def is_composite(func: Any) -> bool:
 def _mixed(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Tells whether the inputs of an operation include both low and fp32 tensors."""
     dtypes = {leaf.dtype for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
-    return torch.float32 in dtypes and not dtypes.isdisjoint(LOW_DTYPES)
+    return torch.float32 in dtypes and any(map(is_low, dtypes))
 
 
 @contextmanager

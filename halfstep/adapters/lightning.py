@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 
 from halfstep.adapters.versions import extra
 from halfstep.errors import SessionError, SetupError
+from halfstep.formats import is_narrow
 from halfstep.initialize import initialize
-from halfstep.optim.masters import is_low
 from halfstep.plan.compatibility import unwrap
 from halfstep.plan.plan import Plan
 from halfstep.records import StepRecord
@@ -256,7 +256,7 @@ def _averaging_of(trainer: Trainer) -> list[Any]:
 
 def _check_low(trainer: Trainer, module: nn.Module, *, trains_them: bool) -> None:
     """Refuses low weights that averages or, unless the plan `trains_them` as they are, a checkpoint would round."""
-    low = next((p.dtype for p in module.parameters() if p.requires_grad and is_low(p)), None)
+    low = next((p.dtype for p in module.parameters() if p.requires_grad and is_narrow(p.dtype)), None)
     averaging = _averaging_of(trainer)
     if low is not None and (averaging or (trainer.ckpt_path and not trains_them)):
         what = f"the fp32 averages of {type(averaging[0]).__name__}" if averaging else "fp32 values from ckpt_path"

@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from halfstep.adapters.accelerate import SessionOptimizer, SessionScaler, attach, take_over
 from halfstep.adapters.versions import extra
 from halfstep.errors import SetupError
+from halfstep.formats import is_narrow
 from halfstep.initialize import initialize
-from halfstep.optim.masters import is_low
 from halfstep.plan.plan import Plan
 from halfstep.records import StepRecord
 
@@ -136,7 +136,7 @@ class HalfstepMixin(_Mixed):
     def _widened(self, model: Any) -> Any:
         """Widens a model's fp16 and bf16 weights to fp32; returns the model."""
         # A checkpoint is loaded before the session opens; its values would be rounded in low-precision weights.
-        if any(p.requires_grad and is_low(p) for p in model.parameters()):
+        if any(p.requires_grad and is_narrow(p.dtype) for p in model.parameters()):
             initialize(model, None, self._plan, **{**self._settings, "sinks": []}).close()
         return model
 

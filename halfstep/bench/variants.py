@@ -141,7 +141,7 @@ class AmpVariant:
         self.optimizer = workload.optimizer(model, fused=True)
         self._workload = workload
         self._parameters = list(model.parameters())
-        self._scaler = torch.amp.GradScaler(device.type, enabled=scaled or low == FP16)
+        self._scaler = torch.amp.GradScaler(device.type, enabled=scaled or low.needs_scale)
         self._scale = self._scaler.get_scale()
         self._skipped = 0
 

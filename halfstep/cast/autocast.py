@@ -13,7 +13,7 @@ import torch
 from halfstep.cast.ops import OpEngine
 from halfstep.cast.products import EMULATED
 from halfstep.errors import PlanError
-from halfstep.formats import LOW_DTYPES, as_format
+from halfstep.formats import as_format, is_low
 from halfstep.machine import read_facts
 from halfstep.plan.choose import emulation_notice, needs_emulation
 from halfstep.plan.optable import ROWS, Action, stock_action
@@ -35,7 +35,7 @@ class Emulators:
     def entered(self, region: OpenAutocast) -> AbstractContextManager[None] | None:
         """Returns a context to enter inside a region; None where nothing is emulated, or a plan acts by itself."""
         low = region.fast_dtype
-        if region.device != "cpu" or not region.enabled or low not in LOW_DTYPES:
+        if region.device != "cpu" or not region.enabled or not is_low(low):
             return None
         if low not in self._engines:
             self._engines[low] = _emulating(low)

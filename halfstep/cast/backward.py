@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from halfstep.formats import LOW_DTYPES
+from halfstep.formats import is_low
 from halfstep.machine import WideBackward
 
 
@@ -22,7 +22,7 @@ def wide_attention(stock: Any, limits: Callable[[], WideBackward]) -> Callable[.
 
     def kernel(keyset: Any, grad: Tensor, query: Tensor, key: Tensor, *rest: Any, **kwargs: Any) -> Sequence[Tensor]:
         low = query.dtype
-        if low not in LOW_DTYPES or not goes_wide(limits(), query.size(-1), max(query.size(-2), key.size(-2))):
+        if not is_low(low) or not goes_wide(limits(), query.size(-1), max(query.size(-2), key.size(-2))):
             found: Sequence[Tensor] = stock.call_boxed(keyset, grad, query, key, *rest, **kwargs)
             return found
         args = [_widened(value) for value in (grad, query, key, *rest)]
@@ -45,4 +45,4 @@ def goes_wide(limits: WideBackward, width: int, length: int) -> bool:
 
 
 def _widened(value: Any) -> Any:
-    return value.float() if isinstance(value, Tensor) and value.dtype in LOW_DTYPES else value
+    return value.float() if isinstance(value, Tensor) and is_low(value.dtype) else value

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import FormatError
-from halfstep.formats import BF16, FP16, Format
+from halfstep.formats import LOW_FORMATS, Format
 from halfstep.modes import as_called, in_parts, is_composite, run_uncompiled
 from halfstep.torch_internals import (
     ADDMM_ACTIVATION,
@@ -122,8 +122,8 @@ class Emulation(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
     """
 
     def __init__(self, low: Format) -> None:
-        if low not in (FP16, BF16):
-            raise FormatError(f"{low} cannot be emulated; use fp16 or bf16")
+        if low not in LOW_FORMATS:
+            raise FormatError(f"{low} cannot be emulated; use {' or '.join(map(str, reversed(LOW_FORMATS)))}")
         super().__init__()  # type: ignore[no-untyped-call]
         self.low = low
         self._dtype = low.dtype

@@ -21,9 +21,10 @@ from torch import autocast as TorchAutocast  # also where torch.autocast is a dr
 
 from halfstep.cast.lock import DeferringLock
 from halfstep.cast.ops import OpEngine, Switch
-from halfstep.cast.tree import CASTABLE, cast_floats, tensors_of
+from halfstep.cast.tree import cast_floats, tensors_of
 from halfstep.edits import OpChanges, OpList
 from halfstep.errors import PlanError
+from halfstep.formats import CASTABLE
 from halfstep.plan.optable import LOSSES
 
 Undo = Callable[[], None]

@@ -15,9 +15,9 @@ from torch.nn.utils import parametrize
 from halfstep.cast.copies import CheckpointHook
 from halfstep.cast.gate import Values
 from halfstep.cast.owners import is_marked
-from halfstep.cast.tree import CASTABLE, cast_floats, first_float_dtype
+from halfstep.cast.tree import cast_floats, first_float_dtype
 from halfstep.errors import SessionError, StateError
-from halfstep.formats import Format
+from halfstep.formats import CASTABLE, Format
 from halfstep.torch_internals import buffers_of, compiled_inside, metadata_of, parameters_of, state_dict_hooks_of
 
 Undo = Callable[[], None]

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from halfstep.cast.probabilities import carrying, probability, widen
-from halfstep.cast.tree import CASTABLE
 from halfstep.errors import OpError
-from halfstep.formats import LOW_DTYPES
+from halfstep.formats import CASTABLE, is_low
 from halfstep.plan.optable import CARRIED, REFUSED, Action, overload_name
 from halfstep.torch_internals import (
     DispatchKey,
@@ -259,7 +258,7 @@ def _full_by_dtype(site: OpSite) -> Act:
 
     def act(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = args[0]
-        if given.dtype in LOW_DTYPES and len(args) <= position and kwargs.get("dtype") is None and site.is_here(given):
+        if is_low(given.dtype) and len(args) <= position and kwargs.get("dtype") is None and site.is_here(given):
             kwargs["dtype"] = torch.float32
         return site.excluded(args, kwargs)
 
@@ -292,7 +291,7 @@ def _norm(site: OpSite) -> Act:
     def act(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = args[0].dtype
         has = [p is not None for p in args[parameters]]
-        low = given in LOW_DTYPES
+        low = is_low(given)
         if mixed and low and all(has):
             wide, named = site.cast_all(args, kwargs, torch.float32)
             return run(keyset, (args[0], *wide[1:]), named)
@@ -344,7 +343,7 @@ def _refuse(site: OpSite) -> Act:
     instead = REFUSED.get(site.name, "")
 
     def act(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if args[0].dtype in LOW_DTYPES and site.is_here(args[0]):
+        if is_low(args[0].dtype) and site.is_here(args[0]):
             raise OpError(
                 f"{site.name} got {args[0].dtype} probabilities inside a halfstep region: in low precision a sigmoid "
                 f"rounds to 0 or 1, whose logarithm is infinite; use {instead} on the logits, or pass "
@@ -370,7 +369,7 @@ def _gather(site: OpSite) -> Act:
         if weighted and len(site.dtypes(args, kwargs)) > 1:
             # no cast of the weight where its gradient is sparse, which torch cannot cast back
             return site.excluded(*site.cast_all(args, kwargs, weight.dtype if is_sparse else torch.float32))
-        if weight.dtype not in LOW_DTYPES or not weight.requires_grad or (sparse is None and not weight.is_leaf):
+        if not is_low(weight.dtype) or not weight.requires_grad or (sparse is None and not weight.is_leaf):
             return site.below(keyset, args, kwargs)
         if is_sparse or not site.is_here(weight):
             return site.below(keyset, args, kwargs)

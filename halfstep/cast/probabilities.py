@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from halfstep.formats import LOW_DTYPES
+from halfstep.formats import is_low
 from halfstep.torch_internals import DispatchKey, compiled_inside, version_of
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ def widen(value: Tensor) -> Tensor:
 
 @compiled_inside
 def _widen_traced(value: Tensor) -> Tensor:
-    return torch.ops.halfstep.to_full(value) if value.dtype in LOW_DTYPES else value
+    return torch.ops.halfstep.to_full(value) if is_low(value.dtype) else value
 
 
 def define_traced() -> torch.library.Library:
@@ -177,14 +177,14 @@ def probability(site: OpSite) -> Act:
         if in_dynamo():  # which, after a break of its graph, may trace this function
             return site.excluded(args, kwargs)
         forward, given = _THREAD.now, args[0]
-        if given.dtype not in LOW_DTYPES or (forward is None and not keyset.has(_TRACING)):
+        if not is_low(given.dtype) or (forward is None and not keyset.has(_TRACING)):
             return site.excluded(args, kwargs)
         place = None if forward is None or given.numel() <= SMALL else _place(forward.caller)
         keep = place is None or forward is None or forward.leaves.get(place, True)
         if into_first and keep:
             given = given.clone()
         out = site.excluded(args, kwargs)
-        if out.dtype in LOW_DTYPES:
+        if is_low(out.dtype):
             again = partial(_again, op, given, args[1:2]) if keep else None
             _keep(forward, out, node, (given,) if keep else (), again, place)
         return out
@@ -203,7 +203,7 @@ def carrying(site: OpSite, act: Act) -> Act:
         if (not forward.kept) if forward is not None else (not keyset.has(_TRACING)):
             return out
         given = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
-        if out.dtype in LOW_DTYPES and any(_kept_of(each) is not None for each in given):
+        if is_low(out.dtype) and any(_kept_of(each) is not None for each in given):
             node = "" if out.grad_fn is None else out.grad_fn.name()
             _keep(forward, out, node, given, partial(_carry_again, site.overload, args, kwargs), None)
         return out
@@ -244,7 +244,7 @@ def _keep(
 
 
 def _kept_of(value: Any) -> Kept | None:
-    if not isinstance(value, Tensor) or value.dtype not in LOW_DTYPES:
+    if not isinstance(value, Tensor) or not is_low(value.dtype):
         return None
     return getattr(_storage_of(value), _KEPT, None)
 

@@ -24,7 +24,7 @@ from torch.nn.attention import SDPBackend
 
 from halfstep.cast.emulate import SUMS_OF_PRODUCTS, Emulation
 from halfstep.cast.opkernels import RECURRENT, Act, OpSite, make_act
-from halfstep.formats import LOW_DTYPES, Format, as_format, round_nearest
+from halfstep.formats import Format, as_format, is_low, round_nearest
 from halfstep.plan.optable import Action
 from halfstep.torch_internals import (
     FLASH_ATTENTION_CPU,
@@ -322,7 +322,7 @@ def _low_format(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.dtype |
     """Returns the low dtype of all floating-point tensors among the arguments; None if they differ or are wider."""
     found: torch.dtype | None = None
     for tensor in _floating(args, kwargs):
-        if tensor.dtype not in LOW_DTYPES or found not in (None, tensor.dtype):
+        if not is_low(tensor.dtype) or found not in (None, tensor.dtype):
             return None
         found = tensor.dtype
     return found

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from halfstep.formats import CASTABLE
 from halfstep.stack import cast_at_boundary
 from halfstep.torch_internals import compiled_inside
 
-CASTABLE = (torch.float32, torch.float16, torch.bfloat16)
 _LEAVES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type, nn.Module)
 
 Change = Callable[[Tensor], Tensor]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.diagnose.growth import Growth
-from halfstep.formats import BF16, FP16, FP32, LOW_FORMATS, Format
+from halfstep.formats import FP32, LOW_FORMATS, Format
 from halfstep.kinds import Kind
 from halfstep.observe.nonfinite import nonfinite
 from halfstep.observe.recorder import OTHERS, OWN, Leaf, Note, OpRecorder
@@ -304,7 +304,7 @@ def _comes_from(note: Note, place: tuple[str, str | None, str | None, str]) -> b
 
 
 def _format(note: Note) -> Format | None:
-    return next((fmt for fmt in (FP16, BF16, FP32) if fmt.dtype is note.dtype), None)
+    return next((fmt for fmt in (FP32, *LOW_FORMATS) if fmt.dtype is note.dtype), None)
 
 
 def _vanished(note: Note, low: Format) -> float | None:

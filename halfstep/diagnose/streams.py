@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from halfstep.diagnose.words import in_model, place_of, which_model
-from halfstep.formats import LOW_DTYPES
+from halfstep.formats import is_low
 from halfstep.observe.locator import Locator
 from halfstep.observe.recorder import Note
 from halfstep.records import Finding
@@ -74,14 +74,14 @@ class Streams:
         if wide is not None:
             if note.dtype is torch.float32:
                 self._wide[note.index] = wide
-            elif note.dtype in LOW_DTYPES and note.module is not None:
+            elif is_low(note.dtype) and note.module is not None:
                 wide.casts[note.module] = None
             return
         full = [(t, source) for t, source in pairs if t.dtype is torch.float32]
         if note.dtype is not torch.float32:
             return
         known = [self._from_outside(t, source) for t, source in full]
-        if any(t.dtype in LOW_DTYPES for t, _ in pairs):
+        if any(is_low(t.dtype) for t, _ in pairs):
             found = next((each for (t, _), each in zip(full, known, strict=True) if each is not None and t.dim()), None)
             if found is not None and note.module is not None:
                 stream = Stream(note, found)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from halfstep.diagnose.diagnosis import NORMALISERS, Diagnosis
 from halfstep.edits import Edit, Rule, spell
-from halfstep.formats import BF16, FP16, FP32, LOW_FORMATS
+from halfstep.formats import FP32, LOW_FORMATS
 from halfstep.kinds import Kind
 from halfstep.observe.recorder import OTHERS, OWN, Note
 from halfstep.plan.plan import Plan
@@ -347,7 +347,9 @@ def _adds_masks(found: Diagnosis) -> bool:
     """Tells whether the operation adds two tensors that each hold the lowest number of a format."""
     if found.call is None or found.operator != "add":
         return False
-    least = [span is not None and span[0] in (-FP16.max, -BF16.max, -FP32.max) for span in found.call.input_ranges]
+    least = [
+        span is not None and span[0] in [-fmt.max for fmt in (FP32, *LOW_FORMATS)] for span in found.call.input_ranges
+    ]
     return len(least) == 2 and all(least)
 
 

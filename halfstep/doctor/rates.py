@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from halfstep.cast.emulate import Emulation
-from halfstep.formats import BF16, FP16, FP32, TF32, as_format
+from halfstep.formats import FP32, LOW_FORMATS, TF32, as_format
 from halfstep.initialize import initialize
 from halfstep.machine import FIRST_CAPABILITY, read_facts
 from halfstep.measurements import Footprint, Rate
@@ -24,8 +24,8 @@ from halfstep.timing import STEADY, speedup, spread, take_turns
 NATIVE, EMULATED = "native", "emulated"
 PRODUCT, CONVOLUTION, ATTENTION, COPY = "matrix product", "convolution", "attention", "copy"
 CAST_DOWN, CAST_UP = "cast from fp32", "cast to fp32"
-_DTYPES = {"fp64": torch.float64, "fp32": FP32.dtype, "bf16": BF16.dtype, "fp16": FP16.dtype}
-_LOW = ("bf16", "fp16")
+_DTYPES = {"fp64": torch.float64, "fp32": FP32.dtype, **{fmt.name: fmt.dtype for fmt in LOW_FORMATS}}
+_LOW = tuple(fmt.name for fmt in LOW_FORMATS)
 GIGA = 1e9
 
 

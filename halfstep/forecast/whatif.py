@@ -21,7 +21,7 @@ from halfstep.edits import FULL, LARGEST_SCALE, Edit, OpChange, Policy, Rule, Sc
 from halfstep.errors import FormatError, PlanError, SessionError, SetupError
 from halfstep.forecast.backward import TensorName, parameters, rounded, step, watching_gradients
 from halfstep.forecast.predict import GRADIENTS, LEAST_SNR_DB, Prediction, Scouted, predict
-from halfstep.formats import BF16, FP16, FP32, Format, as_format
+from halfstep.formats import BF16, FP16, FP32, NARROW, Format, as_format
 from halfstep.machine import read_facts
 from halfstep.observe.overflows import AbsorbedWatch
 from halfstep.optim.steppers import needs_closure
@@ -39,7 +39,7 @@ from halfstep.session.open import open_session
 from halfstep.session.session import Session
 from halfstep.torch_internals import mark_stepped, was_stepped
 
-FORMATS = ("fp16", "bf16", "e4m3", "e5m2")
+FORMATS = tuple(fmt.name for fmt in NARROW)
 # The gradient with which the scouting backward pass starts instead of 1. Every low format rounds it, so a gradient that
 # holds this number, or a fraction such as 1/8 of it, was not computed low.
 START = 1 + 2.0**-12

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.diagnose.streams import Streams
-from halfstep.formats import LOW_DTYPES
+from halfstep.formats import is_low
 from halfstep.modes import autocast_outside, is_custom
 from halfstep.observe.recorder import Note, OpRecorder
 from halfstep.observe.schemas import is_view, tensors_of
@@ -106,7 +106,7 @@ class Meter(OpRecorder):
         done = flops(func, args, kwargs, result)
         known = self.locator.tensor(given[-1]) if given else None
         parameter = known[1] if known is not None and known[0] == "parameter" else ""
-        kept = done or parameter or is_custom(func) or any(t.dtype in LOW_DTYPES for t in given)
+        kept = done or parameter or is_custom(func) or any(is_low(t.dtype) for t in given)
         call = Call(
             func,
             note,
@@ -135,7 +135,7 @@ def place_in(note: Note) -> Place:
 
 
 def _all_low(args: Any) -> Any:
-    low = next((t.dtype for t in tree_leaves(args) if isinstance(t, Tensor) and t.dtype in LOW_DTYPES), None)
+    low = next((t.dtype for t in tree_leaves(args) if isinstance(t, Tensor) and is_low(t.dtype)), None)
     if low is None:
         return args
     return tree_map(lambda t: t.to(low) if isinstance(t, Tensor) and t.dtype is torch.float32 and t.dim() else t, args)

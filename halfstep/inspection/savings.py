@@ -21,7 +21,7 @@ from halfstep.cast.emulate import is_emulated
 from halfstep.diagnose.streams import Stream
 from halfstep.diagnose.words import place_of
 from halfstep.edits import Edit, OpChange
-from halfstep.formats import LOW_DTYPES, as_format
+from halfstep.formats import as_format, is_low
 from halfstep.inspection.meter import Call, Meter, Shape, place_in
 from halfstep.inspection.reasons import AS_CALLED, Reason, Step, kept_full
 from halfstep.inspection.replay import Change, gain, gain_of_casts, narrowed, padded, taken
@@ -79,7 +79,7 @@ def _full(step: Step) -> Iterator[Saving]:
 def _is_wide_backward(call: Call) -> bool:
     """Returns whether a call is the backward pass of low attention; halfstep runs that in fp32 if it is faster."""
     forward = call.note.forward
-    return call.func is FLASH_ATTENTION_CPU_BACKWARD and forward is not None and forward.dtype in LOW_DTYPES
+    return call.func is FLASH_ATTENTION_CPU_BACKWARD and forward is not None and is_low(forward.dtype)
 
 
 def _slow(step: Step) -> Iterator[Saving]:
@@ -88,9 +88,7 @@ def _slow(step: Step) -> Iterator[Saving]:
         return
     groups: dict[tuple[str | None, Any], list[Call]] = defaultdict(list)
     for call in step.meter.calls:
-        if any(dtype in LOW_DTYPES for dtype in call.inputs) and not (
-            call.is_cast or is_emulated(call.func, call.args)
-        ):
+        if any(is_low(dtype) for dtype in call.inputs) and not (call.is_cast or is_emulated(call.func, call.args)):
             groups[call.note.module, call.func].append(call)
     for (module, func), calls in groups.items():
         share = sum(call.seconds for call in calls) / step.seconds
@@ -118,7 +116,7 @@ def _cast_again(step: Step) -> Iterator[Saving]:
     """Yields a saving for each parameter that is cast to the low format more than once in a forward pass."""
     casts: dict[str, list[Call]] = defaultdict(list)
     for call in step.meter.calls:
-        if call.is_cast and call.parameter and call.note.phase == "forward" and call.outputs[0] in LOW_DTYPES:
+        if call.is_cast and call.parameter and call.note.phase == "forward" and is_low(call.outputs[0]):
             casts[call.parameter].append(call)
     for name, calls in casts.items():
         if len(calls) > 1:
@@ -132,7 +130,7 @@ def _not_aligned(step: Step) -> Iterator[Saving]:
     """Yields a saving for low products with unaligned sizes: devices run multiples of `_ALIGNED` fastest."""
     known: dict[str, float] = {}
     for calls in step.heavy().values():
-        low = [call for call in calls if any(dtype in LOW_DTYPES for dtype in call.inputs)]
+        low = [call for call in calls if any(is_low(dtype) for dtype in call.inputs)]
         sizes = sorted({size for call in low for size in _sizes(call) if size > _ALIGNED and size % _ALIGNED})
         if sizes:
             saved = _saved(low, _under(padded(_ALIGNED)), known)
@@ -246,7 +244,7 @@ def custom_full(step: Step) -> Iterator[Saving]:
 
 def _is_full(call: Call) -> bool:
     formats = {*call.inputs, *call.outputs}
-    return torch.float32 in formats and formats.isdisjoint(LOW_DTYPES)
+    return torch.float32 in formats and not any(map(is_low, formats))
 
 
 def _reason(step: Step, module: str | None, func: Any, call: Call) -> Reason:

@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from halfstep.formats import LOW_DTYPES, as_format
+from halfstep.formats import as_format, is_low
 from halfstep.observe.hooks import readable
 from halfstep.observe.locator import memory_of, storage_of
 from halfstep.observe.nonfinite import nonfinite
@@ -154,7 +154,7 @@ class OverflowTrail(Generic[T]):
         exact = {id(t): shadow.of(t) for t in given if (shadow := self._shadow(t)) is not None}
         result = compute(func, args, kwargs)
         outputs = _floats(func, args, kwargs, result)
-        if trails or any(out.dtype in LOW_DTYPES and nonfinite(out) is not None for out in outputs):
+        if trails or any(is_low(out.dtype) and nonfinite(out) is not None for out in outputs):
             wide = self._again(func, args, kwargs, before | exact)
             if len(wide) == len(outputs):
                 self._follow(outputs, wide, trails, here, lambda: self._again(func, args, kwargs, before))

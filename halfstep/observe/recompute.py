@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.formats import LOW_DTYPES
+from halfstep.formats import CASTABLE
 from halfstep.observe.nonfinite import nonfinite, unwrapped
 from halfstep.observe.schemas import tensors_of
 from halfstep.torch_internals import NO_BACKWARD, backward_task, schema_of, tree_leaves, tree_map
 
 _NARROWER: Mapping[torch.dtype | None, tuple[torch.dtype, ...]] = {
     None: (),
-    torch.float32: LOW_DTYPES,
-    torch.float64: (*LOW_DTYPES, torch.float32),
+    torch.float32: CASTABLE[1:],
+    torch.float64: CASTABLE,
 }
 _WIDER = {torch.complex64: torch.complex128, torch.complex32: torch.complex64}
 _GROWING = (

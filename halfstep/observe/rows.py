@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import ObserveError
-from halfstep.formats import BF16, E4M3, E5M2, FP16, FP32
+from halfstep.formats import BY_DTYPE
 from halfstep.kernels.stats import add_stats, empty_rows, is_sampled
 from halfstep.kernels.update_stats import Updates
 from halfstep.later import Later
 from halfstep.records import BINS, COUNTS, DOUBLES, Observation, TensorStats
 from halfstep.torch_internals import version_of
 
-_NAMES = {fmt.dtype: fmt.name for fmt in (FP32, BF16, FP16, E4M3, E5M2)} | {torch.float64: "fp64"}
+_NAMES = {dtype: fmt.name for dtype, fmt in BY_DTYPE.items()} | {torch.float64: "fp64"}
 _FIRST = 128  # rows to begin with
 
 

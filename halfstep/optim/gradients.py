@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from halfstep.optim.masters import is_low
+from halfstep.formats import is_narrow
 from halfstep.processes.shards import like
 from halfstep.torch_internals import sparse_indices, sparse_values
 
@@ -22,7 +22,7 @@ def true_gradients(params: list[Parameter], grads: list[Tensor], factor: Tensor 
     held: list[tuple[Parameter, Tensor | None]] = []
     try:
         for p, grad in zip(params, grads, strict=True):
-            true = like(p, unscaled(grad, torch.float32 if is_low(p) else p.dtype, factor))
+            true = like(p, unscaled(grad, torch.float32 if is_narrow(p.dtype) else p.dtype, factor))
             held.append((p, p.grad))
             _assign(p, true)
         yield

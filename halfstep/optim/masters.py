@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from halfstep.errors import SessionError
+from halfstep.formats import is_narrow, needs_scale
 from halfstep.kernels.batch import Layout
 from halfstep.optim.split import join, round_half_away, split
 from halfstep.plan.plan import Master
@@ -109,7 +110,7 @@ class MasterStore:
     def layout(self, p: Parameter) -> Layout:
         """Returns how the value of `p` is kept: `full` (in `p` itself), `low` (without a master), `copy` or `split`."""
         if id(p) not in self._entries:
-            return "low" if is_low(p) else "full"
+            return "low" if is_narrow(p.dtype) else "full"
         if p.dtype is not self.low:
             raise SessionError(
                 f"a parameter of shape {tuple(p.shape)} that the session stores as {self.low} was cast to {p.dtype}; "
@@ -292,7 +293,7 @@ class MasterStore:
             same = round_half_away(extra, self.low).to(weight.dtype) == weight
             return torch.where(same, extra, current) if changed else extra
         low = weight.to(self.low)
-        if changed or weight.dtype is torch.float16:  # which turns small weights into zeros and large ones into inf
+        if changed or needs_scale(weight.dtype):  # which turns small weights into zeros and large ones into inf
             extra = extra.masked_fill(_without_remainder(low), 0)
         full = join(low, extra)  # NaN where a cast to fp16 and on has made a zero or an infinity of another value
         return torch.where((low.to(weight.dtype) == weight) & ~full.isnan(), full, current)
@@ -338,11 +339,6 @@ def give_dtype(p: Parameter, dtype: torch.dtype) -> None:
     """Converts `p` and its gradient to `dtype`; `p` stays the same object."""
     if p.dtype is not dtype:
         _set_data(p, p.detach().to(dtype))
-
-
-def is_low(t: Tensor) -> bool:
-    """Returns whether `t` is of a floating dtype narrower than fp32."""
-    return t.is_floating_point() and t.dtype.itemsize < 4
 
 
 def _set_data(p: Parameter, data: Tensor) -> None:

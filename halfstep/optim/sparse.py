@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from halfstep.formats import is_narrow
 from halfstep.kernels.batch import Batch, Layout, Options
-from halfstep.optim.masters import is_low
 from halfstep.torch_internals import sparse_indices, sparse_values
 
 
@@ -49,7 +49,7 @@ def touched_rows(
 
 def widened(grad: Tensor) -> Tensor:
     """Returns a sparse gradient with low-precision values as fp32, so that the values of one row add up in fp32."""
-    if not is_low(grad) or grad.is_coalesced():
+    if not is_narrow(grad.dtype) or grad.is_coalesced():
         return grad
     indices, values = sparse_indices(grad), sparse_values(grad).float()
     return torch.sparse_coo_tensor(indices, values, grad.shape, device=grad.device, check_invariants=False)

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from halfstep.errors import StateError
+from halfstep.formats import is_narrow
 from halfstep.optim.guard import put_over
-from halfstep.optim.masters import is_low
 from halfstep.optim.table import any_row_of, has_row
 from halfstep.processes.shards import local
 from halfstep.torch_internals import load_post_hooks_of, load_pre_hooks_of
@@ -47,7 +47,7 @@ def exact_state_loading(optimizer: Optimizer) -> Callable[[], None]:
         indices = [i for group in saved["param_groups"] for i in group["params"]]
         for p, index in zip(members, indices, strict=True):
             if p in optimizer.state and index in saved["state"]:
-                optimizer.state[p] = _exact(optimizer.state[p], saved["state"][index], is_low(p))
+                optimizer.state[p] = _exact(optimizer.state[p], saved["state"][index], is_narrow(p.dtype))
 
     handles = [
         optimizer.register_load_state_dict_pre_hook(keep),
@@ -278,7 +278,7 @@ def widen_states(optimizer: Optimizer, made_low: Iterable[Tensor]) -> Callable[[
     changed: list[tuple[StateDict, StateDict]] = []
     for p in made_low:
         state = optimizer.state.get(p, {})
-        low = {name: value for name, value in state.items() if isinstance(value, Tensor) and is_low(value)}
+        low = {name: value for name, value in state.items() if isinstance(value, Tensor) and is_narrow(value.dtype)}
         state.update({name: value.float() for name, value in low.items()})
         changed.append((state, low))
 
@@ -297,7 +297,11 @@ def _exact(loaded: Any, saved: Any, low: bool) -> Any:
         return type(loaded)(_exact(one, other, low) for one, other in zip(loaded, saved, strict=True))
     if not isinstance(loaded, Tensor):
         return loaded
-    wanted = isinstance(saved, Tensor) and saved.shape == loaded.shape and (saved.is_floating_point() or is_low(loaded))
+    wanted = (
+        isinstance(saved, Tensor)
+        and saved.shape == loaded.shape
+        and (saved.is_floating_point() or is_narrow(loaded.dtype))
+    )
     if low and wanted:
         return saved.detach().to(loaded.device, torch.float32, copy=True)
     return loaded.clone()

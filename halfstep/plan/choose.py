@@ -7,7 +7,7 @@ import os
 import torch
 
 from halfstep.errors import PlanError
-from halfstep.formats import BF16, FP16, Format, as_format
+from halfstep.formats import BF16, LOW_FORMATS, Format, as_format
 from halfstep.machine import DeviceFacts, units
 from halfstep.plan.io import load_plan
 from halfstep.plan.levels import LEVELS, customize, level
@@ -43,7 +43,7 @@ def choose_plan(
     loaded = load_plan(name, low=picked)
     if wanted is not None:
         return customize(loaded, low=wanted), None
-    names_its_own = load_plan(name, low=FP16 if picked is BF16 else BF16).low is loaded.low
+    names_its_own = load_plan(name, low=next(fmt for fmt in LOW_FORMATS if fmt is not picked)).low is loaded.low
     return loaded, None if names_its_own or loaded.ops == "none" else notice
 
 
@@ -53,7 +53,7 @@ def choose_low(facts: DeviceFacts) -> tuple[Format, str]:
     >>> choose_low(DeviceFacts("cuda", capability=(7, 5)))[0].name
     'fp16'
     """
-    for fmt in (BF16, FP16):
+    for fmt in LOW_FORMATS:
         found = units(fmt, facts)
         if found is not None:
             return fmt, f"low is not set; using {fmt}, which this device computes in hardware ({found})"

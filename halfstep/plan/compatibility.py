@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfstep.errors import SessionError, SetupError, StateError
-from halfstep.formats import LOW_DTYPES
+from halfstep.formats import is_low, is_narrow
 from halfstep.pages import TRAINERS, more
 from halfstep.plan.plan import Plan
 from halfstep.sharded import fsdp_modules, is_sharded, is_wrapped
@@ -118,7 +118,7 @@ def check_models(models: Sequence[nn.Module], plan: Plan, made_low: Iterable[nn.
         low = [
             name
             for name, p in model.named_parameters()
-            if p.requires_grad and p.is_floating_point() and p.dtype.itemsize < 4 and id(p) not in excused
+            if p.requires_grad and is_narrow(p.dtype) and id(p) not in excused
         ]
         if low:
             raise SetupError(
@@ -136,7 +136,7 @@ def loaded_low(models: Sequence[nn.Module], plan: Plan, made_low: Iterable[nn.Pa
     """Returns the trainable parameters that were loaded in bf16 or fp16, as from a hub."""
     known = {id(p) for p in made_low}
     every = {id(p): p for model in models for p in model.parameters() if p.requires_grad and id(p) not in known}
-    return [] if plan.ops == "none" else [p for p in every.values() if p.dtype in LOW_DTYPES and not is_wrapped(p)]
+    return [] if plan.ops == "none" else [p for p in every.values() if is_low(p.dtype) and not is_wrapped(p)]
 
 
 def _refuse_lazy(model: nn.Module) -> None:

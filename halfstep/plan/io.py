@@ -131,7 +131,10 @@ def _low(given: Mapping[str, Any], low: Format | torch.dtype | str | None) -> st
             one_of("plan low", given["low"], tuple(each.name for each in LOW_FORMATS))
         return str(given["low"])
     if low is None:
-        raise PlanError('at `$.low`: the plan names no low-precision format; add low = "bf16" or low = "fp16"')
+        raise PlanError(
+            "at `$.low`: the plan names no low-precision format; add "
+            + " or ".join(f'low = "{fmt}"' for fmt in LOW_FORMATS)
+        )
     return as_format(low).name
 
 

@@ -14,7 +14,7 @@ from halfstep.diagnose.cures import FULL_OUT, rules_on
 from halfstep.diagnose.rehearsal import check_given
 from halfstep.edits import FULL, OpChange, Rule, Scaling
 from halfstep.errors import SessionError
-from halfstep.formats import FP16, FP32, LOW_DTYPES, as_format
+from halfstep.formats import CASTABLE, FP32, as_format, is_low, needs_scale
 from halfstep.machine import read_facts, units
 from halfstep.optim.masters import Fit
 from halfstep.plan.compatibility import named
@@ -129,16 +129,16 @@ def _parameters(setup: Setup) -> Iterator[Finding]:
                     f"{place} is float64",
                     "it stays float64, and so do the ops that use it",
                 )
-            elif parameter.requires_grad and parameter.dtype in LOW_DTYPES and setup.plan.ops == "none":
+            elif parameter.requires_grad and is_low(parameter.dtype) and setup.plan.ops == "none":
                 yield Finding(
-                    "error" if parameter.dtype is torch.float16 else "warning",
+                    "error" if needs_scale(parameter.dtype) else "warning",
                     "low parameter at O0",
                     place,
                     f"trainable, stored as {dtype}, without a master and with an optimizer that works in {dtype}",
                     "call model.float() before initialize, and use level O2 for low weights with fp32 masters",
                 )
             elif (
-                parameter.dtype in (torch.float32, *LOW_DTYPES)
+                parameter.dtype in CASTABLE
                 and parameter.dtype is not expected.dtype
                 and (part.formats.param is not None)
             ):
@@ -229,7 +229,7 @@ def _scalers(setup: Setup) -> Iterator[Finding]:
         part.inside(name)
         for part in setup.parts
         for name, parameter in part.parameters()
-        if parameter.requires_grad and parameter.dtype is torch.float16
+        if parameter.requires_grad and needs_scale(parameter.dtype)
     ]
     if halves and not isinstance(setup.scaler, GradScaler):
         yield Finding(
@@ -257,7 +257,7 @@ def _buffers(setup: Setup) -> Iterator[Finding]:
             if buffer is None or not buffer.is_floating_point() or buffer.numel() == 0:
                 continue
             place = part.inside(name)
-            if buffer.dtype in LOW_DTYPES:
+            if is_low(buffer.dtype):
                 yield _low_buffer(setup.plan, part, place, name, buffer)
             elif setup.plan.ops != "none" and -FP32.max <= float(buffer.min()) < -setup.plan.low.max:
                 yield Finding(
@@ -304,7 +304,7 @@ def _constants(setup: Setup) -> Iterator[Finding]:
     for optimizer in setup.optimizers:
         group = next((group for group in optimizer.param_groups if _vanishing_state(setup.plan, group)), None)
         if group is not None:
-            dtype = next(as_format(p.dtype) for p in group["params"] if p.dtype in LOW_DTYPES)
+            dtype = next(as_format(p.dtype) for p in group["params"] if is_low(p.dtype))
             yield Finding(
                 "warning",
                 "eps vanishes",
@@ -340,7 +340,7 @@ def _vanishing_state(plan: Plan, group: dict[str, Any]) -> bool:
         return False
     eps = group.get("eps")
     return isinstance(eps, float) and any(
-        p.requires_grad and p.dtype in LOW_DTYPES and as_format(p.dtype).rounds_to_zero(eps) for p in group["params"]
+        p.requires_grad and is_low(p.dtype) and as_format(p.dtype).rounds_to_zero(eps) for p in group["params"]
     )
 
 
@@ -362,14 +362,14 @@ def _losses(setup: Setup) -> Iterator[Finding]:
 
 def _scale(setup: Setup) -> Iterator[Finding]:
     """Finds fp16 gradients that nothing scales."""
-    scale = setup.plan.scale
+    scale, low = setup.plan.scale, setup.plan.low
     unscaled = not scale.adapts and scale.first == 1
-    if setup.plan.ops != "none" and setup.plan.low is FP16 and unscaled and setup.optimizers:
+    if setup.plan.ops != "none" and low.needs_scale and unscaled and setup.optimizers:
         yield Finding(
             "note",
             "no loss scale",
             setup.plan.name,
-            f"fp16 gradients below {FP16.smallest_subnormal / 2:.1e} are lost without a loss scale",
+            f"{low} gradients below {low.smallest_subnormal / 2:.1e} are lost without a loss scale",
             "use a dynamic loss scale, or the constant one that halfstep.whatif recommends",
             (Scaling("dynamic"),),
         )

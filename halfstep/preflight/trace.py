@@ -19,7 +19,7 @@ from halfstep.diagnose.streams import Streams
 from halfstep.diagnose.words import in_model, place_of, which_model
 from halfstep.edits import FULL, Edit, OpChange, OpList, Rule, Scaling, spell
 from halfstep.errors import OpError, SessionError
-from halfstep.formats import FP32, LOW_DTYPES, Format, as_format
+from halfstep.formats import CASTABLE, FP32, Format, as_format, is_low, needs_scale
 from halfstep.observe.hooks import dense
 from halfstep.observe.nonfinite import finite_range, unwrapped
 from halfstep.observe.recorder import Note, OpRecorder
@@ -32,7 +32,7 @@ from halfstep.scale.loss import FP16_LOSS_CEILING
 from halfstep.session.session import Session
 from halfstep.torch_internals import BEYOND, NO_BACKWARD, backward_task, schema_of, sequence_number, tree_leaves
 
-FLOATS = (*LOW_DTYPES, torch.float32, torch.float64)
+FLOATS = (*CASTABLE, torch.float64)
 # Operations in which a huge constant becomes a value of the result, or a tiny one keeps the result off zero.
 WRITES = (
     *("add", "add_", "sub", "sub_", "rsub", "masked_fill", "masked_fill_", "index_fill", "index_fill_"),
@@ -82,7 +82,7 @@ def _run(rehearsal: Rehearsal, tracer: StepTracer, scale: float) -> tuple[Failur
         loss = rehearsal.loss()
         tracer.trail.end([loss])
         if bool(torch.isfinite(loss)):
-            lower = min(scale, FP16_LOSS_CEILING) if loss.dtype is torch.float16 else scale
+            lower = min(scale, FP16_LOSS_CEILING) if needs_scale(loss.dtype) else scale
             with rehearsal.gradients(loss, lower):
                 pass
     except SessionError:
@@ -125,7 +125,7 @@ class StepTracer(OpRecorder):
         self, note: Note, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
     ) -> None:
         out = result if isinstance(result, Tensor) else None
-        if out is None or out.dtype not in LOW_DTYPES:
+        if out is None or not is_low(out.dtype):
             return
         name, fmt = schema_of(func).name.rpartition("::")[2], as_format(out.dtype)
         if name in CASTS:
@@ -188,7 +188,7 @@ class StepTracer(OpRecorder):
     def _lost(self, note: Note, tensor: Tensor, fmt: Format) -> float | None:
         """Returns the largest magnitude in a constant tensor, such as an eps in a buffer, if a cast makes it all 0."""
         fixed = tensor.is_floating_point() and not tensor.requires_grad and self._is_made(note, tensor)
-        span = finite_range(tensor) if fixed and tensor.dtype not in LOW_DTYPES else None
+        span = finite_range(tensor) if fixed and not is_low(tensor.dtype) else None
         largest = 0.0 if span is None else max(map(abs, span))
         return largest if largest > 0 and fmt.rounds_to_zero(largest) else None
 
@@ -222,7 +222,7 @@ class StepTracer(OpRecorder):
             name, source = note.aten.rstrip("_"), next(iter(note.sources), None)
             if name not in PROBABILITIES or source is None or note.dtype is None:
                 continue
-            if note.dtype in LOW_DTYPES:
+            if is_low(note.dtype):
                 made.setdefault((name, source), note)
                 continue
             while source is not None and source.aten in (*CASTS, "clone"):
@@ -259,7 +259,7 @@ class Literals(TorchFunctionMode):
         """Calls the function and examines its result."""
         named = {} if kwargs is None else kwargs
         result = func(*args, **named)
-        if func in FROM_NUMBERS and result.dtype in LOW_DTYPES:
+        if func in FROM_NUMBERS and is_low(result.dtype):
             self._tell(result, list(_numbers((*args, *named.values()))))
         return result
 
@@ -317,7 +317,7 @@ def _constant(
 
 def _overflow(source: Tensor, out: Tensor) -> float | None:
     """Returns the value of largest magnitude that a cast made infinite; None if there is none."""
-    if source.dtype in LOW_DTYPES or source.is_complex():
+    if is_low(source.dtype) or source.is_complex():
         return None
     source, out = unwrapped(source), unwrapped(out)
     if source.shape != out.shape:
@@ -418,7 +418,7 @@ def _of_results(rehearsal: Rehearsal, loss: Tensor) -> Iterator[Finding]:
         )
     if not bool(loss.isfinite()):
         return
-    if loss.dtype is torch.float16 and not scale.adapts and scale.first > FP16_LOSS_CEILING:
+    if needs_scale(loss.dtype) and not scale.adapts and scale.first > FP16_LOSS_CEILING:
         yield Finding(
             "error",
             "scale too high",

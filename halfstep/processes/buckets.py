@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from torch.nn.parallel import DistributedDataParallel
 
-from halfstep.formats import LOW_DTYPES
+from halfstep.formats import is_low
 from halfstep.torch_internals import has_comm_hook
 
 _LOG = logging.getLogger("halfstep")
@@ -53,7 +53,7 @@ class WideSums:
 
     def add(self, wrapper: DistributedDataParallel, parameters: Iterable[nn.Parameter]) -> None:
         """Notes a wrapper that has low parameters; the next `take_over` registers this hook with the wrapper."""
-        low = [p for p in parameters if p.dtype in LOW_DTYPES and p.requires_grad]
+        low = [p for p in parameters if is_low(p.dtype) and p.requires_grad]
         if low:
             self._pending.append((weakref.ref(wrapper), low))
 
@@ -164,7 +164,7 @@ def mean_of_bucket(
 def _mean(sums: WideSums, bucket: Any) -> Tensor:
     buffer: Tensor = bucket.buffer()
     divisor = sums.divisor(buffer.device)
-    if buffer.dtype not in LOW_DTYPES or buffer.layout is not torch.strided:
+    if not is_low(buffer.dtype) or buffer.layout is not torch.strided:
         buffer.div_(divisor)
         dist.all_reduce(buffer, group=sums.group)
         return buffer

@@ -17,7 +17,7 @@ import torch
 
 from halfstep.edits import Edit, spell
 from halfstep.errors import HalfstepError, LogError
-from halfstep.formats import BF16, E4M3, E5M2, FORMATS, FP16, Format, as_format
+from halfstep.formats import FORMATS, FP16, NARROW, Format, as_format
 from halfstep.plan.io import from_dict
 from halfstep.records import (
     SEVERITIES,
@@ -37,7 +37,7 @@ from halfstep.report.lines import Event
 from halfstep.report.run import Run, shown
 
 POINTS = 4000  # of a line; more steps are thinned to the smallest and the largest value of each group
-SHOWN = (FP16, BF16, E4M3, E5M2)
+SHOWN = NARROW
 UNPLANNED = FP16  # what a log without a plan is judged by
 HIGHEST = 24  # the exponent of the largest loss scale that the histogram can be shown with, unless the run had a larger
 PHASES = {"forward": ("activation", *GRADIENTS), "backward": GRADIENTS}  # what a verdict may show in, by its phase

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from halfstep.formats import LOW_DTYPES
+from halfstep.formats import is_low
 from halfstep.kernels.batch import Scratch, resolved
 from halfstep.processes.buckets import WideSums
 from halfstep.processes.shards import local, part_of
@@ -302,7 +302,7 @@ class GradientAccumulator:
         """Converts low-precision gradients to fp32 and makes autograd add to them in fp32."""
         for param in params:
             grad = param.grad
-            if grad is not None and grad.dtype in LOW_DTYPES:
+            if grad is not None and is_low(grad.dtype):
                 param.grad = None
                 if grad.shape == param.shape:  # else somebody reshaped its data; it fits nowhere
                     self._set_wide(param, grad.float())

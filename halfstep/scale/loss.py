@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from halfstep.errors import SessionError
-from halfstep.formats import LOW_DTYPES
+from halfstep.formats import is_low
 from halfstep.torch_internals import leaf_of
 
 FP16_LOSS_CEILING = 32768.0  # the backward pass of an fp16 loss starts with the scale itself, and 65,504 is the largest
@@ -119,7 +119,7 @@ def scaled(loss: Tensor, scale: Tensor) -> Tensor:
 
 def true_gradient(gradient: Tensor, scale: Tensor | None) -> Tensor:
     """Returns the gradient divided by `scale`, as a differentiable operation; with `scale=None` it is not divided."""
-    if gradient.dtype in LOW_DTYPES:
+    if is_low(gradient.dtype):
         gradient = gradient.float()
     return gradient if scale is None else gradient / scale.to(gradient.device)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from halfstep.formats import LOW_DTYPES
+from halfstep.formats import is_low, needs_scale
 from halfstep.kernels import devices, native
 from halfstep.kernels.batch import Scratch
 from halfstep.torch_internals import foreach_norm
@@ -89,7 +89,7 @@ def read_with_torch(grads: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
             groups.setdefault((values.device, values.dtype), []).append((i, values))
     norms = []
     for (where, dtype), members in groups.items():
-        one_pass = dtype is torch.float16 or (where.type in _WIDE_SUMS and dtype is not torch.float64)
+        one_pass = needs_scale(dtype) or (where.type in _WIDE_SUMS and dtype is not torch.float64)
         pieces = [(i, piece) for i, values in members for piece in _pieces(values)]
         sizes, finite = (_one_pass if one_pass else _two_passes)([piece for _, piece in pieces], dtype)
         norms.append(_norm_of_norms(sizes).to(device=device, dtype=torch.float32, non_blocking=True))
@@ -119,7 +119,7 @@ def elements(grad: Tensor) -> Tensor:
     tensor([1.])
     """
     if grad.layout is not torch.strided:
-        wide = grad.float() if grad.dtype in LOW_DTYPES else grad
+        wide = grad.float() if is_low(grad.dtype) else grad
         grad = wide.coalesce().values()
     grad = grad.detach()
     return torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad
@@ -139,7 +139,7 @@ def _units(largest: Tensor) -> Tensor:
 
 def _one_pass(pieces: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Returns the L2 norm of each piece and whether it is finite."""
-    wide = torch.float32 if dtype is torch.float16 else torch.float64
+    wide = torch.float32 if needs_scale(dtype) else torch.float64
     norms = torch.stack(list(foreach_norm(pieces, 2, dtype=wide)))
     return norms, torch.isfinite(norms)
 

@@ -18,7 +18,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from halfstep.errors import SessionError, SetupError
-from halfstep.formats import LOW_DTYPES
+from halfstep.formats import is_low
 from halfstep.pages import PROCESSES, more
 from halfstep.processes.buckets import WideSums
 from halfstep.processes.collectives import naming_who_does_not_open, naming_who_is_gone, told_by_all
@@ -266,7 +266,7 @@ class Replicas:
         self._alike = list({id(p): p for p in (*self._alike, *shared) if p.is_floating_point()}.values())
         self.sums.add(wrapper, shared)
         self._undo.callback(_Join(wrapper, self).attach())
-        self._undo.callback(retire, weakref.ref(wrapper), [p for p in shared if p.dtype in LOW_DTYPES])
+        self._undo.callback(retire, weakref.ref(wrapper), [p for p in shared if is_low(p.dtype)])
 
     def begin_join(self, wrapper: DistributedDataParallel, *, by_initial: bool) -> None:
         """Begins `join()`: from now on processes may run out of data at different times."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.cast.casting import Casting
+from halfstep.formats import needs_scale
 from halfstep.modes import Above
 from halfstep.optim.masters import Fit
 from halfstep.plan.plan import Plan
@@ -47,7 +48,7 @@ class Runtime:
             with self.casting.backward():
                 begin_pass(lambda: loss.backward(retain_graph=True))  # type: ignore[no-untyped-call]
             return
-        low_loss = loss.dtype is torch.float16 or self.scales.ceiling is not None  # one that a forward returned
+        low_loss = needs_scale(loss.dtype) or self.scales.ceiling is not None  # one that a forward returned
         if low_loss and self.plan.scale.adapts:
             scale = min(scale, FP16_LOSS_CEILING)
         with self.casting.backward():

@@ -29,7 +29,7 @@ from halfstep.cast.modules import (
 )
 from halfstep.cast.owners import mark
 from halfstep.errors import SessionError
-from halfstep.formats import FP16, FP32
+from halfstep.formats import FP32, needs_scale
 from halfstep.modes import ordinary_tensors
 from halfstep.observe.probe import Probe, Probes, check_delivery, make_probe
 from halfstep.observe.window import Overflows
@@ -190,7 +190,7 @@ class Session:
         self._parts = [self._make_part(optimizer, self._undo) for optimizer in self._decision.optimizers]
         self._stepping = [part for part in self._parts if not part.needs_closure]
         self._buffers = BufferGuard(self._roots if self._decision.mixed else [])
-        caps = self.plan.low is FP16 and self._scales.active
+        caps = self.plan.low.needs_scale and self._scales.active
         gates = self._casting.install(
             pairs,
             full=self._store.full,
@@ -354,7 +354,7 @@ class Session:
         self._buffers.after_step()
 
     def _look_for_fp16_losses(self, value: Tensor) -> Tensor:
-        if value.dtype is torch.float16 and value.dim() == 0 and value.requires_grad:
+        if needs_scale(value.dtype) and value.dim() == 0 and value.requires_grad:
             self._scales.limit(FP16_LOSS_CEILING)
         return value
 
@@ -401,7 +401,7 @@ class Session:
             raise SessionError(NO_OPTIMIZER)
         check_losses(losses)
         scale = self._scales.of(loss_id)
-        if any(loss.dtype == torch.float16 for loss in losses):
+        if any(needs_scale(loss.dtype) for loss in losses):
             scale.limit(FP16_LOSS_CEILING)
         self._carry(scale.value, losses)
         with self._training.scaling(losses, loss_id, unscale=unscale) as value:
@@ -442,7 +442,7 @@ class Session:
         outputs, directions = pair_outputs(outputs, grad_outputs)
         inputs = grad_inputs(inputs)
         scale = self._scales.of(loss_id)
-        if any(out.dtype == torch.float16 for out in outputs):
+        if any(needs_scale(out.dtype) for out in outputs):
             scale.limit(FP16_LOSS_CEILING)
         self._carry(scale.value, outputs)
         value = scale.value.clone()

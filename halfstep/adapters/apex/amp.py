@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from halfstep.adapters.apex.properties import BRIEFS, Properties, defaults, disabled, make_plan, make_scaling, switch
 from halfstep.adapters.apex.state import NOT_INITIALIZED, STATE, LossScaler, Trained, maybe_print, warn_or_err
 from halfstep.errors import StateError
+from halfstep.formats import is_narrow
 from halfstep.initialize import initialize as open_session
 
 __all__ = ["initialize", "load_state_dict", "scale_loss", "state_dict"]
@@ -137,7 +138,7 @@ def _check_models(models: Sequence[nn.Module]) -> list[nn.Module]:
             )
         values: list[tuple[str, str, Tensor]] = [("param", *each) for each in model.named_parameters()]
         values += [("buffer", *each) for each in model.named_buffers()]
-        low = [each for each in values if each[2].is_floating_point() and each[2].dtype.itemsize < 4]
+        low = [each for each in values if is_narrow(each[2].dtype)]
         if low and not STATE.allow_incoming_model_not_fp32:
             kind, name, value = low[0]
             warn_or_err(
