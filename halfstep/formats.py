@@ -92,6 +92,7 @@ is_low: Callable[[object], bool] = frozenset(fmt.dtype for fmt in LOW_FORMATS)._
 needs_scale: Callable[[object], bool] = frozenset(fmt.dtype for fmt in LOW_FORMATS if fmt.needs_scale).__contains__
 """Tells whether a dtype is that of a low format whose gradients need a loss scale."""
 
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MAGNITUDE, _INFINITE = 0x7FFFFFFF, 0x7F800000  # of the bits of a float32
 _BITS = {
     x: struct.unpack("<i", struct.pack("<f", x))[0] for fmt in FORMATS.values() for x in (fmt.max, fmt.smallest_normal)
@@ -123,6 +124,11 @@ def as_format(value: Format | torch.dtype | str) -> Format:
 def is_narrow(dtype: torch.dtype) -> bool:
     """Returns whether a dtype is a floating one narrower than fp32, whether or not levels train in it."""
     return dtype.is_floating_point and dtype.itemsize < 4
+
+
+def bits_of(t: Tensor) -> Tensor:
+    """Returns the bits of a tensor as integers of its width, in the same memory."""
+    return t.view(_INTEGERS[t.dtype.itemsize])
 
 
 def count_overflows(before: Tensor, after: Tensor, fmt: Format) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from halfstep.errors import SessionError
-from halfstep.formats import is_narrow, needs_scale
+from halfstep.formats import bits_of, is_narrow, needs_scale
 from halfstep.kernels.batch import Layout
 from halfstep.optim.split import join, round_half_away, split
 from halfstep.plan.plan import Master
@@ -299,7 +299,7 @@ class MasterStore:
         return torch.where((low.to(weight.dtype) == weight) & ~full.isnan(), full, current)
 
     def _reconciled(self, full: Tensor, weight: Tensor) -> Tensor:
-        same = round_half_away(full, self.low).view(torch.int16) == weight.view(torch.int16)
+        same = bits_of(round_half_away(full, self.low)) == bits_of(weight)
         return torch.where(same, full, weight.float())
 
 
@@ -330,7 +330,7 @@ def _both(store: weakref.ref[MasterStore], of: weakref.ref[Parameter]) -> tuple[
 def _without_remainder(weight: Tensor) -> Tensor:
     """Returns which elements of a changed weight need a remainder of 0: zeros and values that are not finite."""
     if weight.dtype is torch.bfloat16:  # its bits: on a CPU that flushes subnormals they compare equal to zero
-        return (weight.view(torch.int16) << 1 == 0) | ~weight.isfinite()
+        return (bits_of(weight) << 1 == 0) | ~weight.isfinite()
     return (weight == 0) | ~weight.isfinite()
 
 

@@ -18,7 +18,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from halfstep.errors import SessionError, SetupError
-from halfstep.formats import is_low
+from halfstep.formats import bits_of, is_low
 from halfstep.pages import PROCESSES, more
 from halfstep.processes.buckets import WideSums
 from halfstep.processes.collectives import naming_who_does_not_open, naming_who_is_gone, told_by_all
@@ -30,7 +30,6 @@ from halfstep.torch_internals import is_joining, sends_weights
 
 T = TypeVar("T")
 SAMPLE = 4096  # values of a parameter that a step compares, at most
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Replicas:
@@ -433,7 +432,7 @@ def _part(t: Tensor, turn: int) -> Tensor:
 @torch.no_grad()
 def _number_of(tensors: Sequence[Tensor]) -> Tensor:
     """Returns a number (0-dim int64) computed from the bits of floating tensors; equal tensors have equal numbers."""
-    numbers = [t.view(_BITS[t.element_size()]).sum(dtype=torch.int64) for t in tensors]
+    numbers = [bits_of(t).sum(dtype=torch.int64) for t in tensors]
     return torch.stack([number * (i + 1) for i, number in enumerate(numbers)]).sum()
 
 
