@@ -18,15 +18,15 @@ from halfstep.formats import Format
 from halfstep.machine import read_facts
 from halfstep.modes import ordinary_tensors
 from halfstep.observe.overflows import watch_absorbed
-from halfstep.plan.choose import choose_plan
-from halfstep.plan.compatibility import as_list, first_device
+from halfstep.plan.io import choose_plan
 from halfstep.plan.levels import customize
+from halfstep.plan.matching import first_device
 from halfstep.plan.plan import Master, Plan, PlanInput
 from halfstep.processes.collectives import agreed, telling_of_errors
 from halfstep.session.decide import Stepping
 from halfstep.session.open import open_session
 from halfstep.session.session import Session, Sink
-from halfstep.validate import short
+from halfstep.validate import as_list, short
 
 
 def initialize(  # noqa: PLR0913  # the one public entry; each keyword is a documented override of the plan

@@ -30,6 +30,7 @@ WideBackward = tuple[tuple[int, int], ...]
 _SHORT: WideBackward = ((64, 128),)
 _LIMITS = "the limits for attention are those measured on AVX512-BF16"
 _NOT_MEASURED = f"not measured on this class; {_LIMITS}"
+_NO_UNITS = "this processor has no {} units"
 WORTH = 2.0
 """Products are emulated unless native ones are at least this many times as fast."""
 
@@ -247,6 +248,20 @@ def units(fmt: Format, facts: DeviceFacts) -> str | None:
         first = FIRST_CAPABILITY.get(fmt)
         return "sm{}{}".format(*facts.capability) if first is not None and facts.capability >= first else None
     return "Apple silicon" if facts.kind == "mps" and fmt in LOW_FORMATS else None
+
+
+def needs_emulation(fmt: Format, facts: DeviceFacts) -> bool:
+    """Returns whether products in a format are emulated by default, that is computed in fp32 and then rounded."""
+    # They are on a CPU unless native products are known to be twice as fast. Without units for a format, torch's own
+    # products and convolutions in it take up to 70 times as long as emulated ones, and some of its operations fail.
+    return facts.kind == "cpu" and units(fmt, facts) is None
+
+
+def emulation_notice(fmt: Format, facts: DeviceFacts) -> str:
+    """Returns the line that says why products in a format are emulated on a processor, and how."""
+    name = facts.processor.name
+    why = f"torch makes little of this processor's {fmt} units" if fmt.name.upper() in name else _NO_UNITS.format(fmt)
+    return f"{why}: products are computed in fp32 and rounded, as a GPU's tensor cores do ({name})"
 
 
 def read_machine(device: torch.device) -> Machine:

@@ -5,16 +5,27 @@ from __future__ import annotations
 import difflib
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
-from halfstep.errors import PlanError
+from halfstep.errors import PlanError, SetupError
 
 _SHOWN = 80
+_NAMED = 5
+
+# What is passed by mistake as a model or an optimizer, and what to do instead.
+_INSTEAD: tuple[tuple[Callable[[Any], bool], str], ...] = (
+    (lambda item: isinstance(item, type), "pass an instance, which calling the class makes"),
+    (lambda item: isinstance(item, (nn.Module, Optimizer)), "pass the model first, then the optimizer"),
+    (lambda item: isinstance(item, Iterator), "pass them in a list; parameters go to an optimizer, and that is passed"),
+    (lambda item: True, "as in halfstep.initialize(model, torch.optim.AdamW(model.parameters()))"),
+)
 
 
 def near_miss(value: object, allowed: Iterable[str]) -> str:
@@ -106,3 +117,23 @@ def check_device_type(what: str, value: object) -> None:
         known = False
     if not known:
         raise PlanError(f"{what} is {short(value)}; expected the name of a device type, such as 'cuda' or 'cpu'")
+
+
+def as_list(value: Any, kind: type, what: str, *, empty: bool = False) -> list[Any]:
+    """Returns one object, or a list or tuple of them, as a list; `empty` allows a list without items."""
+    items = list(value) if isinstance(value, (list, tuple)) else [value]
+    for item in items:
+        if not isinstance(item, kind):
+            instead = next(do for looks, do in _INSTEAD if looks(item))
+            came = "the class " + item.__name__ if isinstance(item, type) else "of type " + type(item).__name__
+            raise SetupError(f"{what} is {came}; expected a torch {kind.__name__}, or a list of them; {instead}")
+    if not (items or empty) or len({id(item) for item in items}) != len(items):
+        raise SetupError(f"{what} is an empty list, or has one object twice; pass each {kind.__name__} once")
+    return items
+
+
+def named(names: Iterable[str]) -> str:
+    """Returns the first few names as text, with the number of further names."""
+    names = list(names)
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more

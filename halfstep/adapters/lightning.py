@@ -19,7 +19,7 @@ from halfstep.adapters.versions import extra
 from halfstep.errors import SessionError, SetupError
 from halfstep.formats import is_narrow
 from halfstep.initialize import initialize
-from halfstep.plan.compatibility import unwrap
+from halfstep.plan.matching import unwrap
 from halfstep.plan.plan import Plan
 from halfstep.records import StepRecord
 from halfstep.scale.loss import wide

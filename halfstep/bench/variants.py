@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from halfstep.errors import WorkloadError
 from halfstep.formats import FP16, FP32, Format
 from halfstep.initialize import initialize
-from halfstep.machine import DeviceFacts
-from halfstep.plan.choose import needs_emulation
+from halfstep.machine import DeviceFacts, needs_emulation
 from halfstep.plan.levels import level
 from halfstep.plan.plan import Plan
 from halfstep.session.parts import memory_of

@@ -14,8 +14,7 @@ from halfstep.cast.ops import OpEngine
 from halfstep.cast.products import EMULATED
 from halfstep.errors import PlanError
 from halfstep.formats import as_format, is_low
-from halfstep.machine import read_facts
-from halfstep.plan.choose import emulation_notice, needs_emulation
+from halfstep.machine import emulation_notice, needs_emulation, read_facts
 from halfstep.plan.optable import ROWS, Action, stock_action
 from halfstep.torch_internals import OpenAutocast
 

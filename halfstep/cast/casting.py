@@ -25,7 +25,7 @@ from halfstep.cast.tree import map_tensors
 from halfstep.errors import PlanError
 from halfstep.formats import FP32, Format
 from halfstep.machine import WideBackward
-from halfstep.plan.compatibility import enterable
+from halfstep.plan.matching import enterable
 from halfstep.plan.optable import effective
 from halfstep.plan.plan import Plan
 from halfstep.plan.resolve import ModuleFormats

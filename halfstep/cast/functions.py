@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import autocast as TorchAutocast  # also where torch.autocast is a drop-in
 
-from halfstep.cast.lock import DeferringLock
+from halfstep.cast.opregistry import DeferringLock
 from halfstep.cast.ops import OpEngine, Switch
 from halfstep.cast.tree import cast_floats, tensors_of
 from halfstep.edits import OpChanges, OpList

@@ -1,10 +1,10 @@
-"""What a plan does to the modules of a model: values cast at their boundaries, checkpoints kept in fp32."""
+"""What a session does to modules: marks them, casts values at their boundaries, keeps checkpoints in fp32."""
 
 from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any, Literal, Protocol
 
@@ -14,7 +14,6 @@ from torch.nn.utils import parametrize
 
 from halfstep.cast.copies import CheckpointHook
 from halfstep.cast.gate import Values
-from halfstep.cast.owners import is_marked
 from halfstep.cast.tree import cast_floats, first_float_dtype
 from halfstep.errors import SessionError, StateError
 from halfstep.formats import CASTABLE, Format
@@ -24,6 +23,9 @@ Undo = Callable[[], None]
 _ASSIGN = "assign_to_params_buffers"  # torch's mark of `load_state_dict(assign=True)` in the metadata of a state
 _FRAMES_OF_A_CALL = 10  # between torch's function and what the gate of a module calls
 CastOut = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+_OWNERS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+"""The owner of each module; its `__dict__` is no place for that, as it is copied and pickled, at O0 by user classes."""
 
 
 def inputs_to(dtype: torch.dtype) -> Values:
@@ -239,3 +241,32 @@ def keep_buffers_full(module: nn.Module, dtype: torch.dtype) -> Undo:
         put_back()
 
     return undo
+
+
+def mark(modules: Iterable[nn.Module], owner: object) -> Callable[[], None]:
+    """Marks modules as belonging to `owner`; returns a function that removes the marks."""
+    marked, sign = list(modules), weakref.ref(owner)
+    _OWNERS.update((module, sign) for module in marked)
+
+    def undo() -> None:
+        for module in marked:
+            if _OWNERS.get(module) is sign:
+                del _OWNERS[module]
+
+    return undo
+
+
+def is_marked(module: nn.Module) -> bool:
+    """Tells whether `mark` has given a module an owner; copies of the module have none."""
+    return module in _OWNERS
+
+
+def owners(modules: Iterable[nn.Module]) -> list[object]:
+    """Returns the owners that `mark` has given to modules, each owner once."""
+    signs = [sign for module in modules if (sign := _OWNERS.get(module)) is not None]
+    return list({id(owner): owner for sign in signs if (owner := sign()) is not None}.values())
+
+
+def all_owners() -> list[object]:
+    """Returns every owner that some module has now, each once."""
+    return owners(list(_OWNERS))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.cast.gate import Inside
-from halfstep.plan.norms import norm_kind
+from halfstep.plan.matching import norm_kind
 from halfstep.plan.resolve import ModuleFormats
 from halfstep.torch_internals import own_parameter, tree_map_only, without_subclasses
 

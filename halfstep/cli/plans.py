@@ -10,7 +10,7 @@ import typer
 from halfstep.cli.screen import stdout
 from halfstep.errors import PlanError
 from halfstep.machine import read_facts
-from halfstep.plan.choose import choose_plan
+from halfstep.plan.io import choose_plan
 from halfstep.plan.levels import LEVELS
 from halfstep.report.tables import level_table, op_table
 

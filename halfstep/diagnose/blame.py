@@ -20,11 +20,11 @@ from halfstep.diagnose.search import Run, Search, absorbed_findings, first_run, 
 from halfstep.diagnose.words import say
 from halfstep.kinds import Kind
 from halfstep.observe.nonfinite import nonfinite
-from halfstep.plan.compatibility import named
 from halfstep.plan.levels import level
 from halfstep.records import Finding, Verdict
 from halfstep.session.parts import StepFacts
 from halfstep.session.session import Session
+from halfstep.validate import named
 
 _LOG = logging.getLogger("halfstep")
 NOT_SEEN = (

@@ -10,9 +10,7 @@ from torch import nn
 from halfstep.diagnose.diagnosis import Diagnosis
 from halfstep.edits import FULL, Edit, OpChange, Policy, Rule, Scaling
 from halfstep.errors import PlanError
-from halfstep.plan.compatibility import unwrap
-from halfstep.plan.matching import find_sites, together, uncompiled
-from halfstep.plan.norms import norm_kind
+from halfstep.plan.matching import find_sites, norm_kind, together, uncompiled, unwrap
 from halfstep.plan.optable import ROWS, ListedOp, find
 from halfstep.plan.plan import Plan
 from halfstep.records import AFTER_BACKWARD

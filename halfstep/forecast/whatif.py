@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from halfstep.cast.owners import owners
+from halfstep.cast.modules import owners
 from halfstep.diagnose.cures import FULL_OUT, edited, is_op, rules_on
 from halfstep.diagnose.rehearsal import check_closure, compute_loss, leaves_kept
 from halfstep.diagnose.rewind import untouched
@@ -25,10 +25,10 @@ from halfstep.formats import BF16, FP16, FP32, NARROW, Format, as_format
 from halfstep.machine import read_facts
 from halfstep.observe.overflows import AbsorbedWatch
 from halfstep.optim.steppers import needs_closure
-from halfstep.plan.choose import choose_plan
-from halfstep.plan.compatibility import check_models, check_optimizers, first_device
+from halfstep.plan.compatibility import check_models, check_optimizers
+from halfstep.plan.io import choose_plan
 from halfstep.plan.levels import customize, loss_scale_of
-from halfstep.plan.matching import uncompiled
+from halfstep.plan.matching import first_device, uncompiled
 from halfstep.plan.plan import Plan
 from halfstep.plan.resolve import resolve
 from halfstep.processes.collectives import agreed

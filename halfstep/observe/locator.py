@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.observe.nonfinite import elements
-from halfstep.plan.compatibility import unwrap
-from halfstep.plan.matching import uncompiled
+from halfstep.plan.matching import uncompiled, unwrap
 from halfstep.stack import OURS, begin_pass, cast_at_boundary
 from halfstep.torch_internals import (
     CHECKPOINT_FILE,

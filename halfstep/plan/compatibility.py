@@ -5,25 +5,21 @@ Nothing is changed.
 
 from __future__ import annotations
 
-import inspect
-import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import fields
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from halfstep.errors import SessionError, SetupError, StateError
+from halfstep.errors import SessionError, SetupError
 from halfstep.formats import is_low, is_narrow
-from halfstep.pages import TRAINERS, more
+from halfstep.plan.matching import is_fsdp1
 from halfstep.plan.plan import Plan
 from halfstep.sharded import fsdp_modules, is_sharded, is_wrapped
-from halfstep.torch_internals import compiled_module, is_made, offloads
+from halfstep.torch_internals import is_made, offloads
+from halfstep.validate import named
 
 SUPPORTED_DEVICES = ("cpu", "cuda")
-STATE_SCHEMA = 1
 FSDP_LINES = (
     "`fully_shard(model, mp_policy=halfstep.fsdp_policy(plan, low=...))`, then make the optimizer from "
     "model.parameters(), then call `halfstep.initialize`"
@@ -32,61 +28,6 @@ _PER_SAMPLE = "autograd_grad_sample_hooks"  # what Opacus's hooks leave on a mod
 _EXPANDED = frozenset({"ExpandedWeight", "GradSampleModuleExpandedWeights"})
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _FUNCTORCH = "pass grad_sample_mode='functorch' to make_private"
-_SHOWN = 5
-_DEFAULTS = {each.name: each.default for each in fields(Plan) if isinstance(each.default, str)}
-_LOSS_ID = re.compile("0|[1-9][0-9]{0,17}")  # as `str` writes it: other digits would name one loss twice
-
-
-# What is passed by mistake as a model or an optimizer, and what to do instead.
-_INSTEAD: tuple[tuple[Callable[[Any], bool], str], ...] = (
-    (lambda item: isinstance(item, type), "pass an instance, which calling the class makes"),
-    (lambda item: isinstance(item, (nn.Module, Optimizer)), "pass the model first, then the optimizer"),
-    (lambda item: isinstance(item, Iterator), "pass them in a list; parameters go to an optimizer, and that is passed"),
-    (lambda item: True, "as in halfstep.initialize(model, torch.optim.AdamW(model.parameters()))"),
-)
-
-
-def as_list(value: Any, kind: type, what: str, *, empty: bool = False) -> list[Any]:
-    """Returns one object, or a list or tuple of them, as a list; `empty` allows a list without items."""
-    items = list(value) if isinstance(value, (list, tuple)) else [value]
-    for item in items:
-        if not isinstance(item, kind):
-            instead = next(do for looks, do in _INSTEAD if looks(item))
-            came = "the class " + item.__name__ if isinstance(item, type) else "of type " + type(item).__name__
-            raise SetupError(f"{what} is {came}; expected a torch {kind.__name__}, or a list of them; {instead}")
-    if not (items or empty) or len({id(item) for item in items}) != len(items):
-        raise SetupError(f"{what} is an empty list, or has one object twice; pass each {kind.__name__} once")
-    return items
-
-
-def unwrap(model: nn.Module) -> nn.Module:
-    """Returns the user's own module inside torch.compile's, DataParallel's or DistributedDataParallel's wrapper."""
-    while True:
-        inner = compiled_module(model)
-        if inner is None and isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-            inner = model.module
-        if not isinstance(inner, nn.Module):
-            return model
-        model = inner
-
-
-def enterable(module: nn.Module) -> bool:
-    """Returns whether halfstep can apply a plan at the calls of a module inside a model."""
-    if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-        return False
-    return inspect.isfunction(inspect.getattr_static(type(module), "forward", None)) and not _shards(module)
-
-
-def named(names: Iterable[str]) -> str:
-    """Returns the first few names as text, with the number of further names."""
-    names = list(names)
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
-
-
-def first_device(models: Sequence[nn.Module]) -> torch.device:
-    """Returns the device of the first parameter; the CPU if there is no parameter (`device_of` refuses this)."""
-    return next((p.device for model in models for p in model.parameters()), torch.device("cpu"))
 
 
 def device_of(models: Sequence[nn.Module], plan: Plan) -> torch.device:
@@ -147,10 +88,6 @@ def _refuse_lazy(model: nn.Module) -> None:
         )
 
 
-def _shards(module: nn.Module) -> bool:
-    return any(cls.__name__ == "FullyShardedDataParallel" for cls in type(module).__mro__)
-
-
 def check_optimizers(optimizers: Sequence[Optimizer], models: Sequence[nn.Module]) -> None:
     """Refuses optimizers that update parameters outside of the models."""
     for optimizer in optimizers:
@@ -202,7 +139,7 @@ def check_parameters(optimizers: Sequence[Optimizer], models: Sequence[nn.Module
         return
     trained = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     by_name = [item for model in models for item in model.named_parameters()]
-    older = [name or "the model" for model in models for name, module in model.named_modules() if _shards(module)]
+    older = [name or "the model" for model in models for name, module in model.named_modules() if is_fsdp1(module)]
     if older:
         raise SetupError(
             f"FullyShardedDataParallel (FSDP1) shards {named(older)}, but FSDP1 works only at O0, where the optimizer "
@@ -260,69 +197,3 @@ def check_closures(optimizers: Sequence[Optimizer], plan: Plan) -> None:
             f"{type(optimizer).__name__} needs a closure, which does not work with {plan.name} and loss scale "
             f"{plan.scale.kind!r}: {why}; use O1 with low='bf16', which needs no loss scale, or another optimizer"
         )
-
-
-def check_state(state: dict[str, Any], plan: dict[str, Any]) -> None:
-    """Refuses a session state that is incomplete or belongs to another plan than `plan` (a dict)."""
-    expected = {"schema", "plan", "steps", "skipped", "scales"}
-    if not isinstance(state, dict) or set(state) - {"losses", "emulate"} != expected:
-        have = sorted(map(str, state)) if isinstance(state, dict) else type(state).__name__
-        raise StateError(
-            f"expected a session state with the entries {sorted(expected)}, got {have}; pass what session.state_dict() "
-            "returned (or was the file cut short?)"
-        )
-    kinds = {"plan": dict, "steps": int, "skipped": int, "losses": int, "scales": dict, "emulate": bool}
-    for key, kind in kinds.items():
-        value = state.get(key, kind())  # the first states had neither "losses" nor "emulate"
-        if type(value) is not kind or (isinstance(value, int) and not 0 <= value < 2**63):
-            wanted = {int: "a count", bool: "True or False"}.get(kind, "a dict")
-            raise StateError(f"session state: {key} is {value!r:.60}; expected {wanted}")
-    for key, value in state["scales"].items():
-        if not (isinstance(key, str) and _LOSS_ID.fullmatch(key) and isinstance(value, dict)):
-            raise StateError(
-                f"session state: scales has {key!r:.40}: {value!r:.60}; each key must be a loss id, such as '0', and "
-                "each value a dict: load what session.state_dict() returned"
-            )
-    if len(state["scales"]) < state.get("losses", 0):
-        raise StateError(
-            f"this session state has the loss scales of only {len(state['scales'])} of {state['losses']} losses: "
-            "torch.distributed.checkpoint loads only the entries that a new state has, which are those of loss 0. Save "
-            'the state as one value, "session": json.dumps(session.state_dict()), and load it with json.loads'
-        )
-    if type(state["schema"]) is not int or state["schema"] != STATE_SCHEMA:
-        raise StateError(f"session state has schema {state['schema']!r}; this halfstep reads schema {STATE_SCHEMA}")
-    strange = next((key for key, value in state["plan"].items() if not _is_plain(value)), None)
-    if strange is not None:
-        raise StateError(
-            f"session state: plan has {strange!r:.40}: {state['plan'][strange]!r:.60}; expected only numbers, text, "
-            "True, False, None, and dicts or lists of these"
-        )
-    differing = sorted(
-        (key for key in plan.keys() | state["plan"].keys() if _differs(key, state["plan"], plan)), key=str
-    )
-    if differing:
-        which = "; ".join(
-            f"{key} is {state['plan'].get(key)!r} in the state, {plan.get(key)!r} here" for key in differing
-        )
-        raise StateError(
-            "this session state belongs to another plan; initialize with that plan, or do not load the session state: "
-            "model and optimizer states load under any plan, only the loss scale and counters restart. These fields "
-            f"differ: {which}; in trainers, {more(TRAINERS)}"
-        )
-
-
-def _differs(key: str, there: dict[str, Any], here: dict[str, Any]) -> bool:
-    """Returns whether two plans, as dicts, train differently because of the field `key`."""
-    # The masters "copy" and "split" do not count as different, because both hold the same values. A field that the
-    # state lacks, because its version had none, has its default.
-    values = there.get(key, _DEFAULTS.get(key)), here.get(key)
-    return values[0] != values[1] and not (key == "master" and values in (("copy", "split"), ("split", "copy")))
-
-
-def _is_plain(value: Any) -> bool:
-    """Returns whether a value consists only of dicts, lists, tuples, str, numbers, bool and None, like plan dicts."""
-    if isinstance(value, dict):
-        return all(map(_is_plain, value.values()))
-    if isinstance(value, list | tuple):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, str | bool | int | float)

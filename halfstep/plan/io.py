@@ -1,4 +1,4 @@
-"""Plans as plain dicts and as TOML or JSON files, with a schema version."""
+"""Plans as plain dicts and as TOML or JSON files, with a schema version; what a user passes as a plan."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ import torch
 
 from halfstep.edits import FULL, LOW, Edit, OpChange, OpChanges, Policy, Rule, Scaling
 from halfstep.errors import HalfstepError, PlanError
-from halfstep.formats import LOW_FORMATS, Format, as_format
+from halfstep.formats import BF16, LOW_FORMATS, Format, as_format
+from halfstep.machine import DeviceFacts, emulation_notice, needs_emulation, units
 from halfstep.pages import PLANS, more
-from halfstep.plan.levels import LEVELS, level
-from halfstep.plan.opnames import check_op_changes
+from halfstep.plan.levels import LEVELS, customize, level
+from halfstep.plan.optable import check_op_changes
 from halfstep.plan.plan import Plan
 from halfstep.validate import file_path, instance, near_miss, one_of
 
@@ -232,6 +233,55 @@ def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
     except OSError as error:
         half.unlink(missing_ok=True)
         raise PlanError(f"plan file {str(file)!r} cannot be written: {error.strerror}; check the folder") from None
+
+
+def choose_plan(
+    plan: Plan | str, low: Format | torch.dtype | str | None, facts: DeviceFacts
+) -> tuple[Plan, str | None]:
+    """Returns the plan for a level, a Plan or the path of a plan file, and a notice about the chosen format (or None).
+
+    If `low` is None and no Plan or plan file sets the format, it is one that the device of `facts` computes fast. The
+    notice then says which.
+
+    Raises:
+        PlanError: an unknown level, a value that is not a plan, or a plan file that cannot be read.
+        FormatError: an unknown format.
+    """
+    wanted = None if low is None else as_format(low)
+    if isinstance(plan, Plan):
+        return (plan if wanted is None else customize(plan, low=wanted)), None
+    if not isinstance(plan, (str, os.PathLike)):
+        raise PlanError(
+            f"plan is {plan!r:.80}; expected a level ({', '.join(LEVELS)}), a Plan or the path of a plan file"
+        )
+    name = os.fspath(plan)
+    picked, notice = choose_low(facts) if wanted is None else (wanted, None)
+    if not name.endswith((".toml", ".json")):
+        chosen = level(name, picked)
+        return chosen, None if chosen.ops == "none" else notice
+    loaded = load_plan(name, low=picked)
+    if wanted is not None:
+        return customize(loaded, low=wanted), None
+    names_its_own = load_plan(name, low=next(fmt for fmt in LOW_FORMATS if fmt is not picked)).low is loaded.low
+    return loaded, None if names_its_own or loaded.ops == "none" else notice
+
+
+def choose_low(facts: DeviceFacts) -> tuple[Format, str]:
+    """Returns the low-precision format for a device, bf16 if possible and else fp16, and a notice that names it.
+
+    >>> choose_low(DeviceFacts("cuda", capability=(7, 5)))[0].name
+    'fp16'
+    """
+    for fmt in LOW_FORMATS:
+        found = units(fmt, facts)
+        if found is not None:
+            return fmt, f"low is not set; using {fmt}, which this device computes in hardware ({found})"
+    if needs_emulation(BF16, facts):
+        return BF16, f"low is not set; using {BF16}; {emulation_notice(BF16, facts)}"
+    return BF16, (
+        f"low is not set; using {BF16}, for which this device ({facts}) has no units: "
+        "training at level O0 would be faster"
+    )
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,25 @@
-"""Finds the modules of a model by name, and the rule that matches each; only reads the model."""
+"""Finds the modules of a model by name, what they are, and the rule that matches each; only reads the model."""
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
+import torch
 from torch import nn
 
 from halfstep.edits import TYPE_PREFIX, Rule
 from halfstep.errors import PlanError
-from halfstep.torch_internals import COMPILED, buffers_of, parameters_of
+from halfstep.torch_internals import COMPILED, BatchNormBase, buffers_of, compiled_module, parameters_of
 from halfstep.validate import near_miss
+
+NormKind = Literal["torch", "own"]
+
+_TORCH_NORMS = (BatchNormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
+_NAMED_NORM = re.compile(r".*Norm(\d+d?)?")  # T5LayerNorm, LlamaRMSNorm, FrozenBatchNorm2d, GroupNorm32
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,3 +138,64 @@ def nearest(rule: Rule, sites: Iterable[Site]) -> str:
 def _some(names: Sequence[str], shown: int = 8) -> str:
     more = f" and {len(names) - shown} more" if len(names) > shown else ""
     return (", ".join(map(repr, names[:shown])) or "none") + more
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """Returns the user's own module inside torch.compile's, DataParallel's or DistributedDataParallel's wrapper."""
+    while True:
+        inner = compiled_module(model)
+        if inner is None and isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            inner = model.module
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
+
+
+def enterable(module: nn.Module) -> bool:
+    """Returns whether halfstep can apply a plan at the calls of a module inside a model."""
+    if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        return False
+    return inspect.isfunction(inspect.getattr_static(type(module), "forward", None)) and not is_fsdp1(module)
+
+
+def is_fsdp1(module: nn.Module) -> bool:
+    """Returns whether FullyShardedDataParallel (FSDP1) wraps a module."""
+    return any(cls.__name__ == "FullyShardedDataParallel" for cls in type(module).__mro__)
+
+
+def first_device(models: Sequence[nn.Module]) -> torch.device:
+    """Returns the device of the first parameter; the CPU if there is no parameter (`device_of` refuses this)."""
+    return next((p.device for model in models for p in model.parameters()), torch.device("cpu"))
+
+
+def norm_kind(module: nn.Module) -> NormKind | None:
+    """Returns "torch" or "own", depending on whose code normalises in the module; None if the module is not a norm.
+
+    "torch" means torch's own kernels, which take low inputs with fp32 weights. "own" means the model's own code, in
+    which low and fp32 values would mix. A norm is "own" if its class is named like a norm or is a subclass of one of
+    torch's norms, and its forward is not torch's. A class that contains other layers with weights (PreNorm with its
+    attention) is not a norm itself, but its parts may be.
+
+    >>> norm_kind(nn.GroupNorm(1, 4))
+    'torch'
+    """
+    by_torch = isinstance(module, _TORCH_NORMS)
+    named = _NAMED_NORM.fullmatch(type(module).__name__) is not None
+    if (named or by_torch) and not _runs_torch_forward(module) and not _holds_layers(module):
+        return "own"
+    return "torch" if by_torch else None
+
+
+def has_running_stats(module: nn.Module) -> bool:
+    """Returns whether a batch or instance norm has running statistics as well as weights."""
+    return isinstance(module, BatchNormBase) and bool(module.affine) and module.running_mean is not None
+
+
+def _runs_torch_forward(module: nn.Module) -> bool:
+    owner = next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
+    return isinstance(module, _TORCH_NORMS) and owner.__module__.startswith("torch.nn.modules.")
+
+
+def _holds_layers(module: nn.Module) -> bool:
+    below = (each for each in module.modules() if each is not module and not isinstance(each, _TORCH_NORMS))
+    return any(p is not None for each in below for p in parameters_of(each).values())

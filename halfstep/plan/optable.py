@@ -14,7 +14,7 @@ from typing import Literal
 
 import torch
 
-from halfstep.edits import OpList
+from halfstep.edits import OpChanges, OpList
 from halfstep.errors import PlanError
 from halfstep.plan.plan import Plan
 from halfstep.torch_internals import FunctionSchema, all_op_names, has_kernel, has_kernel_for, schemas_of_op
@@ -330,6 +330,22 @@ def find(public_name: str) -> tuple[str, ...]:
     if not found:
         raise PlanError(f"op {public_name!r} cannot be cast: {_obstacle(schemas[0])}")
     return found
+
+
+def check_op_changes(changes: OpChanges) -> None:
+    """Checks every op name against the dispatcher; functions ("module:function") are looked up when a session starts.
+
+    Raises:
+        PlanError: a name is not an op or cannot be cast (with near misses), or two lists have one op under two names.
+    """
+    listed: dict[str, tuple[str, str]] = {}
+    for category, op in changes.listed():
+        for overload in () if ":" in op else find(op):
+            name, where = listed.setdefault(overload, (op, category))
+            if where != category:
+                raise PlanError(
+                    f"op {op!r} in {category} and {name!r} in {where} are both {overload!r}; list each op only once"
+                )
 
 
 def _registered(overload: str, key: str | None = None) -> bool:

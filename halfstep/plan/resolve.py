@@ -14,14 +14,21 @@ from torch.nn.utils.parametrize import ParametrizationList
 from halfstep.edits import FULL, BufferWidth, OutputWidth, Policy, Rule, RuleInput, Width
 from halfstep.errors import PlanError, SetupError
 from halfstep.formats import FP32, Format
-from halfstep.plan.compatibility import as_list, enterable, unwrap
-from halfstep.plan.matching import Site, find_sites, match_rules, uncompiled
-from halfstep.plan.norms import has_running_stats, norm_kind
-from halfstep.plan.opnames import check_op_changes
+from halfstep.plan.matching import (
+    Site,
+    enterable,
+    find_sites,
+    has_running_stats,
+    match_rules,
+    norm_kind,
+    uncompiled,
+    unwrap,
+)
+from halfstep.plan.optable import check_op_changes
 from halfstep.plan.plan import Plan
 from halfstep.sharded import is_sharded
 from halfstep.torch_internals import compiled_module, parameters_of
-from halfstep.validate import instance, near_miss
+from halfstep.validate import as_list, instance, near_miss
 
 # Children whose weights the parent uses without calling them, so that nothing can be done at their own forward.
 BORROWED: tuple[tuple[type[nn.Module], str], ...] = ((nn.MultiheadAttention, "out_proj"),)

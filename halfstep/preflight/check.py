@@ -17,9 +17,7 @@ from halfstep.errors import SessionError
 from halfstep.formats import CASTABLE, FP32, as_format, is_low, needs_scale
 from halfstep.machine import read_facts, units
 from halfstep.optim.masters import Fit
-from halfstep.plan.compatibility import named
-from halfstep.plan.matching import Site, uncompiled
-from halfstep.plan.norms import has_running_stats, norm_kind
+from halfstep.plan.matching import Site, has_running_stats, norm_kind, uncompiled
 from halfstep.plan.plan import Plan
 from halfstep.plan.resolve import ModuleFormats
 from halfstep.preflight.trace import trace_step
@@ -27,6 +25,7 @@ from halfstep.records import SEVERITIES, Finding
 from halfstep.scale.grad_scaler import GradScaler
 from halfstep.session.session import Session
 from halfstep.torch_internals import buffers_of, parameters_of
+from halfstep.validate import named
 
 ROTARY = ("inv_freq", "freqs", "rotary", "rope", "cos", "sin", "timescale", "sinusoid")  # parts of buffer names
 PRODUCT_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)

@@ -8,7 +8,7 @@ import torch
 
 from halfstep.formats import FP32, Format, as_format
 from halfstep.machine import read_facts
-from halfstep.plan.choose import choose_plan
+from halfstep.plan.io import choose_plan
 from halfstep.plan.plan import Plan
 
 if TYPE_CHECKING:

@@ -16,18 +16,11 @@ from torch.optim import Optimizer
 from halfstep.cast.functions import check_functions
 from halfstep.errors import SetupError
 from halfstep.formats import FP32, Format
-from halfstep.machine import WORTH, DeviceFacts, Processor
+from halfstep.machine import WORTH, DeviceFacts, Processor, emulation_notice, needs_emulation
 from halfstep.optim.steppers import needs_closure
 from halfstep.optim.table import row_of, unsupported_options
-from halfstep.plan.choose import emulation_notice, needs_emulation
-from halfstep.plan.compatibility import (
-    check_closures,
-    check_models,
-    check_optimizers,
-    check_parameters,
-    device_of,
-    unwrap,
-)
+from halfstep.plan.compatibility import check_closures, check_models, check_optimizers, check_parameters, device_of
+from halfstep.plan.matching import unwrap
 from halfstep.plan.plan import Plan
 from halfstep.plan.resolve import Assignment, check_forwards, resolve
 from halfstep.processes.shards import reshard

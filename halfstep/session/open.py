@@ -12,14 +12,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from halfstep.cast.modules import cast_buffers
-from halfstep.cast.owners import all_owners, owners
+from halfstep.cast.modules import all_owners, cast_buffers, owners
 from halfstep.errors import SetupError
 from halfstep.machine import DeviceFacts
 from halfstep.modes import ordinary_tensors
 from halfstep.optim.masters import give_dtype
 from halfstep.optim.state import widen_states
-from halfstep.plan.compatibility import loaded_low, named, unwrap
+from halfstep.plan.compatibility import loaded_low
+from halfstep.plan.matching import unwrap
 from halfstep.plan.plan import Plan
 from halfstep.processes.collectives import telling_of_errors
 from halfstep.processes.shards import reshard
@@ -33,6 +33,7 @@ from halfstep.session.decide import (
 )
 from halfstep.session.session import Session, Sink
 from halfstep.torch_internals import parameters_of
+from halfstep.validate import named
 
 _LOG = logging.getLogger("halfstep")
 

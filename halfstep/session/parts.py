@@ -10,10 +10,11 @@ from torch.optim import Optimizer
 
 from halfstep.errors import SessionError
 from halfstep.optim.steppers import Stepper
-from halfstep.plan.compatibility import FSDP_LINES, named
+from halfstep.plan.compatibility import FSDP_LINES
 from halfstep.processes.shards import local, reshard
 from halfstep.scale.accumulator import GradientAccumulator
 from halfstep.torch_internals import sparse_indices, sparse_values
+from halfstep.validate import named
 
 
 @dataclass(frozen=True, eq=False)

@@ -26,8 +26,8 @@ from halfstep.cast.modules import (
     keep_buffers_full,
     keep_checkpoints_full,
     keep_parameters,
+    mark,
 )
-from halfstep.cast.owners import mark
 from halfstep.errors import SessionError
 from halfstep.formats import FP32, needs_scale
 from halfstep.modes import ordinary_tensors
@@ -38,7 +38,7 @@ from halfstep.optim.hooks import watch_steps
 from halfstep.optim.masters import MasterStore
 from halfstep.optim.state import exact_state_loading, widen_states
 from halfstep.optim.steppers import make_stepper, needs_closure
-from halfstep.plan.compatibility import STATE_SCHEMA, as_list, check_optimizers, check_per_sample, check_state
+from halfstep.plan.compatibility import check_optimizers, check_per_sample
 from halfstep.plan.io import to_dict
 from halfstep.plan.plan import Plan
 from halfstep.plan.resolve import Assignment, ModuleFormats, resolve
@@ -78,11 +78,13 @@ from halfstep.session.parts import Part, StepFacts, memory_of, parts_to_step, up
 from halfstep.session.replicas import Replicas
 from halfstep.session.runtime import Runtime
 from halfstep.session.shared import SharedState
+from halfstep.session.state import STATE_SCHEMA, check_state
 from halfstep.session.step import Step
 from halfstep.session.training import MixedTraining, PlainTraining, Training
 from halfstep.sharded import is_sharded
 from halfstep.stack import begin_pass
 from halfstep.torch_internals import parameters_of
+from halfstep.validate import as_list
 
 Sink = Callable[[StepRecord], None]
 STEP_IS_OURS = (

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from halfstep.errors import SessionError
 from halfstep.kernels.batch import Scratch
 from halfstep.later import Later, is_capturing
-from halfstep.plan.compatibility import named
 from halfstep.processes.findings import LOSSES, Findings
 from halfstep.processes.shards import shards
 from halfstep.records import StepRecord
@@ -21,6 +20,7 @@ from halfstep.scale.accumulator import Collected
 from halfstep.scale.norm import Reading, read
 from halfstep.session.parts import Part
 from halfstep.session.replicas import Replicas
+from halfstep.validate import named
 
 _LOG = logging.getLogger("halfstep")
 LAG = 8  # steps

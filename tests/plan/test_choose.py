@@ -10,8 +10,17 @@ from torch import nn
 import halfstep
 from halfstep.errors import SetupError
 from halfstep.formats import BF16, FP16
-from halfstep.machine import AMX_FP16, AVX2, AVX512_BF16, OTHER, PROCESSORS, DeviceFacts
-from halfstep.plan.choose import choose_low, choose_plan, emulation_notice, needs_emulation
+from halfstep.machine import (
+    AMX_FP16,
+    AVX2,
+    AVX512_BF16,
+    OTHER,
+    PROCESSORS,
+    DeviceFacts,
+    emulation_notice,
+    needs_emulation,
+)
+from halfstep.plan.io import choose_low, choose_plan
 
 CPUS = [pytest.param(DeviceFacts("cpu", processor=row), id=row.name) for row in PROCESSORS]
 

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from halfstep.plan.norms import has_running_stats, norm_kind
+from halfstep.plan.matching import has_running_stats, norm_kind
 
 TORCH = [
     nn.BatchNorm1d(2),

@@ -2,7 +2,7 @@ import pytest
 
 from halfstep.edits import OpChanges
 from halfstep.errors import PlanError
-from halfstep.plan.opnames import check_op_changes
+from halfstep.plan.optable import check_op_changes
 
 
 def test_known_ops_pass():

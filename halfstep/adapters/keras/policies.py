@@ -10,10 +10,10 @@ from halfstep.adapters.keras.global_policy import DTYPES, NORMS, mixed_name, pol
 from halfstep.adapters.keras.installed import keras
 from halfstep.edits import Rule
 from halfstep.errors import PlanError
-from halfstep.plan.compatibility import named
 from halfstep.plan.matching import Site, match_rules
 from halfstep.plan.plan import Plan
 from halfstep.plan.resolve import Assignment, ModuleFormats
+from halfstep.validate import named
 
 FORMATS = {name: fmt for fmt, name in DTYPES.items()}
 _FUNCTIONS = {"fit": "train_function", "evaluate": "test_function", "predict": "predict_function"}

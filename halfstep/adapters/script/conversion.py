@@ -30,7 +30,7 @@ from halfstep.adapters.script.found import (
     unowned,
 )
 from halfstep.cast.copies import CheckpointHook
-from halfstep.cast.owners import owners
+from halfstep.cast.modules import owners
 from halfstep.edits import FULL, Rule
 from halfstep.errors import SetupError
 from halfstep.formats import Format
@@ -38,9 +38,8 @@ from halfstep.initialize import initialize
 from halfstep.machine import read_facts
 from halfstep.optim.guard import forbid_step, original_step, send_step
 from halfstep.optim.steppers import needs_closure
-from halfstep.plan.choose import choose_plan
-from halfstep.plan.compatibility import first_device
-from halfstep.plan.io import to_dict
+from halfstep.plan.io import choose_plan, to_dict
+from halfstep.plan.matching import first_device
 from halfstep.plan.plan import Plan
 from halfstep.processes.shards import own_number
 from halfstep.records import Status, StepRecord

@@ -7,8 +7,7 @@ from torch import nn
 
 from halfstep.cast.emulate import Emulation
 from halfstep.formats import as_format
-from halfstep.machine import read_facts
-from halfstep.plan.choose import needs_emulation
+from halfstep.machine import needs_emulation, read_facts
 
 LEVELS = ("O0", "O1", "O2", "O3")
 

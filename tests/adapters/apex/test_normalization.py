@@ -6,7 +6,7 @@ from torch.nn import functional
 
 import halfstep
 from halfstep.adapters.apex import normalization as apex
-from halfstep.plan.norms import norm_kind
+from halfstep.plan.matching import norm_kind
 
 LOW = [torch.float16, torch.bfloat16]
 DTYPES = [*LOW, torch.float32]

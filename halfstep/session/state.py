@@ -1,0 +1,81 @@
+"""Checks that a session state, as loaded from a checkpoint, is complete and belongs to the session's plan."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from typing import Any
+
+from halfstep.errors import StateError
+from halfstep.pages import TRAINERS, more
+from halfstep.plan.plan import Plan
+
+STATE_SCHEMA = 1
+_DEFAULTS = {each.name: each.default for each in fields(Plan) if isinstance(each.default, str)}
+_LOSS_ID = re.compile("0|[1-9][0-9]{0,17}")  # as `str` writes it: other digits would name one loss twice
+
+
+def check_state(state: dict[str, Any], plan: dict[str, Any]) -> None:
+    """Refuses a session state that is incomplete or belongs to another plan than `plan` (a dict)."""
+    expected = {"schema", "plan", "steps", "skipped", "scales"}
+    if not isinstance(state, dict) or set(state) - {"losses", "emulate"} != expected:
+        have = sorted(map(str, state)) if isinstance(state, dict) else type(state).__name__
+        raise StateError(
+            f"expected a session state with the entries {sorted(expected)}, got {have}; pass what session.state_dict() "
+            "returned (or was the file cut short?)"
+        )
+    kinds = {"plan": dict, "steps": int, "skipped": int, "losses": int, "scales": dict, "emulate": bool}
+    for key, kind in kinds.items():
+        value = state.get(key, kind())  # the first states had neither "losses" nor "emulate"
+        if type(value) is not kind or (isinstance(value, int) and not 0 <= value < 2**63):
+            wanted = {int: "a count", bool: "True or False"}.get(kind, "a dict")
+            raise StateError(f"session state: {key} is {value!r:.60}; expected {wanted}")
+    for key, value in state["scales"].items():
+        if not (isinstance(key, str) and _LOSS_ID.fullmatch(key) and isinstance(value, dict)):
+            raise StateError(
+                f"session state: scales has {key!r:.40}: {value!r:.60}; each key must be a loss id, such as '0', and "
+                "each value a dict: load what session.state_dict() returned"
+            )
+    if len(state["scales"]) < state.get("losses", 0):
+        raise StateError(
+            f"this session state has the loss scales of only {len(state['scales'])} of {state['losses']} losses: "
+            "torch.distributed.checkpoint loads only the entries that a new state has, which are those of loss 0. Save "
+            'the state as one value, "session": json.dumps(session.state_dict()), and load it with json.loads'
+        )
+    if type(state["schema"]) is not int or state["schema"] != STATE_SCHEMA:
+        raise StateError(f"session state has schema {state['schema']!r}; this halfstep reads schema {STATE_SCHEMA}")
+    strange = next((key for key, value in state["plan"].items() if not _is_plain(value)), None)
+    if strange is not None:
+        raise StateError(
+            f"session state: plan has {strange!r:.40}: {state['plan'][strange]!r:.60}; expected only numbers, text, "
+            "True, False, None, and dicts or lists of these"
+        )
+    differing = sorted(
+        (key for key in plan.keys() | state["plan"].keys() if _differs(key, state["plan"], plan)), key=str
+    )
+    if differing:
+        which = "; ".join(
+            f"{key} is {state['plan'].get(key)!r} in the state, {plan.get(key)!r} here" for key in differing
+        )
+        raise StateError(
+            "this session state belongs to another plan; initialize with that plan, or do not load the session state: "
+            "model and optimizer states load under any plan, only the loss scale and counters restart. These fields "
+            f"differ: {which}; in trainers, {more(TRAINERS)}"
+        )
+
+
+def _differs(key: str, there: dict[str, Any], here: dict[str, Any]) -> bool:
+    """Returns whether two plans, as dicts, train differently because of the field `key`."""
+    # The masters "copy" and "split" do not count as different, because both hold the same values. A field that the
+    # state lacks, because its version had none, has its default.
+    values = there.get(key, _DEFAULTS.get(key)), here.get(key)
+    return values[0] != values[1] and not (key == "master" and values in (("copy", "split"), ("split", "copy")))
+
+
+def _is_plain(value: Any) -> bool:
+    """Returns whether a value consists only of dicts, lists, tuples, str, numbers, bool and None, like plan dicts."""
+    if isinstance(value, dict):
+        return all(map(_is_plain, value.values()))
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, str | bool | int | float)
