@@ -1,8 +1,7 @@
 """Every private name of torch that halfstep uses, and nothing else: the file to check against a new torch release.
 
-If torch lacks a name, `import halfstep` fails with one error that lists all missing names. The meaning of a few names
-could change without any error. These are marked "tried" in comments or refer to tests/torch_behaviours.py, which checks
-what they do.
+If torch lacks a name, `import halfstep` fails with one error that lists all missing names. What a name means could
+change without any error, and so could texts and names of files; tests/torch_behaviours.py tries what is counted on.
 
 Functions of torch are bound directly, attributes as `attrgetter`s: on hot paths neither costs a Python call.
 """
@@ -33,6 +32,14 @@ from torch.optim import Optimizer
 
 WORKS_WITH = "2.13"
 """The release of torch that the whole test suite passes on; docs/support.md says what was tried on others."""
+
+# What differs between releases, and what provides for it:
+# 2.12  casts to e4m3 saturate, and gave NaN before: forecast/backward.py
+# 2.13  the tag of compiled code is set for one context, and was for all threads: `_process_wide_tag`
+# 2.13  FSDP2 has several groups of parameters a module, and had one: `_held_by`
+# 2.13  low layer norms on a CPU sum the gradients of fp32 parameters low: `_LOW_SUMS_ON_CPU` in cast/opkernels.py
+# 2.13  reading of its TF32 switch warns: forecast/backward.py
+# 2.15  torch.compile cannot copy an OrderedDict: cast/tree.py
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -150,14 +157,14 @@ tree_map: Callable[[Callable[[Any], Any], Any], Any] = _name("torch.utils._pytre
 tree_map_only: Callable[[Any, Callable[[Any], Any], Any], Any] = _name("torch.utils._pytree.tree_map_only")
 
 # Autograd.
-NO_BACKWARD = -1  # the task outside of every backward pass; tried
+NO_BACKWARD = -1  # the task outside of every backward pass
 backward_task: Callable[[], int] = _name("torch._C._current_graph_task_id")
 saved_tensor_hooks: Callable[[bool], Any] = _name("torch._C._autograd._top_saved_tensors_default_hooks")  # None: none
 running_node: Callable[[], Any] = _name("torch._C._current_autograd_node")
 next_sequence_number: Callable[[], int] = _name("torch._C._autograd._get_sequence_nr")
-sequence_number: Callable[[Any], int] = operator.methodcaller("_sequence_nr")  # of a node; tried
-hooks_of: Callable[[Tensor], MutableMapping[int, Any] | None] = _attribute("torch.Tensor._backward_hooks")  # tried
-post_accumulate_hooks_of: Callable[[Tensor], MutableMapping[int, Any] | None] = _attribute(  # tried
+sequence_number: Callable[[Any], int] = operator.methodcaller("_sequence_nr")  # of a node
+hooks_of: Callable[[Tensor], MutableMapping[int, Any] | None] = _attribute("torch.Tensor._backward_hooks")
+post_accumulate_hooks_of: Callable[[Tensor], MutableMapping[int, Any] | None] = _attribute(
     "torch.Tensor._post_accumulate_grad_hooks"
 )
 
@@ -165,7 +172,7 @@ post_accumulate_hooks_of: Callable[[Tensor], MutableMapping[int, Any] | None] = 
 version_of: Callable[[Tensor], int] = _attribute("torch.Tensor._version")  # counts what is written into a tensor
 sparse_values: Callable[[Tensor], Tensor] = _method("torch.Tensor._values")  # of a sparse COO one, as it is
 sparse_indices: Callable[[Tensor], Tensor] = _method("torch.Tensor._indices")
-jagged_values: Callable[[Any], Tensor] = operator.attrgetter("_values")  # of a nested tensor; tried
+jagged_values: Callable[[Any], Tensor] = operator.attrgetter("_values")  # of a nested tensor
 is_zero_tensor: Callable[[Tensor], bool] = _method("torch.Tensor._is_zerotensor")  # one without memory
 storage_identity: Callable[[Any], int] = _attribute("torch.UntypedStorage._cdata")
 is_functorch_wrapped: Callable[[Tensor], bool] = _name("torch._C._functorch.is_functorch_wrapped_tensor")
@@ -198,10 +205,8 @@ _name("torch.nn.Module._state_dict_pre_hooks")
 _name("torch.nn.Module._load_state_dict_pre_hooks")
 _name("torch.nn.Module._load_state_dict_post_hooks")
 forward_pre_hooks_of: Callable[[nn.Module], MutableMapping[int, Any]] = _attribute("torch.nn.Module._forward_pre_hooks")
-COMPILED = "_orig_mod"  # the name of a module inside the wrapper of torch.compile; tried
-AVERAGING: CodeType = _name(
-    "torch.optim.swa_utils.AveragedModel.update_parameters.__code__"
-)  # asks for parameters; tried
+COMPILED = "_orig_mod"  # the name of a module inside the wrapper of torch.compile
+AVERAGING: CodeType = _name("torch.optim.swa_utils.AveragedModel.update_parameters.__code__")  # asks for parameters
 
 
 def own_parameter(module: nn.Module, name: str) -> nn.Parameter | None:
@@ -233,13 +238,12 @@ def compiled_inside(function: Function) -> Function:
 
 def marked_constant(function: Function) -> Function:
     """Makes torch.compile call a function when it traces, and use the result as a constant."""
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # tried
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 def metadata_of(state: Any) -> dict[str, dict[str, Any]]:
     """Returns a state dict's metadata by module name; empty if torch did not make the dict."""
-    # Relies on internals of torch that tests/torch_behaviours.py checks.
     found: dict[str, dict[str, Any]] = getattr(state, "_metadata", {})
     return found
 
@@ -256,9 +260,9 @@ def compiled_module(module: nn.Module) -> nn.Module | None:
 
 
 # Optimizers.
-_STEPPED = "_opt_called"  # without it LR schedulers warn of a step that they have not seen; tried
-SCHEDULED = "_wrapped_by_lr_sched"  # the mark by which a scheduler knows that it has wrapped `step` already; tried
-_FUSED = "_step_supports_amp_scaling"  # of an optimizer that takes `grad_scale` and `found_inf`; tried
+_STEPPED = "_opt_called"  # without it LR schedulers warn of a step that they have not seen
+SCHEDULED = "_wrapped_by_lr_sched"  # the mark by which a scheduler knows that it has wrapped `step` already
+_FUSED = "_step_supports_amp_scaling"  # of an optimizer that takes `grad_scale` and `found_inf`
 step_pre_hooks_of: Callable[[Optimizer], MutableMapping[int, Any]] = _attribute(
     "torch.optim.Optimizer._optimizer_step_pre_hooks"
 )
@@ -267,8 +271,8 @@ load_pre_hooks_of: Callable[[Optimizer], Any] = _attribute("torch.optim.Optimize
 load_post_hooks_of: Callable[[Optimizer], Any] = _attribute(
     "torch.optim.Optimizer._optimizer_load_state_dict_post_hooks"
 )
-GLOBAL_STEP_PRE_HOOKS: MutableMapping[int, Any] = _name("torch.optim.optimizer._global_optimizer_pre_hooks")  # tried
-GLOBAL_STEP_POST_HOOKS: MutableMapping[int, Any] = _name("torch.optim.optimizer._global_optimizer_post_hooks")  # tried
+GLOBAL_STEP_PRE_HOOKS: MutableMapping[int, Any] = _name("torch.optim.optimizer._global_optimizer_pre_hooks")
+GLOBAL_STEP_POST_HOOKS: MutableMapping[int, Any] = _name("torch.optim.optimizer._global_optimizer_post_hooks")
 
 
 _LOAD_HOOKS = "_optimizer_load_state_dict_pre_hooks"
@@ -361,7 +365,6 @@ class OpenAutocast(TorchAutocast):
 
     def again(self) -> torch.autocast:
         """Returns a `torch.autocast` with the same settings, without repeating the warnings of this instance."""
-        # Relies on internals of torch that tests/torch_behaviours.py checks.
         return TorchAutocast(self.device, self.fast_dtype, self._enabled, self._cache_enabled)
 
 
@@ -390,21 +393,19 @@ def end_stance(stance: Any) -> None:
     """Ends a stance that `torch.compiler.set_stance` returned, and restores the stance before it."""
     # Calling `set_stance` with the earlier stance would be wrong inside a `with set_stance(...)` block that has begun
     # since then: it would override the stance of the block, and the end of the block would bring back the ended
-    # stance. Relies on internals of torch that tests/torch_behaviours.py checks.
+    # stance.
     for field in fields(stance.stance):
         object.__setattr__(stance.stance, field.name, getattr(stance.prev, field.name))
 
 
 def cache_tag() -> Any:
     """Returns the tag of torch.compile's caches on disk, which is the same for all threads."""
-    # Relies on internals of torch that tests/torch_behaviours.py checks.
     entry = _process_wide_tag()
     return torch.compiler.config.cache_key_tag if entry is None else entry.env_value_default
 
 
 def set_cache_tag(tag: Any) -> None:
     """Sets the tag of torch.compile's caches on disk for all threads."""
-    # Relies on internals of torch that tests/torch_behaviours.py checks.
     entry = _process_wide_tag()
     if entry is None:
         torch.compiler.config.cache_key_tag = tag
@@ -464,20 +465,17 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def is_joining(wrapper: DistributedDataParallel) -> bool:
     """Tells whether a DistributedDataParallel is inside its `join()`, where other processes may be out of data."""
-    # Relies on internals of torch that tests/torch_behaviours.py checks.
     return bool(getattr(wrapper, _JOIN).enable)
 
 
 def has_comm_hook(wrapper: DistributedDataParallel) -> bool:
     """Tells whether a DistributedDataParallel has a communication hook other than torch's built-in ones."""
-    # Relies on internals of torch that tests/torch_behaviours.py checks.
     return bool(getattr(wrapper, _HOOKS))
 
 
 def sends_weights(frame: FrameType | None) -> bool:
     """Tells whether a DistributedDataParallel whose constructor is running sends its weights to other processes."""
-    # The constructor's argument `init_sync` is read from the stack, since the wrapper does not keep it. Relies on
-    # internals of torch that tests/torch_behaviours.py checks.
+    # The constructor's argument `init_sync` is read from the stack, since the wrapper does not keep it.
     while frame is not None and frame.f_code is not DistributedDataParallel.__init__.__code__:
         frame = frame.f_back
     return frame is None or bool(frame.f_locals.get(_SYNCS, True))
@@ -493,13 +491,12 @@ _POLICY = "_mp_policy"
 def class_index_above(base: type) -> dict[str, int]:
     """Returns class attributes for a subclass of `base`, from which FSDP2 finds the original class of a module."""
     # FSDP2 needs the original class, for example, when a container of modules is sliced. The dict is empty if FSDP2
-    # did not make `base`. Relies on internals of torch that tests/torch_behaviours.py checks.
+    # did not make `base`.
     return {_CLASS_INDEX: getattr(base, _CLASS_INDEX) + 1} if hasattr(base, _CLASS_INDEX) else {}
 
 
 def holds_unreduced(module: Any) -> bool:
     """Tells whether FSDP2 holds gradients of a module from a backward pass that did not reduce them."""
-    # Relies on internals of torch that tests/torch_behaviours.py checks.
     held = _held_by(module)
     if any(getattr(p, _WAITING) is not None for p in held):
         return True
@@ -508,13 +505,11 @@ def holds_unreduced(module: Any) -> bool:
 
 def offloads(module: Any) -> bool:
     """Tells whether FSDP2 keeps shards of a module on the CPU, even if they are gathered on another device."""
-    # Relies on internals of torch that tests/torch_behaviours.py checks.
     return any(getattr(p, _OFFLOADED) for p in _held_by(module))
 
 
 def policy_of(module: Any) -> Any:
     """Returns the `mp_policy` that was passed to `fully_shard` for a module."""
-    # Relies on internals of torch that tests/torch_behaviours.py checks.
     return getattr(module._get_fsdp_state(), _POLICY)
 
 
@@ -529,7 +524,6 @@ def _held_by(module: Any) -> list[Any]:
 
 def is_sharding(cls: type) -> bool:
     """Tells whether a class was made by FSDP2, or is a subclass of such a class."""
-    # Relies on internals of torch that tests/torch_behaviours.py checks.
     return any(each.__name__ == _SHARDING for each in cls.__mro__)
 
 
@@ -538,11 +532,10 @@ _FAKE = "FakeTensor"
 
 def holds_shapes(cls: type) -> bool:
     """Tells whether tensors of a class have shapes but no values; DTensor runs operations on such tensors."""
-    # Relies on internals of torch that tests/torch_behaviours.py checks.
     return cls.__name__ == _FAKE
 
 
-# The stack: whose code a frame runs. Tried, all of it.
+# The stack: whose code a frame runs.
 FOLDER = os.path.dirname(torch.__file__) + os.sep
 ENGINE = "_engine_run_backward"  # the function of torch's from which every backward pass starts
 CHECKPOINT_FILE = os.path.join(FOLDER, "utils", "checkpoint.py")
@@ -559,7 +552,7 @@ DISPATCH_FILES = tuple(  # between what calls an operation and what sees it
     )
 )
 
-# Texts. Tried.
+# Texts.
 BEYOND = "without overflow"  # in the error for a constant that the format of the result does not have
 
 
@@ -586,8 +579,7 @@ def saved_by(node: Any) -> list[Tensor] | None:
 
 def is_users_function(node: Any) -> bool:
     """Tells whether an autograd node is of a `torch.autograd.Function` that is not torch's own."""
-    # The Functions of FSDP2, for example, are torch's own. Relies on internals of torch that tests/torch_behaviours.py
-    # checks.
+    # The Functions of FSDP2, for example, are torch's own.
     if not isinstance(node, torch.autograd.function.BackwardCFunction):
         return False
     return not str(type(node)._forward_cls.__module__).startswith("torch.")  # type: ignore[attr-defined]

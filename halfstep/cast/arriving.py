@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from halfstep.cast.reading import CONVOLUTIONS
 from halfstep.errors import SetupError
 from halfstep.formats import FP32
 from halfstep.plan.plan import Plan
@@ -18,8 +19,7 @@ from halfstep.torch_internals import parameters_of, policy_of
 
 Undo = Callable[[], None]
 # Whose products cast the weights anyway: to widen them first would give the same values.
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_CASTING = (nn.Linear, nn.Bilinear, *_CONVOLUTIONS, nn.RNNBase, nn.MultiheadAttention)
+_CASTING = (nn.Linear, nn.Bilinear, *CONVOLUTIONS, nn.RNNBase, nn.MultiheadAttention)
 
 
 def read_as_planned(roots: Sequence[nn.Module], pairs: Iterable[tuple[nn.Module, ModuleFormats]], plan: Plan) -> Undo:

@@ -16,7 +16,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from halfstep.cast.emulate import Emulation
 from halfstep.cast.enter import Entrances
 from halfstep.cast.functions import patch_functions
-from halfstep.cast.gate import Casts, Gate, Inside
+from halfstep.cast.gate import Casts, Gate
 from halfstep.cast.modules import CastOut, Undo, holds_state, inputs_to, outputs_to, refuse_removal
 from halfstep.cast.ops import OpEngine, Switch, Token
 from halfstep.cast.probabilities import Scope, enter_forward, leave_forward, new_forward, widened
@@ -132,8 +132,7 @@ class Casting:
                 return stack.pop_all().close
             entrances = Entrances()
             entered: set[int] = set()  # modules inside one whose forward is entered already
-            switch = self._engine.switch
-            plan = Inside(switch.device_type, switch.marker, switch.low)
+            plan = self._engine.switch
             for module, formats in modules:
                 stored_low = self._plan.param == "low" and formats.door  # here or below
                 own_low = formats.param is not None and formats.param is not FP32

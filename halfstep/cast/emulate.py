@@ -31,7 +31,7 @@ _MIXING = (FLASH_ATTENTION_CPU, FLASH_ATTENTION_CPU_BACKWARD, _LSTM_BACKWARD)
 
 _OF_NESTED = (aten.linear.default, aten.matmul.default)  # which a nested tensor cannot take apart
 _POWER = aten.pow.Tensor_Scalar
-_POWERS = (2, 3)  # of fp16: the CPU's own kernel gives the same bits in five times the time
+POWERS = (2, 3)  # of fp16: the CPU's own kernel gives the same bits in five times the time
 
 # What tensor cores compute. All else in a network is elementwise or a reduction, in fp16 as fast as in fp32 on a CPU.
 PRODUCTS: frozenset[OpOverload] = frozenset(
@@ -152,7 +152,7 @@ class Emulation(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
             return self._lstm(*args) if func is _LSTM else self._product(func, args, named)
         if func in WRITERS and self._is_low(func, args, named):
             return self._write(func, args, named)
-        if func is _POWER and args[1] in _POWERS and args[0].dtype is self._dtype is torch.float16:
+        if func is _POWER and args[1] in POWERS and args[0].dtype is self._dtype is torch.float16:
             return self._product(func, args, named)
         if is_composite(func) and any(isinstance(a, Tensor) and a.is_nested for a in args):
             low = func in _OF_NESTED and self._is_low(func, args, named)
@@ -185,9 +185,6 @@ class Emulation(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
             return result[0].to(low), result[1]
         return tuple(t.to(low) if isinstance(t, Tensor) and t.is_floating_point() else t for t in result)
 
-    def _named_product(self, func: OpOverload, *args: Any, **kwargs: Any) -> Any:
-        return self._product(func, args, kwargs)
-
     def _lstm(self, x: Tensor, *args: Any) -> Any:
         """Computes an LSTM layer: as one fp32 operation if gradients are on, otherwise time step by time step."""
         # Without gradients, results are rounded in each time step, as in torch without oneDNN's LSTM kernel.
@@ -216,7 +213,7 @@ class Emulation(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
 
 def is_emulated(func: OpOverload, args: Sequence[Any]) -> bool:
     """Tells whether an operation on low tensors is computed in fp32 where a session emulates."""
-    return func in PRODUCTS or func in WRITERS or (func is _POWER and args[1] in _POWERS)
+    return func in PRODUCTS or func in WRITERS or (func is _POWER and args[1] in POWERS)
 
 
 def _dispatches(kind: Any) -> bool:

@@ -31,7 +31,8 @@ from halfstep.cast.copies import (
     plain_class,
     reduction_of,
 )
-from halfstep.cast.gate import Gate, Inside, explain, run_as_written, run_eager, run_in_region, run_traced
+from halfstep.cast.gate import Gate, explain, run_as_written, run_eager, run_in_region, run_traced
+from halfstep.cast.ops import Switch
 from halfstep.cast.reading import Reading, attributes, noting_grad_mode
 from halfstep.errors import SessionError
 from halfstep.pages import MISMATCH, more
@@ -76,7 +77,7 @@ def _parameters(self: nn.Module, recurse: bool = True) -> Iterator[nn.Parameter]
     return (gate.full(parameter) for parameter in own)  # tensors, as update_parameters accepts
 
 
-def _explaining(methods: dict[str, FunctionType], inside: Inside) -> dict[str, FunctionType]:
+def _explaining(methods: dict[str, FunctionType], inside: Switch) -> dict[str, FunctionType]:
     """Returns wrappers of the methods, by name, that add advice to torch's errors about mixed formats."""
     is_on = torch.is_autocast_enabled
 
@@ -118,7 +119,7 @@ def _methods(base: type[nn.Module]) -> dict[str, FunctionType]:
     }
 
 
-def _entering(call: Callable[..., Any], *, door: Inside | None, at_call: bool) -> Callable[..., Any]:
+def _entering(call: Callable[..., Any], *, door: Switch | None, at_call: bool) -> Callable[..., Any]:
     """Returns a forward, or `at_call` a `__call__`, that makes a `call` in the way that the module's gate says.
 
     A door (a module whose call from outside of the model's forward enters the plan) has no casts inside.
@@ -153,8 +154,8 @@ def _entering(call: Callable[..., Any], *, door: Inside | None, at_call: bool) -
 def make_class(
     base: type[nn.Module],
     *,
-    door: Inside | None = None,
-    explain: Inside | None = None,
+    door: Switch | None = None,
+    explain: Switch | None = None,
     at_call: bool = False,
     reading: Reading | None = None,
 ) -> type[nn.Module]:
@@ -270,8 +271,8 @@ class Entrances:
         module: nn.Module,
         gate: Gate,
         *,
-        door: Inside | None = None,
-        explain: Inside | None = None,
+        door: Switch | None = None,
+        explain: Switch | None = None,
         reading: Reading | None = None,
     ) -> Callable[[], None]:
         """Puts a gate around the module's forward; returns a function that removes it."""

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from halfstep.cast.ops import Switch
 from halfstep.pages import MISMATCH, more
 from halfstep.torch_internals import (
     StorageWeakRef,
@@ -47,21 +48,6 @@ MIXED = re.compile(
 _LOW = re.compile("Half|BFloat16|b?float16")
 _NOBODY_LOOKS = nullcontext()
 _MANY = 64  # calls of one module at least, before those whose memory is gone are dropped
-
-
-@dataclass(frozen=True)
-class Inside:
-    """The autocast settings by which a thread tells that it is inside a plan.
-
-    Three conditions must hold: the autocast bit `marker` is on, autocast is on for `device_type`, and its format is
-    `low`. The marker is not enough, because in a backward pass it is also on outside of forwards. The format is needed
-    because an activation checkpoint restores the caller's own autocast, which may be on for `device_type` in another
-    format.
-    """
-
-    device_type: str
-    marker: str
-    low: torch.dtype
 
 
 @dataclass
@@ -142,7 +128,7 @@ def _memory_of(args: Any, kwargs: Any) -> tuple[tuple[int, ...], list[Any]]:
 class Gate:
     """How calls of one module enter the plan; deep copies of the module share its gate, pickles do not."""
 
-    plan: Inside
+    plan: Switch
     full: Callable[[nn.Parameter], Tensor]  # the fp32 value of a parameter that is stored low
     lent: Callable[[], AbstractContextManager[Any]]  # in it the session stores all parameters in fp32
     outside: Casts | None = None  # for calls from outside of the model's forward; without them the gate does nothing
@@ -244,7 +230,7 @@ def run_traced(casts: Casts, call: Callable[..., Any], module: nn.Module, args: 
     return out if casts.cast_out is None else casts.cast_out(out, *given)
 
 
-def run_as_written(plan: Inside, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+def run_as_written(plan: Switch, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
     """Makes a call around which the model's own code has changed autocast, without casts."""
     switched_off = not torch.is_autocast_enabled(plan.device_type)
     try:

@@ -41,7 +41,7 @@ RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rn
 _STATISTICS = ("batch_norm", "instance_norm")
 # These ops take a low input with fp32 parameters and compute in fp32, in 0.4 of the time that they take with two casts.
 _MIXED_ON_CPU = ("group_norm",)
-# These add up the gradients of their parameters in the format of their input, whatever theirs is (torch 2.13).
+# These add up the gradients of their parameters in the format of their input, whatever theirs is.
 _LOW_SUMS_ON_CPU = ("layer_norm", "native_layer_norm")
 # None of these ops' parts has a row, except parts that run in the formats that the row of the whole has chosen.
 _WHOLE = ("layer_norm", "native_layer_norm", "group_norm", "batch_norm")

@@ -28,7 +28,12 @@ _COUNT: tuple[Any, ...] = (torch.autocast_increment_nesting, torch.autocast_decr
 
 @dataclass(frozen=True)
 class Switch:
-    """Tells whether a table casts the ops of a thread to `low`; does not keep the table's engine alive."""
+    """The autocast settings by which a thread tells that it is inside a plan; keeps no engine alive.
+
+    The autocast bit `marker` alone is not enough, because in a backward pass it is also on outside of forwards. The
+    format is needed where an activation checkpoint restores the caller's own autocast, which may be on for
+    `device_type` in another format.
+    """
 
     marker: str
     device_type: str
@@ -37,6 +42,11 @@ class Switch:
     def is_on(self) -> bool:
         """Tells whether this thread is in a region that casts."""
         return torch.is_autocast_enabled(self.marker) and torch.is_autocast_enabled(self.device_type)
+
+    def is_inside(self) -> bool:
+        """Tells whether this thread is in a region that casts to `low`."""
+        is_on, device_type = torch.is_autocast_enabled, self.device_type
+        return is_on(self.marker) and is_on(device_type) and torch.get_autocast_dtype(device_type) is self.low
 
 
 class OpEngine:

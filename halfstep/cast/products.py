@@ -22,7 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 from torch.nn.attention import SDPBackend
 
-from halfstep.cast.emulate import SUMS_OF_PRODUCTS, Emulation
+from halfstep.cast.emulate import POWERS, SUMS_OF_PRODUCTS, Emulation
 from halfstep.cast.opkernels import RECURRENT, Act, OpSite, make_act
 from halfstep.formats import Format, as_format, is_low, round_nearest
 from halfstep.plan.optable import Action
@@ -65,7 +65,6 @@ EMULATED = frozenset({*_OPERATIONS.split(), *IN_PARTS, *_LAYERS, _ATTENTION})
 
 ALSO_EMULATED = ("pow.Tensor_Scalar", "_grouped_mm")
 """Overloads that no row of the table casts, but that take many times fp32's time in low precision."""
-_POWERS = (2, 3)  # of fp16: the CPU's own kernel gives the same bits in ten times the time
 
 
 class ProductSite(OpSite):
@@ -171,7 +170,7 @@ def _attention(site: ProductSite, low: torch.dtype, args: Sequence[Any], kwargs:
 
 
 def _power(site: ProductSite, low: torch.dtype, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    emulate = low is torch.float16 and args[1] in _POWERS and in_functorch() is None
+    emulate = low is torch.float16 and args[1] in POWERS and in_functorch() is None
     return _Power.apply(*args) if emulate else site.direct(*args, **kwargs)  # type: ignore[no-untyped-call]
 
 

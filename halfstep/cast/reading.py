@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.cast.gate import Inside
+from halfstep.cast.ops import Switch
 from halfstep.plan.matching import norm_kind
 from halfstep.plan.resolve import ModuleFormats
 from halfstep.torch_internals import own_parameter, tree_map_only, without_subclasses
 
 # torch's own forwards of these modules cast what they compute with, or return the format of their input.
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_CASTING = (nn.Linear, *_CONVOLUTIONS, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention, nn.PReLU)
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_CASTING = (nn.Linear, *CONVOLUTIONS, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention, nn.PReLU)
 _DATA = (Tensor.data.__get__, Tensor.data.__set__)  # type: ignore[attr-defined]
 
 
@@ -30,10 +30,10 @@ class Reading:
     """The weights of a module that its code reads low, by name, and how a thread tells that it is inside the plan."""
 
     names: frozenset[str]
-    inside: Inside
+    inside: Switch
 
 
-def reading_of(module: nn.Module, formats: ModuleFormats, inside: Inside) -> Reading | None:
+def reading_of(module: nn.Module, formats: ModuleFormats, inside: Switch) -> Reading | None:
     """Returns which weights the code of a module reads low; None if there are none."""
     if not formats.kept or isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         return None
@@ -87,24 +87,9 @@ def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[LowForm]:
     return [each for each in places if isinstance(each, LowForm)]
 
 
-_IN_PLACE = frozenset(
-    f"__i{name}__"
-    for name in (
-        "add",
-        "sub",
-        "mul",
-        "div",
-        "truediv",
-        "floordiv",
-        "mod",
-        "pow",
-        "and",
-        "or",
-        "xor",
-        "lshift",
-        "rshift",
-    )
-)
+_IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow")} | {
+    f"__i{name}__" for name in ("and", "or", "xor", "lshift", "rshift")
+}
 
 
 def _share_memory(one: Tensor, other: Tensor) -> bool:
@@ -116,7 +101,7 @@ def attributes(base: type[nn.Module], reading: Reading) -> dict[str, Any]:
     inside = reading.inside
 
     def set_attribute(self: nn.Module, name: str, value: Any) -> None:
-        if name in reading.names and isinstance(value, nn.Parameter) and _is_inside(inside):
+        if name in reading.names and isinstance(value, nn.Parameter) and inside.is_inside():
             gate: Any = self._halfstep_gate
             if gate is not None:
                 gate.written.add(name)
@@ -126,19 +111,14 @@ def attributes(base: type[nn.Module], reading: Reading) -> dict[str, Any]:
     return {"__setattr__": set_attribute, **{name: _property(name, inside) for name in reading.names}}
 
 
-def _is_inside(inside: Inside) -> bool:
-    is_on, dtype_of = torch.is_autocast_enabled, torch.get_autocast_dtype
-    return is_on(inside.marker) and is_on(inside.device_type) and dtype_of(inside.device_type) is inside.low
-
-
-def _property(name: str, inside: Inside) -> property:
+def _property(name: str, inside: Switch) -> property:
     def read(self: nn.Module) -> Any:
         weight = own_parameter(self, name)
         if weight is None:  # torch's own way goes on where this raises: it may be a buffer now
             if name in self.__dict__:
                 return self.__dict__[name]
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        if not _is_inside(inside):
+        if not inside.is_inside():
             return weight
         gate: Any = self._halfstep_gate
         if gate is None or weight.dtype is not torch.float32 or not gate.reads_low(self, name, weight):

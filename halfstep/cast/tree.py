@@ -175,7 +175,7 @@ def _rebuild_mapping(obj: Any, changed: dict[Any, Any]) -> Any:
     if type(obj) is dict:
         return {**obj, **changed}
     values = {**obj, **changed}
-    if type(obj) is OrderedDict and torch.compiler.is_compiling():  # which torch.compile of 2.15 cannot copy
+    if type(obj) is OrderedDict and torch.compiler.is_compiling():  # which torch.compile may fail to copy
         return OrderedDict(values)
     if not hasattr(type(obj), "__setitem__"):  # read-only views and frozen dicts are built from a dict
         return type(obj)(values)

@@ -172,7 +172,7 @@ def _note(module: nn.Module, into: list[range], undo: ExitStack) -> None:
 def _without_onednn() -> Iterator[None]:
     with ExitStack() as undo:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch 2.13 warns of its own TF32 switch here
+            warnings.simplefilter("ignore")  # torch warns of its own TF32 switch here
             undo.enter_context(torch.backends.mkldnn.flags(enabled=False))
         yield
 
@@ -264,6 +264,6 @@ def rounded(values: Tensor, fmt: Format) -> Tensor:
     """
     if fmt is TF32:  # no dtype is TF32
         return round_nearest(values, fmt)
-    if not fmt.has_inf:  # torch before 2.12 turns values beyond the format into NaN
+    if not fmt.has_inf:  # else some releases turn values beyond the format into NaN
         values = saturate(values, fmt)
     return values.to(fmt.dtype).float()

@@ -18,11 +18,10 @@ from halfstep.edits import (
     OpChanges,
     Rule,
     Scaling,
-    Width,
 )
 from halfstep.errors import PlanError
 from halfstep.formats import BF16, FORMATS, FP16, LOW_FORMATS, Format, as_format
-from halfstep.plan.plan import Master, Plan, PlanInput
+from halfstep.plan.plan import Plan
 from halfstep.validate import as_tuple, near_miss, real
 
 _OFF = Scaling("none")
@@ -105,24 +104,20 @@ def _level_hint(name: object) -> str:
     return near_miss(name, LEVELS)
 
 
-def customize(  # noqa: PLR0913  # the keywords of `initialize` that change a plan
+def customize(
     plan: Plan,
     *,
     low: Format | torch.dtype | str | None = None,
     loss_scale: str | float | Scaling | None = None,
-    norms: Width | None = None,
-    master: Master | None = None,
     rules: Iterable[Rule] = (),
     ops: OpChanges | Mapping[str, Iterable[str]] | None = None,
-    input: PlanInput | None = None,
-    frozen: Width | None = None,
+    **changes: str | None,
 ) -> Plan:
     """Returns the plan with the keywords of `initialize` applied; None and () leave it as it is.
 
     Another `low` also changes fields such as master and scale: those that still have the value of the plan's level get
     the level's value for the new format. `loss_scale` is "dynamic", "none", a number (also as text) or a Scaling.
-    `rules` and `ops` are added as edits; if two contradict each other, the later one wins. `input` is "keep" or "low",
-    `frozen` "full" or "low".
+    `rules` and `ops` are added as edits; if two contradict each other, the later one wins. `changes` are other fields.
 
     Raises:
         PlanError: an invalid value, or one that contradicts the plan.
@@ -131,21 +126,17 @@ def customize(  # noqa: PLR0913  # the keywords of `initialize` that change a pl
     >>> customize(level("O2", "bf16"), low="fp16", loss_scale=128).scale.init
     128.0
     """
+    norms = changes.get("norms")
     if norms is not None and plan.param == "full":
         raise PlanError(
             f"norms is {norms!r}, but at {plan.name} (param 'full') weights are fp32 and the op table decides how "
             "norms compute; leave norms out, or move an op to another row, for example ops={'allow': ['layer_norm']}"
         )
-    given = {
-        "scale": None if loss_scale is None else as_scaling(loss_scale),
-        "norms": norms,
-        "master": master,
-        "input": input,
-        "frozen": frozen,
-    }
-    changes = {} if low is None else _for_format(plan, as_format(low))
-    changes |= {name: value for name, value in given.items() if value is not None}
-    return replace(plan, **changes).edit(*as_tuple("rules", rules, of="Rules"), *_op_edits(ops))
+    values: dict[str, Any] = {} if low is None else _for_format(plan, as_format(low))
+    values |= {name: value for name, value in changes.items() if value is not None}
+    if loss_scale is not None:
+        values["scale"] = as_scaling(loss_scale)
+    return replace(plan, **values).edit(*as_tuple("rules", rules, of="Rules"), *_op_edits(ops))
 
 
 def _for_format(plan: Plan, low: Format) -> dict[str, Any]:
