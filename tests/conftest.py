@@ -71,18 +71,46 @@ def pytest_sessionfinish():
 
 
 def mark_slow_rows(items, *, whole):
-    """Marks the rows that `slow_but` does not choose; each of its words has to choose some of `whole` tests."""
-    asked, chosen = set(), set()
+    """Marks rows of tests over many settings as slow: those that `slow_but` does not choose, or else of products of
+    grids those that bring no new value. Each word of `slow_but` has to choose some of `whole` tests.
+    """
+    asked, chosen, grids = set(), set(), {}
     for item in items:
-        for mark in item.iter_markers("slow_but"):
+        marks = list(item.iter_markers("slow_but"))
+        for mark in marks:
             test = item.nodeid.partition("[")[0]
             fits = {(test, word) for word in mark.args if word in item.name}
             asked |= {(test, word) for word in mark.args}
             chosen |= fits
             if not fits:
                 item.add_marker(pytest.mark.slow)
+        if not marks and item.get_closest_marker("slow") is None and hasattr(item, "callspec"):
+            grids.setdefault(item.nodeid.partition("[")[0], []).append((item, values_of(item)))
+    for rows in grids.values():
+        for item in more_than_each_value(rows):
+            item.add_marker(pytest.mark.slow)
     if whole and asked != chosen:
         raise pytest.UsageError(f"slow_but: no row has what is asked for: {sorted(asked - chosen)}")
+
+
+def values_of(item):
+    """The values that a row takes from the grids of its test (`parametrize`s and fixtures), told apart by their ids."""
+    left = {name: id(value) for name, value in item.callspec.params.items()}
+    grids = []
+    for mark in item.iter_markers("parametrize"):
+        names = mark.args[0].split(",") if isinstance(mark.args[0], str) else mark.args[0]
+        grids.append(tuple(left.pop(name.strip(), 0) for name in names))
+    return set(enumerate([*grids, *left.values()]))
+
+
+def more_than_each_value(rows):
+    """The rows of one test that are not needed to run each value of each grid once; those with most new ones stay."""
+    missing, left = set().union(*(values for _, values in rows)), list(rows)
+    while missing:
+        best = max(left, key=lambda row: len(row[1] & missing))
+        missing -= best[1]
+        left.remove(best)
+    return [item for item, _ in left]
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
