@@ -301,7 +301,7 @@ def test_policies_that_differ_between_processes_are_an_error_in_all(what, module
 
 @pytest.mark.parametrize("engine", ["DDP", "FSDP2"])
 def test_a_step_that_a_hook_stopped_in_one_process_is_counted_in_all_and_not_made_again(engine, found):
-    assert found[0][f"{engine} hook"] == ([], 4)
+    assert found[0][f"{engine} hook"] == [[], 4]
     (first, again, second, _), steps = found[1][f"{engine} hook"]
     assert (first, second, steps) == ("1", "2", 4)
     assert "step() was called without gradients" in again
