@@ -12,8 +12,8 @@ import halfstep
 from halfstep import FULL, Rule, SessionError
 from halfstep.diagnose.cures import FULL_OUT
 from tests.contracts.cases import backward_and_step, differing, snapshot
-from tests.diagnose.closures import LABELS, cross_entropy, opened, tower, verdict_on
-from tests.diagnose.faults.hosts import Cnn, Stacked, images, rows
+from tests.diagnose.closures import LABELS, opened, tower, verdict_on
+from tests.diagnose.faults.hosts import Cnn, Stacked, rows
 from tests.diagnose.faults.plants import Gain
 
 
@@ -112,13 +112,6 @@ def test_an_error_of_the_closure_leaves_everything_as_it_was():
     assert differing(before, snapshot(model, optimizer, session)) == []
 
 
-def test_blame_inside_its_own_closure_is_refused():
-    _, _, session, closure = tower()
-    with pytest.raises(SessionError, match="cannot be called inside a closure"):
-        halfstep.blame(session, lambda: halfstep.blame(session, closure))
-    assert halfstep.blame(session, closure) is None
-
-
 def test_a_model_that_cannot_be_copied_gets_a_verdict_whose_cure_was_not_tried():
     model = Cnn(Gain())
     model.extra = threading.Lock()
@@ -152,25 +145,6 @@ def test_a_cure_that_ran_on_other_batches_is_not_claimed(low, batches):
     assert (verdict.kind, verdict.operator, verdict.cure) == ("invalid", "div", ())
     assert "does not repeat" in verdict.evidence
     assert "tried:" not in verdict.advice
-
-
-def test_a_model_that_fails_a_few_times_only_gets_no_tried_cure():
-    calls = []
-
-    def loss(model, inputs):
-        calls.append(1)
-        return model(inputs).square().mean() / (0.0 if len(calls) <= 2 else 1.0)
-
-    verdict = verdict_on(Cnn(nn.Identity()), loss=loss)
-    assert verdict.cure == ()
-    assert "does not repeat" in verdict.evidence
-
-
-def test_a_closure_whose_batches_are_taken_from_a_list_does_not_repeat():
-    batches = [images()]
-    verdict = verdict_on(Cnn(Gain()), loss=lambda model, _: cross_entropy(model, batches.pop()))
-    assert (verdict.module, verdict.operator) == ("plant", "mul")
-    assert "does not repeat" in verdict.evidence
 
 
 def penalty(session, model, inputs):

@@ -329,7 +329,6 @@ def test_evaluation_may_come_while_a_step_is_waited_for(low):
     with torch.inference_mode():
         expected = model(inputs)
     train_on(lambda: model(inputs * torch.nan).mean(), session, optimizer, WINDOW + 1)
-    (watching,) = session.watchers
-    assert watching._armed is not None
+    assert recording()
     with torch.inference_mode():  # where an LSTM comes to the recorder whole, and its parts count on autocast
         assert torch.equal(model(inputs), expected)

@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 import halfstep
-from benchmarks import whatif as benchmark
-from benchmarks.whatif import ALLOWED, Difference, Scatter, compare
+from benchmarks.whatif import ALLOWED, compare
 from halfstep import FULL, Rule, Scaling
 from halfstep.errors import FormatError, PlanError, SessionError, SetupError
 from halfstep.workloads.char_lm import CharLM
@@ -466,33 +465,6 @@ def test_predictions_hold_in_the_low_run(job, low, plan, scale):
     assert compared.most <= ALLOWED
     if scale is not None:
         assert compared.lost > 0, "a comparison in which nothing is lost shows nothing"
-
-
-def test_a_module_that_chance_decides_is_compared_by_ranges(monkeypatch):
-    job = Regression(d_in=32, d_out=16)
-    once = compare(job, "fp16", "O2", scale=1.0, steps=1, draws=2)
-    assert once.holds
-    assert once.scattered == (), "all are near enough"
-    monkeypatch.setattr(benchmark, "ALLOWED", -1.0)
-    several = compare(job, "fp16", "O2", scale=1.0, steps=1, draws=2)
-    assert {(row.module, row.kind) for row in several.scattered} == {(d.module, d.kind) for d in once.differences}
-    assert all(len(row.lost) == len(row.really_lost) == 3 for row in several.scattered)
-    assert several.scattered[0].lost[0] == several.differences[0].lost
-
-
-@pytest.mark.parametrize(
-    ("really_lost", "apart", "holds"),
-    [((0.1, 0.3), 0.0, True), ((0.04, 0.195), 0.005, True), ((0.0, 0.18), 0.02, False)],
-)
-def test_ranges_are_apart_by_what_lies_between_them(really_lost, apart, holds):
-    scatter = Scatter("m", "weight", (0.2, 0.25), really_lost, (0.0, 0.0), (0.0, 0.0))
-    assert scatter.apart == pytest.approx(apart)
-    turned = Scatter("m", "weight", (0.0, 0.0), (0.0, 0.0), really_lost, (0.2, 0.25))
-    assert turned.apart == pytest.approx(apart)
-    row = Difference("m", "weight", 10, 10, 0.2, really_lost[0], 0.0, 0.0)
-    found = dataclasses.replace(compare(Regression(d_in=8, d_out=8), "bf16", "O2", steps=1), differences=(row,))
-    assert not found.holds, "a module is off, and no ranges are known"
-    assert dataclasses.replace(found, scattered=(scatter,)).holds == holds
 
 
 @pytest.mark.parametrize("job", [SMALL[0][0], SMALL[3][0]], ids=lambda job: job.name)

@@ -78,8 +78,7 @@ def hooks_of(model):
 
 @every_plan
 def test_what_is_seen_is_what_the_step_had(name, low):
-    model, _, session = start(name, low)
-    optimizer = session._parts[0].optimizer
+    model, optimizer, session = start(name, low)
     train(session, model, optimizer, [0, 1])
     probe = session.observe(every=1)
     outputs, gradients = {}, {}
@@ -147,23 +146,22 @@ class Counted(TorchDispatchMode):
 @every_plan
 @pytest.mark.slow_but("O0", "O1-bf16", "O2-fp16")
 def test_a_step_that_is_not_observed_has_no_operation_more(name, low):
-    def counted(session, model, number):
+    def counted(session, model, optimizer, number):
         with Counted() as mode:
-            train(session, model, session._parts[0].optimizer, [number])
+            train(session, model, optimizer, [number])
         return mode.calls
 
-    model, _, session = start(name, low)
-    reference = [counted(session, model, number) for number in range(6)]
+    model, optimizer, session = start(name, low)
+    reference = [counted(session, model, optimizer, number) for number in range(6)]
     session.close()
 
-    model, _, session = start(name, low)
-    before = counted(session, model, 0)
+    model, optimizer, session = start(name, low)
+    before = counted(session, model, optimizer, 0)
     with session.observe(every=3, tensors=ALL):
-        observed = counted(session, model, 1)
-        between = [counted(session, model, 2), counted(session, model, 3)]
-        assert not session._probes.looking
-        train(session, model, session._parts[0].optimizer, [2])
-    after = counted(session, model, 5)
+        observed = counted(session, model, optimizer, 1)
+        between = [counted(session, model, optimizer, number) for number in (2, 3)]
+        train(session, model, optimizer, [2])
+    after = counted(session, model, optimizer, 5)
     session.close()
     assert before == reference[0]
     assert sum(observed.values()) > sum(reference[1].values())
@@ -327,15 +325,6 @@ def test_compiled_models_are_seen_uncompiled_and_compile_only_once(name, how, on
         assert steps == {1: count, 3: count, 6: count}
 
 
-def test_two_probes_leave_the_stance_as_it_was_in_any_order():
-    _, session = small_session()
-    one, two = session.observe(every=1), session.observe(every=1)
-    one.detach()
-    assert torch._dynamo.eval_frame._stance.stance == "force_eager"
-    two.detach()
-    assert torch._dynamo.eval_frame._stance.stance == "default"
-
-
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("name", ["O0", "O1", "O2", "O3"])
 def test_a_model_in_ddp_is_seen_under_its_own_names(name):
@@ -486,16 +475,6 @@ def test_a_hook_on_a_leaf_goes_with_the_step():
 )
 def test_patterns_choose_modules_with_all_below_them(pattern, modules):
     assert {o.module for o in observed(modules=pattern)} == modules
-
-
-def test_modules_of_several_models_have_the_number_of_their_model():
-    models = [Small(), Small()]
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
-    session = halfstep.initialize(models, optimizers, "O1", low="bf16")
-    probe = session.observe(every=1, modules="first")
-    backward_and_step(session, models[0](torch.ones(3, 4)).mean() + models[1](torch.ones(4, 4)).mean())
-    counts = {o.module: o.stats.count for o in probe.flush() if o.kind == "activation"}
-    assert counts == {"0.first": 18, "1.first": 24}
 
 
 def test_a_sample_reads_a_part_and_says_so():
@@ -649,16 +628,6 @@ def test_several_optimizers_make_steps_of_their_own():
     counts = {(o.kind, o.module): o.stats.count for o in probe.flush() if o.name == "bias"}
     kinds = ("weight", "weight_grad", "update")
     assert counts == {(kind, name): size for kind in kinds for name, size in sizes.items()}
-
-
-def test_a_detached_probe_is_forgotten():
-    model, session = small_session()
-    probe = session.observe(every=1)
-    step(model, session)
-    probe.detach()
-    step(model, session)
-    assert session._probes._attached == []
-    assert {o.step for o in probe.flush()} == {1}
 
 
 def test_what_blame_runs_is_no_part_of_the_step():

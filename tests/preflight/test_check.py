@@ -312,38 +312,13 @@ def test_the_gravest_comes_first():
     assert [finding.severity for finding in found] == ["error", "warning", "note"]
 
 
-def ran_backward(session, loss):
-    loss.backward()
-    return loss
-
-
-@pytest.mark.parametrize(
-    ("closure", "words"),
-    [
-        (lambda session, loss: None, "the closure returned NoneType"),
-        (ran_backward, "ran the backward pass"),
-        (lambda session, loss: session.backward(loss), "closure for blame or check"),
-    ],
-)
-def test_closures_that_cannot_be_checked_are_a_clear_error(closure, words):
-    model = Two(nn.Linear(8, 8))
-    session = opened(model)
-    with pytest.raises(SessionError, match=words):
-        halfstep.check(session, lambda: closure(session, loss_of(model)))
-
-
 def test_what_cannot_be_checked_is_a_clear_error():
     model = Two(nn.Linear(8, 8))
     session = opened(model)
-    with pytest.raises(SessionError, match=r"takes a function that returns the loss, not Tensor"):
-        halfstep.check(session, loss_of(model))
     with pytest.raises(SessionError, match="scaler is of type int"):
         halfstep.check(session, scaler=3)
     with pytest.raises(SessionError, match="takes an open session, not Two"):
         halfstep.check(model)
-    session.close()
-    with pytest.raises(SessionError, match="not a closed session"):
-        halfstep.check(session)
     with pytest.raises(SessionError, match="meta device"):
         halfstep.check(opened(nn.Linear(8, 8, device="meta"), "O0"))
 
