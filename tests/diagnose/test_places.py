@@ -17,6 +17,11 @@ def session_of(model, plan, **options):
     return halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=1e-3), plan, low="fp16", **options)
 
 
+def blamed(model, plan, loss, **options):
+    with session_of(model, plan, **options) as session:
+        return halfstep.blame(session, loss)
+
+
 class Repeats(nn.Module):
     """Multiplies by a gain again and again, in one line."""
 
@@ -77,8 +82,7 @@ class Merged(nn.Module):
 def test_a_recurrence_that_explodes_in_fp32_too_gets_advice_and_no_edit(plan):
     torch.manual_seed(0)
     model = Repeats(1.5, 100)  # 1.5**100 is 4e17, which fp32 has
-    with session_of(model, plan) as session:
-        verdict = halfstep.blame(session, lambda: model(ONES).float().mean())
+    verdict = blamed(model, plan, lambda: model(ONES).float().mean())
     assert (verdict.kind, verdict.operator, verdict.module, verdict.cure) == ("overflow", "linear", "layer", ())
     assert "runs 100 times" in verdict.advice
     assert "plan.edit" not in verdict.advice
@@ -90,8 +94,7 @@ def test_what_a_recurrence_that_explodes_makes_overflow_in_fp32_is_no_second_fau
     # in fp32, of which the largest is 3.4e38: (3**50)**2 is 5e47; (10**7)**2 is 1e14; 20**40 is 1e52
     torch.manual_seed(0)
     model = Repeats(gain, times)
-    with session_of(model, plan) as session:
-        verdict = halfstep.blame(session, lambda: model(ONES).float().square().mean())
+    verdict = blamed(model, plan, lambda: model(ONES).float().square().mean())
     assert (verdict.kind, verdict.operator, verdict.module, verdict.cure) == ("overflow", "linear", "layer", ())
     assert f"runs {times} times" in verdict.advice
     assert "two faults" not in verdict.advice
@@ -103,8 +106,7 @@ def test_a_recurrence_is_known_whatever_its_method_calls_the_module(plan, times)
     # in fp32: (3**50)**2 is 5e47; 3**90 is 9e42
     torch.manual_seed(0)
     model = NoSelf(1.0, times)
-    with session_of(model, plan) as session:
-        verdict = halfstep.blame(session, lambda: model(ONES).float().square().mean())
+    verdict = blamed(model, plan, lambda: model(ONES).float().square().mean())
     assert (verdict.kind, verdict.operator, verdict.outside, verdict.cure) == ("overflow", "mul", False, ())
     assert f"runs {times} times" in verdict.advice
     assert "two faults" not in verdict.advice
@@ -112,8 +114,7 @@ def test_a_recurrence_is_known_whatever_its_method_calls_the_module(plan, times)
 
 def test_a_result_that_fp32_has_is_not_called_too_large_for_it():
     model = Powers(300.0, 2)  # 300**4 is 8.1e9; 300**16 is 4e39
-    with session_of(model, "O2") as session:
-        verdict = halfstep.blame(session, lambda: model(ONES).float().mean())
+    verdict = blamed(model, "O2", lambda: model(ONES).float().mean())
     assert "exceeds fp16's maximum" in verdict.evidence
     assert "a later result of pow is too large even for fp32" in verdict.advice
 
@@ -125,20 +126,17 @@ def test_what_copies_do_not_change_is_not_said_to_fail_in_fp32():
     def loss():
         return model(ONES).float().square().mean()
 
-    with session_of(model, "O2", on_failure="warn") as session:
-        verdict = halfstep.blame(session, loss)
+    verdict = blamed(model, "O2", loss, on_failure="warn")
     assert (verdict.kind, verdict.operator, verdict.cure) == ("overflow", "mul", (halfstep.Rule("", halfstep.FULL),))
     assert "fp32" not in verdict.evidence
     assert "not tried: edits are tried on copies of the models" in verdict.advice
-    with session_of(model, session.plan.edit(*verdict.cure)) as session:
-        assert halfstep.blame(session, loss) is None
+    assert blamed(model, halfstep.level("O2", "fp16").edit(*verdict.cure), loss) is None
 
 
 def test_one_layer_on_many_inputs_is_no_recurrence():
     model = nn.Linear(8, 8)
     model.weight.data.fill_(1e5)
-    with session_of(model, "O1") as session:
-        verdict = halfstep.blame(session, lambda: sum(model(ONES).float().square().mean() for _ in range(9)))
+    verdict = blamed(model, "O1", lambda: sum(model(ONES).float().square().mean() for _ in range(9)))
     assert verdict.kind == "overflow"
     assert "run to run" not in verdict.advice
 
@@ -148,8 +146,7 @@ def test_one_layer_on_many_inputs_is_no_recurrence():
 def test_one_that_only_just_leaves_fp16_gets_an_edit(plan, times):
     torch.manual_seed(0)
     model = Repeats(2e5 ** (1 / times), times)  # ends at 200,000
-    with session_of(model, plan) as session:
-        verdict = halfstep.blame(session, lambda: model(ONES).float().mean())
+    verdict = blamed(model, plan, lambda: model(ONES).float().mean())
     assert verdict.kind == "overflow"
     assert verdict.cure != ()
 
@@ -169,8 +166,7 @@ def test_code_outside_of_every_module_is_called_that(plan):
 def test_class_weights_of_the_closure_are_outside_of_the_model(plan):
     model, counts = nn.Linear(8, 8), torch.tensor([0.0] + 7 * [1.0])
     weights, targets = 1 / counts, torch.tensor([0, 1, 2, 0])
-    with session_of(model, plan) as session:
-        verdict = halfstep.blame(session, lambda: nn.functional.cross_entropy(model(ONES), targets, weight=weights))
+    verdict = blamed(model, plan, lambda: nn.functional.cross_entropy(model(ONES), targets, weight=weights))
     assert str(verdict).startswith("input data: cross_entropy in code outside the model, test_places.py:")
 
 
@@ -178,8 +174,7 @@ def test_class_weights_of_the_closure_are_outside_of_the_model(plan):
 def test_the_first_place_is_that_in_the_weight(plan):
     model = nn.Linear(8, 5)
     model.weight.data[2, 3] = 1e5 if plan == "O2" else torch.inf  # stored in fp16 it is infinite
-    with session_of(model, plan) as session:
-        verdict = halfstep.blame(session, lambda: (model(ONES) + ONES.to(model.weight.dtype) @ model.weight.t()).mean())
+    verdict = blamed(model, plan, lambda: (model(ONES) + ONES.to(model.weight.dtype) @ model.weight.t()).mean())
     assert "parameter weight holds 1 inf in 40 elements, first at [2, 3]" in verdict.evidence
 
 
@@ -198,8 +193,7 @@ def test_the_first_place_in_a_transposed_input_is_not_told(plan):
 
 def test_weights_that_the_closure_takes_from_the_model_cannot_be_tried():
     model = Merged()
-    with session_of(model, "O1") as session:
-        verdict = halfstep.blame(session, lambda: model(ONES, model.weight * 3).float().mean())
+    verdict = blamed(model, "O1", lambda: model(ONES, model.weight * 3).float().mean())
     assert "not tried: no gradient reached the copies of the session's models" in verdict.advice
 
 
@@ -277,8 +271,7 @@ class Hooked(nn.Module):
 def test_a_hook_of_a_model_is_in_it(plan, register):
     torch.manual_seed(0)
     model = nn.Sequential(Hooked(register), nn.Linear(8, 8))
-    with session_of(model, plan) as session:
-        verdict = halfstep.blame(session, lambda: model(ONES).float().square().mean())
+    verdict = blamed(model, plan, lambda: model(ONES).float().square().mean())
     inside = "0" if register == "method" else "0.layer"
     assert (verdict.operator, verdict.module, verdict.outside, verdict.phase) == ("div", inside, False, "backward")
 
@@ -316,8 +309,7 @@ def test_a_function_of_the_script_that_the_closure_makes_a_hook_is_outside_of_th
         y.register_hook(divided)
         return y.float().square().mean()
 
-    with session_of(model, plan) as session:
-        verdict = halfstep.blame(session, closure)
+    verdict = blamed(model, plan, closure)
     assert (verdict.operator, verdict.module, verdict.outside, verdict.cure) == ("div", "", True, ())
     assert " in divided" in verdict.where
 
@@ -368,8 +360,7 @@ def with_backward(rule):
 @pytest.mark.parametrize(("rule", "operator", "number"), BROUGHT_IN)
 def test_a_number_that_a_custom_backward_brings_in_is_its_own(plan, rule, operator, number):
     model = with_backward(rule)
-    with session_of(model, plan) as session:
-        verdict = halfstep.blame(session, lambda: model(ONES).float().square().mean())
+    verdict = blamed(model, plan, lambda: model(ONES).float().square().mean())
     assert (verdict.kind, verdict.operator, verdict.module, verdict.phase) == ("invalid", operator, "1.1", "backward")
     assert verdict.where.startswith("test_places.py:")
     assert verdict.advice == f"the code passes {number} to {operator}: check where it comes from"
@@ -393,8 +384,7 @@ SEVERAL = [
 @pytest.mark.parametrize(("rule", "operator", "words"), SEVERAL, ids=["tensor", "new_tensor", "numpy", "whole"])
 def test_what_a_custom_backward_makes_out_of_sight_is_no_data(plan, rule, operator, words):
     model = with_backward(rule)
-    with session_of(model, plan) as session:
-        verdict = halfstep.blame(session, lambda: model(ONES).float().mean())
+    verdict = blamed(model, plan, lambda: model(ONES).float().mean())
     assert (verdict.kind, verdict.operator, verdict.module, verdict.phase) == ("invalid", operator, "1.1", "backward")
     assert verdict.where.startswith("test_places.py:")
     assert words in verdict.advice
@@ -414,8 +404,7 @@ def test_data_that_a_custom_backward_reads_is_data():
 
     model, weights = nn.Linear(8, 8), torch.ones(8)
     weights[3] = torch.inf
-    with session_of(model, "O2") as session:
-        verdict = halfstep.blame(session, lambda: Weighted.apply(model(ONES), weights).float().mean())
+    verdict = blamed(model, "O2", lambda: Weighted.apply(model(ONES), weights).float().mean())
     assert (verdict.kind, verdict.operator) == ("input data", "mul")
 
 
@@ -434,8 +423,7 @@ class Weighs(nn.Module):
 @PLANS
 def test_a_buffer_that_is_not_finite_is_no_weight_that_a_step_spoiled(plan):
     model = Weighs()
-    with session_of(model, plan) as session:
-        verdict = halfstep.blame(session, lambda: model(ONES).float().mean())
+    verdict = blamed(model, plan, lambda: model(ONES).float().mean())
     assert (verdict.kind, verdict.cure) == ("weights", ())
     assert "use 0 where a count is 0" in verdict.advice
     assert "learning rate" not in verdict.advice
@@ -449,8 +437,7 @@ def test_a_gradient_penalty_is_forward():
         (gradient,) = torch.autograd.grad(model(x).float().sum(), x, create_graph=True)
         return (gradient.norm() * 0).log()
 
-    with session_of(model, "O2") as session:
-        verdict = halfstep.blame(session, loss)
+    verdict = blamed(model, "O2", loss)
     assert (verdict.operator, verdict.phase) == ("log", "forward")
 
 
@@ -471,15 +458,13 @@ def test_a_gradient_penalty_is_forward():
 def test_a_division_by_zero_says_how_often(divide, words):
     model, divisor = nn.Linear(8, 8), torch.ones(4, 8)
     divisor[:2, :4] = 0
-    with session_of(model, "O2") as session:
-        verdict = halfstep.blame(session, lambda: divide(model(ONES).float(), divisor).mean())
+    verdict = blamed(model, "O2", lambda: divide(model(ONES).float(), divisor).mean())
     assert verdict.kind == "invalid"
     assert words in verdict.evidence
 
 
 def test_a_division_of_large_by_small_has_no_zero_in_it():
     model = nn.Linear(8, 8)
-    with session_of(model, "O2") as session:
-        verdict = halfstep.blame(session, lambda: ((model(ONES) + 1e4).half() / 1e-3).float().mean())
+    verdict = blamed(model, "O2", lambda: ((model(ONES) + 1e4).half() / 1e-3).float().mean())
     assert (verdict.kind, verdict.operator) == ("overflow", "div")
     assert "the divisor" not in verdict.evidence

@@ -68,12 +68,13 @@ class Counting(TorchDispatchMode):
         return result
 
 
-@pytest.fixture
-def session_of():
-    def make(model, level="O1", low="bf16", **options):
-        return halfstep.initialize(model, torch.optim.SGD(model.parameters(), 0.1), level, low=low, **options)
+def session_of(model, level="O1", low="bf16", **options):
+    return halfstep.initialize(model, torch.optim.SGD(model.parameters(), 0.1), level, low=low, **options)
 
-    return make
+
+def inspected(loss, *args, **options):
+    with session_of(*args, **options) as session:
+        return halfstep.inspect(session, loss)
 
 
 def gains(monkeypatch, share=0.5):
@@ -83,7 +84,7 @@ def gains(monkeypatch, share=0.5):
 
 
 @pytest.mark.parametrize(("level", "low"), LEVELS)
-def test_operators_and_casts_are_those_of_an_independent_count(level, low, session_of):
+def test_operators_and_casts_are_those_of_an_independent_count(level, low):
     model, x = Net(), torch.randn(2, 3, 8, 8)
     native = {} if level == "O0" else {"emulate": False, "loss_scale": 1.0}
     with session_of(model, level, low, **native) as session:
@@ -108,7 +109,7 @@ UNCOUNTED = ("flash_attention", "mkldnn_rnn")  # torch's counter knows neither, 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.slow_but("O2", "ResNet")
-def test_every_operator_cast_and_flop_of_six_models_is_counted(task, level, session_of, monkeypatch, on_processor):
+def test_every_operator_cast_and_flop_of_six_models_is_counted(task, level, monkeypatch, on_processor):
     """Convolutions, both attentions, an LSTM, embeddings, tied weights and norms, as they are written ordinarily."""
     if task == "LSTM" and level != "O0" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         pytest.skip("torch has no bf16 LSTM on this CPU")
@@ -135,43 +136,40 @@ def test_every_operator_cast_and_flop_of_six_models_is_counted(task, level, sess
 
 
 @pytest.mark.parametrize(("level", "low"), LEVELS)
-def test_flops_are_those_of_torchs_counter(level, low, session_of):
+def test_flops_are_those_of_torchs_counter(level, low):
     model, x = Net(), torch.randn(2, 3, 8, 8)
-    with session_of(model, level, low) as session:
-        found = halfstep.inspect(session, lambda: model(x).square().mean())
+    found = inspected(lambda: model(x).square().mean(), model, level, low)
     plain = Net()
     with FlopCounterMode(display=False) as counter:
         plain(x).square().mean().backward()
     assert sum(row.flops for row in found.rows) == counter.get_total_flops()
 
 
-def test_flops_of_attention_and_lstm_are_those_of_their_products(session_of):
+def test_flops_of_attention_and_lstm_are_those_of_their_products():
     model, x = Attention(), torch.randn(3, 5, 16)
-    with session_of(model) as session:
-        found = halfstep.inspect(session, lambda: model(x).square().mean())
+    found = inspected(lambda: model(x).square().mean(), model)
     by_name = {row.operator: row.flops for row in found.rows if "attention" in row.operator}
     # 3 texts x 2 heads, 5 x 5 scores of 8 numbers: two products forward, five backward, 2 operations each
     assert sorted(by_name.values()) == [2 * 2 * 6 * 5 * 5 * 8, 5 * 2 * 6 * 5 * 5 * 8]
     lstm = nn.LSTM(4, 6)
-    with session_of(lstm) as session:
-        found = halfstep.inspect(session, lambda: lstm(torch.ones(7, 2, 4))[0].square().mean())
+    found = inspected(lambda: lstm(torch.ones(7, 2, 4))[0].square().mean(), lstm)
     counted = {row.operator: row.flops for row in found.rows if row.operator.startswith("mkldnn_rnn")}
     once = 2 * 7 * 2 * (4 * 24 + 6 * 24)  # 7 steps, 2 texts: 24 gates of 4 inputs and 6 states
     assert counted in ({"mkldnn_rnn_layer": once, "mkldnn_rnn_layer_backward": 2 * once}, {})
 
 
-def test_a_model_without_a_fault_has_no_saving(session_of, monkeypatch):
+def test_a_model_without_a_fault_has_no_saving(monkeypatch):
     gains(monkeypatch)
     for level in ("O1", "O2"):
         model, x = Net(), torch.randn(2, 3, 8, 8)
-        with session_of(model, level, rules=[Rule("conv", FULL)] if level == "O1" else ()) as session:
-            found = halfstep.inspect(session, lambda model=model, x=x: model(x).square().mean())
+        rules = [Rule("conv", FULL)] if level == "O1" else ()
+        found = inspected(lambda model=model, x=x: model(x).square().mean(), model, level, rules=rules)
         codes = [saving.code for saving in found.savings]
         assert codes == (["ran full"] if level == "O1" else [])
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_rule_that_keeps_products_full_is_named_with_the_edit_that_undoes_it(level, session_of, monkeypatch):
+def test_a_rule_that_keeps_products_full_is_named_with_the_edit_that_undoes_it(level, monkeypatch):
     gains(monkeypatch)
     model, x = Net(512), torch.randn(64, 3, 8, 8)
     with session_of(model, level, rules=[Rule("a", FULL)]) as session:
@@ -186,23 +184,22 @@ def test_a_rule_that_keeps_products_full_is_named_with_the_edit_that_undoes_it(l
     assert after.savings == ()
 
 
-def test_a_denied_operation_is_named_with_the_edit_that_allows_it(session_of, monkeypatch):
+def test_a_denied_operation_is_named_with_the_edit_that_allows_it(monkeypatch):
     gains(monkeypatch)
     model, x = Net(), torch.randn(2, 3, 8, 8)
-    with session_of(model, ops={"deny": ["conv2d"]}) as session:
-        found = halfstep.inspect(session, lambda: model(x).square().mean())
+    found = inspected(lambda: model(x).square().mean(), model, ops={"deny": ["conv2d"]})
     assert found.savings[0].cure == (OpChange("allow", "conv2d"),)
     assert "the plan denies conv2d" in found.savings[0].evidence
 
 
-def test_what_a_format_does_not_make_faster_is_not_told(session_of, monkeypatch):
+def test_what_a_format_does_not_make_faster_is_not_told(monkeypatch):
     gains(monkeypatch, -0.5)
     model, x = Net(), torch.randn(2, 3, 8, 8)
     with session_of(model, rules=[Rule("a", FULL)]) as session:
         assert halfstep.inspect(session, lambda: model(x).square().mean()).savings == ()
 
 
-def test_a_weight_that_is_cast_twice_is_named(session_of, monkeypatch):
+def test_a_weight_that_is_cast_twice_is_named(monkeypatch):
     gains(monkeypatch, -0.5)
 
     class Twice(nn.Module):
@@ -215,17 +212,15 @@ def test_a_weight_that_is_cast_twice_is_named(session_of, monkeypatch):
             return self.head(x @ self.fixed @ self.fixed)
 
     model, x = Twice(), torch.randn(2, 1024)
-    with session_of(model, "O1") as session:
-        found = halfstep.inspect(session, lambda: model(x).square().mean())
+    found = inspected(lambda: model(x).square().mean(), model, "O1")
     first = next(saving for saving in found.savings if saving.code == "cast again")
     assert (first.place, first.evidence) == ("fixed", "cast to bf16 2 times in one forward pass")
-    with session_of(model, "O2") as session:
-        found = halfstep.inspect(session, lambda: model(x).square().mean())
+    found = inspected(lambda: model(x).square().mean(), model, "O2")
     assert "fixed" in {saving.place for saving in found.savings if saving.code == "cast again"}  # frozen: kept fp32
 
 
 def test_an_operation_that_runs_natively_where_products_are_emulated_is_named_if_its_fp32_form_is_faster(
-    session_of, monkeypatch, on_processor
+    monkeypatch, on_processor
 ):
     class Root(nn.Module):
         def __init__(self):
@@ -248,8 +243,7 @@ def test_an_operation_that_runs_natively_where_products_are_emulated_is_named_if
     model, x = Root(), torch.randn(16, 8)
     for row, named in ((AVX2, ["pow"]), (AVX512_BF16, [])):
         on_processor(row)
-        with session_of(model, "O2", low="bf16") as session:
-            found = halfstep.inspect(session, lambda: model(x).square().mean())
+        found = inspected(lambda: model(x).square().mean(), model, "O2", low="bf16")
         slow = [saving for saving in found.savings if saving.code == "ran slow"]
         assert [saving.evidence.partition(" ")[0].partition("::")[2] for saving in slow] == named
         if slow:
@@ -257,12 +251,11 @@ def test_an_operation_that_runs_natively_where_products_are_emulated_is_named_if
             assert slow[0].advice == "deny pow, or keep the module in fp32"
 
 
-def test_sizes_that_are_not_aligned_are_named_with_the_next_that_are(session_of, monkeypatch):
+def test_sizes_that_are_not_aligned_are_named_with_the_next_that_are(monkeypatch):
     gains(monkeypatch)
     for width, advice in ((1003, "pad 1003 to 1008"), (1008, None)):
         model, x = Net(width), torch.randn(8, 3, 8, 8)
-        with session_of(model, "O2") as session:
-            found = halfstep.inspect(session, lambda model=model, x=x: model(x).square().mean())
+        found = inspected(lambda model=model, x=x: model(x).square().mean(), model, "O2")
         told = [saving.advice for saving in found.savings if saving.code == "not aligned" and saving.place[:1] == "a"]
         assert told == ([] if advice is None else [advice])
 
@@ -293,13 +286,12 @@ class Stream(nn.Module):
     ],
 )
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_an_fp32_stream_is_named_with_what_the_step_takes_without_it(add, what, level, session_of, monkeypatch):
+def test_an_fp32_stream_is_named_with_what_the_step_takes_without_it(add, what, level, monkeypatch):
     gains(monkeypatch)
     ticks = itertools.count()
     monkeypatch.setattr(meter, "perf_counter", lambda: next(ticks))  # each operation takes one second
     model, x = Stream(add), torch.randn(4, 8)
-    with session_of(model, level) as session:
-        found = halfstep.inspect(session, lambda: model(x).square().mean())
+    found = inspected(lambda: model(x).square().mean(), model, level)
     streams = [saving for saving in found.savings if saving.code == "wide stream"]
     if what is None or level == "O1":  # where weights are fp32 streams are
         assert streams == []
@@ -338,7 +330,7 @@ class Buffers(nn.Module):
     [(1, 0, 2 + 3 * 2), (3, 0, 2 + 3 * 4), (5, 0, 2 + 3 * 4), (1, 60, 2 + 2), (5, 60, 2 + 4)],
 )
 def test_streams_of_the_costliest_sources_alone_are_measured_and_once_where_a_step_is_slow(
-    sources, tick, calls, session_of, monkeypatch
+    sources, tick, calls, monkeypatch
 ):
     """A closure runs once to warm up and once to be metered; then a round is a run as it is, and one a source."""
     gains(monkeypatch)
@@ -346,8 +338,7 @@ def test_streams_of_the_costliest_sources_alone_are_measured_and_once_where_a_st
     monkeypatch.setattr(meter, "perf_counter", lambda: next(ticks))
     monkeypatch.setattr(savings, "perf_counter", lambda: next(seconds))
     model, x, count = Buffers(sources), torch.randn(4, 8), []
-    with session_of(model, "O2") as session:
-        found = halfstep.inspect(session, lambda: count.append(0) or model(x).square().mean())
+    found = inspected(lambda: count.append(0) or model(x).square().mean(), model, "O2")
     assert len(count) == calls
     streams = [saving for saving in found.savings if saving.code == "wide stream"]
     named = {next(f"pe_{i}" for i in range(sources) if f"'pe_{i}'" in saving.evidence) for saving in streams}
@@ -402,19 +393,18 @@ def test_a_slow_call_is_made_nine_times_and_a_very_slow_one_twice(seconds, turns
     assert set(count.values()) == {turns + 3}  # tried once, and warmed up and timed once to know how often a turn calls
 
 
-def test_each_shape_is_timed_once_for_all_modules(session_of, monkeypatch):
+def test_each_shape_is_timed_once_for_all_modules(monkeypatch):
     timed = []
     monkeypatch.setattr(savings, "_WORTH", 0.0)
     monkeypatch.setattr(savings, "gain", lambda call, change: timed.append(str((call.func, call.args))) or call.seconds)
     model, x = nn.Sequential(*(nn.Linear(12, 12) for _ in range(3))), torch.randn(4, 12)
-    with session_of(model, "O2") as session:
-        found = halfstep.inspect(session, lambda: model(x).square().mean())
+    found = inspected(lambda: model(x).square().mean(), model, "O2")
     assert len([saving for saving in found.savings if saving.code == "not aligned"]) == 3
     assert len(timed) == len(set(timed)) > 0
 
 
 @pytest.mark.parametrize(("level", "full", "then"), [("O0", "", "fp32"), ("O1", "", "bf16"), ("O1", "b", "fp32")])
-def test_a_product_in_fp64_is_named_with_what_it_gains_in_the_plans_format(level, full, then, session_of, monkeypatch):
+def test_a_product_in_fp64_is_named_with_what_it_gains_in_the_plans_format(level, full, then, monkeypatch):
     """Each call takes a second in fp64 and less in others, so that the saving says what it was measured against."""
     shorter = {"fp64": 1.0, "fp32": 0.5, "bf16": 0.125}
     dtypes = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16"}
@@ -445,8 +435,7 @@ def test_a_product_in_fp64_is_named_with_what_it_gains_in_the_plans_format(level
             return (x.double() @ self.basis).float()
 
     model, x = Double(), torch.randn(4, 16)
-    with session_of(model, level, rules=[Rule(full, FULL)] if full else ()) as session:
-        found = halfstep.inspect(session, lambda: model(x).square().mean())
+    found = inspected(lambda: model(x).square().mean(), model, level, rules=[Rule(full, FULL)] if full else ())
     (saving,) = [saving for saving in found.savings if saving.place.startswith("b,")]
     assert saving.code == "ran full"
     assert saving.evidence.startswith("2 products in fp64, ")  # forward, and the gradient of its input
@@ -478,7 +467,7 @@ def test_a_change_of_shapes_keeps_their_layout():
 
 
 @pytest.mark.parametrize(("level", "low"), LEVELS)
-def test_nothing_of_the_model_has_changed_afterwards(level, low, session_of):
+def test_nothing_of_the_model_has_changed_afterwards(level, low):
     model, x = Net(), torch.randn(2, 3, 8, 8)
     model.norm = nn.BatchNorm1d(8)
     model.forward = None
@@ -492,11 +481,10 @@ def test_nothing_of_the_model_has_changed_afterwards(level, low, session_of):
         assert all(p.grad is None for p in model.parameters())
 
 
-def test_report_and_json_hold_what_was_found(session_of, monkeypatch):
+def test_report_and_json_hold_what_was_found(monkeypatch):
     gains(monkeypatch)
     model, x = Net(512), torch.randn(64, 3, 8, 8)
-    with session_of(model, rules=[Rule("a", FULL)]) as session:
-        found = halfstep.inspect(session, lambda: model(x).square().mean())
+    found = inspected(lambda: model(x).square().mean(), model, rules=[Rule("a", FULL)])
     lines = [str(part) for part in inspection_report(found, what="Net under O1 in bf16").renderables]
     assert any(line.startswith("ran full at a") for line in lines)
     assert any("edit: Rule" in line for line in lines)
@@ -505,10 +493,9 @@ def test_report_and_json_hold_what_was_found(session_of, monkeypatch):
     assert len(fields["rows"]) == len(found.rows)
 
 
-def test_the_report_says_how_much_ran_on_tensor_cores(session_of):
+def test_the_report_says_how_much_ran_on_tensor_cores():
     model, x = Net(), torch.randn(2, 3, 8, 8)
-    with session_of(model) as session:
-        found = halfstep.inspect(session, lambda: model(x).square().mean())
+    found = inspected(lambda: model(x).square().mean(), model)
     assert found.kernels == ()  # of a CPU
     rows = kernel_rows([("ampere_bf16_s16816gemm_bf16_128x64", 0.003), ("ampere_sgemm_128x64_tn", 0.001)])
     shown = inspection_report(replace(found, kernels=rows), what="Net").renderables
@@ -516,7 +503,7 @@ def test_the_report_says_how_much_ran_on_tensor_cores(session_of):
     assert said in [str(part) for part in shown]
 
 
-def test_each_module_has_its_policy_and_what_decided_it(session_of):
+def test_each_module_has_its_policy_and_what_decided_it():
     model, x = Net(), torch.randn(2, 3, 8, 8)
     with session_of(model, "O2", rules=[Rule("a", FULL)]) as session:
         found = halfstep.inspect(session, lambda: model(x).square().mean())
@@ -547,7 +534,7 @@ def test_each_module_has_its_policy_and_what_decided_it(session_of):
         (("type:Module",), (), "a.a", {"type:Module"}),  # a base class
     ],
 )
-def test_the_edits_of_a_finding_are_all_that_it_takes(level, rules, denied, module, patterns, session_of, monkeypatch):
+def test_the_edits_of_a_finding_are_all_that_it_takes(level, rules, denied, module, patterns, monkeypatch):
     gains(monkeypatch)
     x, model = torch.randn(4, 8), nn.Sequential()
     model.add_module("a", nn.Sequential(OrderedDict(a=nn.Linear(8, 8), b=nn.Linear(8, 8))))
@@ -564,18 +551,17 @@ def test_the_edits_of_a_finding_are_all_that_it_takes(level, rules, denied, modu
     assert module not in full(plan.edit(*cure), low=None)[1]
 
 
-def test_an_edit_that_the_model_refuses_is_not_named(session_of, monkeypatch):
+def test_an_edit_that_the_model_refuses_is_not_named(monkeypatch):
     """Low weights beside fp32 running statistics, which no kernel takes."""
     gains(monkeypatch)
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
-    with session_of(model, "O2", rules=[Rule("*", FULL)]) as session:
-        found = halfstep.inspect(session, lambda: model(torch.randn(4, 8)).square().mean())
+    found = inspected(lambda: model(torch.randn(4, 8)).square().mean(), model, "O2", rules=[Rule("*", FULL)])
     (saving,) = found.savings
     assert "Rule('*', FULL) keeps it in fp32" in saving.evidence
     assert saving.cure == ()
 
 
-def test_a_custom_operation_has_its_namespace_in_its_name(session_of):
+def test_a_custom_operation_has_its_namespace_in_its_name():
     model, x = nn.Linear(8, 8), torch.randn(4, 8)
     with torch.library._scoped_library("inspected", "DEF") as library:
         library.define("mul(Tensor a) -> Tensor")
@@ -585,20 +571,18 @@ def test_a_custom_operation_has_its_namespace_in_its_name(session_of):
     assert [row.calls for row in found.rows if row.operator == "inspected::mul"] == [1]
 
 
-def test_an_operation_that_an_fp32_input_promotes_is_named_with_the_edit_that_allows_it(session_of, monkeypatch):
+def test_an_operation_that_an_fp32_input_promotes_is_named_with_the_edit_that_allows_it(monkeypatch):
     gains(monkeypatch)
     model, x = Net(), torch.randn(2, 3, 8, 8)
-    with session_of(model, ops={"promote": ["conv2d"]}) as session:
-        found = halfstep.inspect(session, lambda: model(x).square().mean())
+    found = inspected(lambda: model(x).square().mean(), model, ops={"promote": ["conv2d"]})
     assert found.savings[0].cure == (OpChange("allow", "conv2d"),)
     assert "the plan promotes conv2d, and an input is fp32" in found.savings[0].evidence
 
 
 @pytest.mark.parametrize(("denied", "codes"), [((), []), (("scaled_dot_product_attention",), ["ran full"])])
-def test_attention_that_goes_backward_wide_is_no_finding(denied, codes, session_of, monkeypatch):
+def test_attention_that_goes_backward_wide_is_no_finding(denied, codes, monkeypatch):
     gains(monkeypatch)
     model, x = Attention(), torch.randn(3, 8, 16)
-    with session_of(model, ops={"deny": list(denied)}) as session:
-        found = halfstep.inspect(session, lambda: model(x).square().mean())
+    found = inspected(lambda: model(x).square().mean(), model, ops={"deny": list(denied)})
     assert any("flash_attention" in row.operator and "fp32" in row.formats for row in found.rows)
     assert [saving.code for saving in found.savings] == codes
