@@ -281,8 +281,6 @@ def make_probe(
     check_sample(sample)
     kinds = _kinds(tensors, may_be_none=absorbed is not None)
     chosen = _chosen(roots, _patterns(modules))
-    if not owned({name: module for root in roots for name, module in root.named_modules()}):
-        raise ObserveError("the model has no floating-point parameter, so there is nothing to train or observe")
     parameters = owned(chosen).values()
     if UPDATE in kinds and any(p.device.type == "mps" for p, _, _ in parameters):
         raise ObserveError("updates are measured in float64, which MPS does not have; leave 'update' out of tensors")
