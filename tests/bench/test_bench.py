@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from halfstep.bench.bench import bench
-from halfstep.bench.budget import warmup
 from halfstep.bench.variants import Entry, Facts, entries
 from halfstep.errors import DataError, OpError, SetupError, WorkloadError
 from halfstep.formats import BF16, FP32
@@ -283,11 +282,6 @@ def test_progress_ends_at_its_total():
     bench(SMALL, [O0], steps=2, seeds=(0, 1), device=CPU, progress=lambda *what: said.append(what))
     assert said[0] == ("O0: building the model", 0, 6)
     assert said[-1] == ("O0: evaluation after seed 1", 6, 6)
-
-
-@pytest.mark.parametrize(("steps", "first"), [(4, 0), (5, 1), (24, 4), (25, 5), (1000, 5)])
-def test_a_fifth_of_the_steps_and_five_at_most_warm_up(steps, first):
-    assert warmup(steps) == first
 
 
 def test_the_result_says_what_was_asked_and_where_it_ran():

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from halfstep.bench.variants import AmpVariant, Entry, SessionVariant, entries
-from halfstep.errors import FormatError, PlanError, WorkloadError
+from halfstep.errors import PlanError, WorkloadError
 from halfstep.formats import BF16, FP16, FP32
 from halfstep.machine import AVX2, PROCESSORS, DeviceFacts
 from halfstep.plan.levels import level
@@ -67,11 +67,6 @@ def test_fp16_that_is_fast_has_its_peer(facts):
 def test_rows_that_do_not_exist_are_errors(levels, lows, error):
     with pytest.raises(error):
         entries(levels, lows, FACTS, peer=True)
-
-
-def test_an_unknown_format_is_an_error():
-    with pytest.raises(FormatError):
-        level("O1", "fp17")
 
 
 def train(variant, job, steps=3):

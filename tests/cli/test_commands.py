@@ -1,14 +1,12 @@
 """The command line: what it prints, how it refuses, how it ends."""
 
 import errno
+import importlib
 import json
 import os
 import re
 import shlex
-import signal
-import subprocess
 import sys
-import time
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -21,20 +19,6 @@ from halfstep.machine import AVX2, AVX512_BF16
 from halfstep.measurements import BenchRun
 
 SMALL = ["--set", "d_in=8", "--set", "d_out=8", "--set", "batch=4"]
-
-
-def test_levels_prints_the_four(halfstep):
-    code, out, _ = halfstep("levels")
-    assert code == 0
-    assert [line.split()[0] for line in out.splitlines()[2:]] == ["O0", "O1", "O2", "O3"]
-
-
-def test_ops_prints_the_table_with_reasons(halfstep):
-    code, out, _ = halfstep("ops")
-    assert code == 0
-    rows = {line.split()[0]: line for line in out.splitlines()}
-    assert "matrix product" in rows["linear"]
-    assert "fp32" in rows["softmax"]
 
 
 def test_ops_narrows_to_a_name_and_shows_another_plan(halfstep):
@@ -131,19 +115,6 @@ def test_bench_shows_a_row_that_failed_and_ends_well_for_the_others(halfstep, tm
     assert errors == {"O0": None, "torch.amp bf16": None}
 
 
-def test_bench_fails_where_every_row_did(halfstep, tmp_path):
-    (tmp_path / "own.py").write_text(
-        "from halfstep.workloads.regression import Regression\n"
-        "class Own(Regression):\n"
-        "    def loss(self, outputs, targets): return 1 / 0\n"
-        "def mine(): return Own(batch=2, d_in=4, d_out=4)\n",
-        encoding="utf-8",
-    )
-    code, out, _ = halfstep("bench", f"{tmp_path / 'own.py'}:mine", "--low", "bf16", "--steps", 1)
-    assert code == 1
-    assert "ZeroDivisionError" in out
-
-
 @pytest.mark.parametrize("place", ["folder", "missing", "long", "forbidden"])
 def test_json_that_cannot_be_written_is_refused_before_training(halfstep, tmp_path, monkeypatch, place):
     monkeypatch.setattr("halfstep.cli.bench.run_bench", lambda *args, **settings: pytest.fail("it trained"))
@@ -229,20 +200,13 @@ def test_a_workload_that_fails_is_one_message_that_says_where(halfstep, tmp_path
         (["bench", "regression", "--json", "nowhere/x.json"], "halfstep: --json nowhere/x.json: the folder"),
         (["bench", ""], "halfstep: unknown workload ''"),
         (["bench", "imdb_lstm"], "halfstep: imdb_lstm: no data given; pass the folder aclImdb"),
-        (["bench", "regression", "--data", "."], "halfstep: regression reads no data, but got data=.; leave it out"),
-        (["bench", "cifar_resnet", "--data", "nowhere"], "halfstep: cifar_resnet: nowhere does not exist"),
         (["ops", "nothing_of_this_name"], "halfstep: no op in the table has 'nothing_of_this_name' in its name"),
         (["ops", "--plan", "O7"], "halfstep: unknown level 'O7'"),
-        (["check", "regresion"], "halfstep: unknown workload 'regresion'; did you mean 'regression'?"),
         (["check", "regression", "--plan", "O7"], "halfstep: unknown level 'O7'"),
         (["check", "regression", "--low", "e4m3"], "halfstep: level O1 cannot train in e4m3"),
-        (["check", "regression", "--device", "tpu"], "halfstep: --device 'tpu' is unknown"),
         (["check", "regression", "--json", "nowhere/x.json"], "halfstep: --json nowhere/x.json: the folder"),
-        (["inspect", "nothing"], "halfstep: unknown workload 'nothing'"),
         (["inspect", "regression", "--level", "O9"], "halfstep: unknown level 'O9'"),
         (["inspect", "regression", "--json", "nowhere/x.json"], "halfstep: --json nowhere/x.json: the folder"),
-        (["inspect", "regression", "--set", "batch=0"], "halfstep: regression: batch is 0; set it above 0"),
-        (["whatif", "regresion"], "halfstep: unknown workload 'regresion'; did you mean 'regression'?"),
         (["whatif", "regression", "--formats", "fp17"], "halfstep: unknown format 'fp17'"),
         (["whatif", "regression", "--formats", ","], "halfstep: formats must name one or more formats other than fp32"),
         (["whatif", "regression", "--plan", "O7"], "halfstep: unknown level 'O7'"),
@@ -268,38 +232,20 @@ def test_a_request_that_is_no_command_is_a_usage_error(halfstep, arguments):
     assert "Usage" in err
 
 
-@pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGINT for a child alone")
-def test_ctrl_c_prints_what_was_measured_and_exits_130(tmp_path):
-    # a workload that says when it trains, so that the signal comes in the middle of it
+def test_ctrl_c_prints_what_was_measured_and_exits_130(halfstep, tmp_path):
     (tmp_path / "own.py").write_text(
-        "from pathlib import Path\n"
         "from halfstep.workloads.regression import Regression\n"
         "class Endless(Regression):\n"
         "    def batches(self, seed):\n"
         "        for i, batch in enumerate(super().batches(seed)):\n"
-        "            if i == 20: Path('training').touch()\n"
+        "            if i == 20: raise KeyboardInterrupt\n"
         "            yield batch\n"
         "def mine(): return Endless(batch=2, d_in=4, d_out=4)\n",
         encoding="utf-8",
     )
-    command = ["bench", "own.py:mine", "--levels", "O0,O1", "--low", "bf16", "--steps", "1000000", "--json", "out.json"]
-    run = subprocess.Popen(
-        [sys.executable, "-m", "halfstep", *command],
-        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, encoding="utf-8",
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background job ignores it
-    )  # fmt: skip
-    try:
-        until = time.monotonic() + 120
-        while not (tmp_path / "training").exists():
-            assert run.poll() is None, run.communicate()
-            assert time.monotonic() < until, "it never began to train"
-            time.sleep(0.05)
-        run.send_signal(signal.SIGINT)
-        out, err = run.communicate(timeout=60)
-    finally:
-        run.kill()
-    assert run.returncode == 130, err
-    assert "Traceback" not in err
+    options = ["--levels", "O0,O1", "--low", "bf16", "--no-peer", "--steps", 1000000, "--json", tmp_path / "out.json"]
+    code, out, _ = halfstep("bench", f"{tmp_path / 'own.py'}:mine", *options)
+    assert code == 130
     assert "Interrupted: the table shows what was measured so far" in out
     assert "O1 bf16" in out
     result = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
@@ -339,17 +285,18 @@ def test_a_benchmark_ends_with_the_code_of_the_gravest(runs, complete, code):
         end(runs, complete=complete)
 
 
-def test_ctrl_c_while_commands_are_imported_is_one_line():
-    code = """
-import sys, halfstep
-
 class Interrupt:
+    """Stands for Ctrl-C while the commands are imported."""
+
     def find_spec(self, name, *_):
         if name == "halfstep.cli.bench":
             raise KeyboardInterrupt
 
-sys.meta_path.insert(0, Interrupt())
-import halfstep.__main__
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "halfstep: interrupted\n")
+
+def test_ctrl_c_while_commands_are_imported_is_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "meta_path", [Interrupt(), *sys.meta_path])
+    for name in ("halfstep.__main__", "halfstep.cli.bench"):
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module("halfstep.__main__")
+    assert (ended.value.code, *capsys.readouterr()) == (130, "", "halfstep: interrupted\n")

@@ -288,12 +288,6 @@ def test_a_saved_file_that_does_not_fit_is_left_out_and_said_so(edit, why, confi
     assert why in caplog.text
 
 
-def test_a_folder_that_cannot_be_written_is_one_error(config):
-    config.parent.write_text("a file where the folder should be")
-    with pytest.raises(HalfstepError, match="cannot be written"):
-        saved.save(saved.Saved("x", "y", "z", 1.5, 0.5, (), "2026-01-01"))
-
-
 def test_what_cannot_be_saved_ends_the_doctor_before_it_measures(quick, config, monkeypatch):
     measured = []
     with pytest.raises(HalfstepError, match="works only for the CPU, got device cuda; add --device cpu"):

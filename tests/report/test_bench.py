@@ -115,16 +115,6 @@ def test_o0s_memory_is_spoken_of_where_it_takes_more(peak, start):
     assert last_line(O0, replace(O2, vs_o0=0.5, peak_bytes=peak)).startswith(start)
 
 
-@pytest.mark.parametrize(
-    ("loss", "steps", "best"),
-    [(math.nan, 40, "O1"), (math.inf, 40, "O1"), (2.48, 50, "O1"), (2.47, 50, "O2"), (2.48, 49, "O2")],
-)
-def test_what_diverged_or_ended_higher_than_o0_is_not_recommended(loss, steps, best):
-    slower = replace(O2, name="O1 bf16", level="O1", vs_o0=1.1)
-    result = replace(RESULT, steps=steps, runs=(O0, slower, replace(O2, validation={"loss": (loss, loss)})))
-    assert show(result).splitlines()[-1].startswith(f"Train at {best} bf16: ")
-
-
 def test_the_training_loss_stands_in_where_the_workload_validates_nothing():
     runs = (replace(run, validation={}) for run in (O0, O2))
     assert last_line(*runs).endswith("; it ended at the same loss (1.600 against 1.600).")
@@ -171,18 +161,8 @@ def test_a_benchmark_with_nothing_measured_is_a_table_of_dashes():
     assert {cell.strip() for cell in row(empty, "O0")} == {"-"}
 
 
-@pytest.mark.parametrize(
-    ("values", "text"),
-    [
-        ((), "-"),
-        ((0.5,), "0.5000"),
-        ((1.0, 2.0), "1.5000 ± 0.7071"),
-        ((math.nan,), "1 of 1 diverged"),
-        ((math.inf, 2.0), "1 of 2 diverged"),
-    ],
-)
-def test_figures_over_seeds(values, text):
-    assert over_seeds(values) == text
+def test_seeds_that_diverged_are_counted():
+    assert (over_seeds([math.nan]), over_seeds([math.inf, 2.0])) == ("1 of 1 diverged", "1 of 2 diverged")
 
 
 def test_json_and_back_is_the_same():

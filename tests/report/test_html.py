@@ -5,7 +5,6 @@ import itertools
 import math
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -107,6 +106,9 @@ def test_every_chart_is_drawn_without_an_error_or_a_request(run_page):
     for name in ("small-map", "saturated-map"):
         assert browser.run(f"document.querySelector('#{name} .heatmaplayer image').getBBox().width") > 100
     assert count(browser, "table.rows tbody tr") == 2
+    assert words(browser, "shift-value") == "2^9 = 512"  # the last scale
+    assert words(browser, "timeline-words").startswith("1 of 6 steps were skipped")
+    assert browser.run("document.getElementById('map-measure').value") == "lost"
 
 
 def test_a_number_of_the_steps_that_has_no_chart_gets_one_below_the_others(show, monkeypatch):
@@ -155,6 +157,8 @@ def test_the_words_say_how_much_lies_left_of_the_red_line_and_where_the_scale_mo
 
 def test_half_the_smallest_subnormal_is_lost_where_no_value_is_larger(show):
     browser = show(START, step(1), seen(1, "body", {-25: 3}))
+    for name in ("timeline", "small-map", "saturated-map"):  # nothing is marked without a verdict
+        assert browser.run(f"document.getElementById('{name}').layout.shapes.length") == 0
     assert "as they are: 100% lie left of the red line" in words(browser, "histogram-words")
     assert "100% of them are lost" in words(browser, "histogram-words")
     choose(browser, "shift", "1", "input")
@@ -217,12 +221,6 @@ def test_the_verdict_is_marked_on_the_time_axis(stopped_page):
     assert browser.run("document.querySelector('#timeline .annotation-text').textContent") == "verdict: overflow"
 
 
-def test_without_a_verdict_nothing_is_marked(show):
-    browser = show(START, step(1), seen(1, "a", {0: 1}))
-    for name in ("timeline", "small-map", "saturated-map"):
-        assert browser.run(f"document.getElementById('{name}').layout.shapes.length") == 0
-
-
 def test_the_map_and_the_histogram_open_on_what_the_verdict_is_about(stopped_page):
     browser = stopped_page
     chosen = "['map-kind', 'kind', 'module'].map(id => document.getElementById(id).selectedOptions[0].text)"
@@ -256,8 +254,8 @@ def test_without_a_clipboard_the_edit_is_selected(stopped_page):
     assert browser.run("document.querySelector('.edit button').textContent") == "press Ctrl+C"
 
 
-def test_paper_has_what_is_folded(show):
-    browser = show(*STOPPED)
+def test_paper_has_what_is_folded(stopped_page):
+    browser = stopped_page
     browser.call("Page.printToPDF")
     assert browser.run("document.querySelector('details').open") is True
 
@@ -272,22 +270,10 @@ def test_a_label_in_a_map_of_many_modules_is_there_for_the_one_in_focus(show):
     assert len(labels) == 50 + 1  # every third of 150, which "h.100" is not
 
 
-def test_the_script_has_no_long_line():
-    script = (Path(halfstep.report.html.__file__).parent / "page.js").read_text(encoding="utf-8")
-    assert max(map(len, script.splitlines())) <= 120
-
-
 def test_the_page_lets_no_script_reach_a_network(show):
     browser = show(START, step(1))
     browser.run("fetch('https://example.org/').catch(() => null)")
     assert any("Content Security Policy" in error for error in browser.errors)
-
-
-def test_the_page_opens_at_the_last_scale_of_the_run_and_with_what_was_lost(show):
-    browser = show(*run_of())
-    assert words(browser, "shift-value") == "2^9 = 512"
-    assert words(browser, "timeline-words").startswith("1 of 6 steps were skipped")
-    assert browser.run("document.getElementById('map-measure').value") == "lost"
 
 
 def test_what_carries_no_loss_scale_is_not_moved(run_page):
@@ -314,8 +300,7 @@ def test_a_column_of_a_map_is_what_was_observed_and_no_steps_between(show):
     assert cells == "150005001"
 
 
-@pytest.mark.parametrize("width", [400, 800, 1240])
-@pytest.mark.slow_but("400", "1240")
+@pytest.mark.parametrize("width", [400, 1240])
 def test_nothing_is_cut_or_written_over_in_a_narrow_window(browser, tmp_path, width):
     verdict = Verdict("blocks.0.mlp", "mul", "backward", "scale too high", "a.py:3", (), "words " * 30, "words " * 30)
     browser.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
@@ -400,8 +385,7 @@ def test_a_single_step_is_a_point_and_so_is_a_value_between_two_that_are_not_fin
     ]
 
 
-@pytest.mark.parametrize("scales", [[1] * 9, [65536] * 9, [65536, 32768, 16384], [2.0**n for n in range(16)]])
-@pytest.mark.slow_but("scales0", "scales3")
+@pytest.mark.parametrize("scales", [[1] * 9, [2.0**n for n in range(16)]])
 def test_each_label_of_the_loss_scale_is_a_power_of_its_own(show, scales):
     browser = show(START, *(step(number, scale=scale) for number, scale in enumerate(scales, start=1)))
     labels = browser.run("[...document.querySelectorAll('#timeline .y3tick text')].map(each => each.textContent)")

@@ -13,7 +13,6 @@ from halfstep.errors import LogError
 from halfstep.records import Finding
 from halfstep.report.live import LiveLine
 from tests.report.logs import START, seen, step
-from tests.scale.sync import NoSync
 
 
 class Clock:
@@ -38,13 +37,6 @@ def test_the_line_has_step_loss_norm_scale_and_skips():
         line(step(1, skipped=True, scale=65536, norm=float("inf"), loss=2))
         line(step(2, scale=32768, norm=0.5, loss=1.25))
     assert "step 2  loss 1.2500  norm 0.5  scale 32768  skipped 1" in text(console)
-
-
-def test_what_a_step_does_not_have_is_not_shown():
-    console = screen()
-    with LiveLine(console=console) as line:
-        line(step(1))
-    assert "step 1  scale 1  skipped 0" in text(console)
 
 
 def test_it_is_drawn_as_often_as_told(monkeypatch):
@@ -81,11 +73,6 @@ def test_a_finding_keeps_its_lines_in_a_file():
     with LiveLine(console=console) as line:
         line.record(Finding("warning", "eps", "norm", "word " * 50, "use 1e-6"))
     assert text(console).splitlines()[1:] == ["  seen: " + "word " * 50, "  do: use 1e-6"]
-
-
-def test_no_step_waits():
-    with NoSync():
-        LiveLine(console=screen())(step(1, loss=1.0))
 
 
 @pytest.mark.parametrize("closed", [0, 1, 2])
@@ -140,19 +127,6 @@ def test_a_log_handler_with_the_same_console_goes_above_the_line():
     assert before.count("step 1 ") == 1
     assert before.rpartition("step 1 ")[2].endswith("skipped 0\r\x1b[2KWARNING  ")
     assert "step 1  scale 1  skipped 0" in after
-
-
-def test_log_handlers_are_left_as_they_are(monkeypatch):
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    handler = logging.StreamHandler(sys.stderr)
-    logging.getLogger("tests.live").addHandler(handler)
-    try:
-        with LiveLine() as line:
-            line(step(1))
-            assert handler.stream is not sys.stderr  # which is rich's now
-    finally:
-        logging.getLogger("tests.live").removeHandler(handler)
 
 
 @pytest.mark.parametrize("setting", ["FORCE_COLOR", "TTY_COMPATIBLE"])

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 import halfstep
 import halfstep.report.log
 from halfstep.errors import LogError
-from halfstep.records import Finding, Observation, OpCall, SessionStart, StepRecord, StepValues, Verdict
+from halfstep.records import Finding, Observation, OpCall, StepRecord, StepValues, Verdict
 from halfstep.report.async_reader import AsyncReader
 from halfstep.report.lines import Event, decode, encode
 from halfstep.report.log import RunLog
@@ -88,16 +88,6 @@ def test_a_session_writes_plan_machine_and_each_step(path):
     assert process.start <= run.steps[0].time <= run.steps[2].time <= process.end
     assert process.halfstep == halfstep.__version__
     assert [note for note in run.notes if "tensor" not in note] == []
-
-
-def test_values_come_back_as_they_were():
-    values = [
-        StepValues(1, 2.5, True, 65536.0, INF, NAN),
-        StepValues(2, 3.5, False, 1.0, None, None),
-        StepValues(3, 4.5, False, 2.0**24, 0.1, -INF),
-    ]
-    back = [decode(encode(each)) for each in values]
-    assert repr(back) == repr(values)  # NaN is not equal to itself
 
 
 def test_lines_are_json_without_nan():
@@ -207,12 +197,6 @@ def test_verdicts_and_findings_come_back_with_the_step_before_and_their_edits(pa
     assert events == (Event(0, finding), Event(2, verdict))
     plan = halfstep.level("O2", "fp16")
     assert plan.edit(*events[1].record.cure) == plan.edit(*cure)
-
-
-def test_ranges_of_an_operation_may_be_infinite():
-    call = OpCall("net", "mul", "forward", ("fp16",), ("fp16",), ((-INF, 2.0),), (None,), None)
-    verdict = Verdict("net", "mul", "forward", "overflow", None, (), "seen", "do", call)
-    assert decode(encode(Event(1, verdict))) == Event(1, verdict)
 
 
 def test_a_folder_stands_for_the_log_in_it(tmp_path, path):
@@ -358,17 +342,10 @@ def cut(path, count):
     path.write_bytes(b"".join(lines[:-1])[:-count])
 
 
-def test_a_line_cut_in_the_middle_is_left_out_and_noted(path):
-    write(path, step(1), step(2))
-    cut(path, 20)
-    run = read_log(path)
-    assert numbers(run) == [1]
-    assert any("line 3 was cut" in note for note in run.notes)
-
-
 def test_a_log_goes_on_after_a_cut_line(path):
     write(path, step(1), step(2))
     cut(path, 20)
+    assert any("line 3 was cut" in note for note in read_log(path).notes)
     run = written(path, step(2), step(3))
     assert numbers(run) == [1, 2, 3]
     assert len(run.processes) == 2
@@ -539,12 +516,6 @@ def test_a_killed_process_leaves_all_its_steps(path):
     assert run.steps[-1].step >= printed[-1] == 20
     assert run.machine is not None
     assert not run.processes[0].closed
-
-
-def test_the_start_of_a_session_is_a_line(path):
-    run = written(path, SessionStart({"name": "O1"}, "cpu", True, ("", "head")))
-    assert (run.plan, run.emulated, run.modules) == ({"name": "O1"}, True, ("", "head"))
-    assert run.machine.device == "cpu"
 
 
 def test_a_log_takes_one_session(path):

@@ -76,11 +76,11 @@ def test_the_timeline_has_loss_norm_and_the_changes_of_the_scale(tmp_path):
 
 
 def test_a_long_run_is_thinned(tmp_path):
-    found = page(tmp_path, *(step(number, loss=number, skipped=number % 2 == 0) for number in range(1, 10_001)))
+    found = page(tmp_path, *(step(number, loss=number, skipped=number % 2 == 0) for number in range(1, 4_201)))
     assert len(line(found, "loss")) <= POINTS
     assert len(line(found, "scale")) == 2
     assert len(found.charts["timeline"]["skips"]) == POINTS // 2
-    assert found.charts["timeline"]["skipped"] == 5000
+    assert found.charts["timeline"]["skipped"] == 2100
 
 
 def test_histogram_and_maps_of_a_kind(tmp_path):
@@ -212,11 +212,6 @@ def test_an_edit_is_shown_once(tmp_path, advice, rest):
     given = Verdict("a", "mul", "forward", "overflow", None, (halfstep.Rule("a(b)", halfstep.FULL),), "seen", advice)
     (row,) = page(tmp_path, step(1), given).rows
     assert (row.edit, row.advice) == ("plan = plan.edit(Rule('a(b)', FULL))", rest)
-
-
-def test_an_advice_without_a_cure_is_left_as_it_is(tmp_path):
-    (row,) = page(tmp_path, step(1), verdict("a")).rows
-    assert (row.edit, row.advice) == ("", "do")
 
 
 def test_gradients_come_first(tmp_path):

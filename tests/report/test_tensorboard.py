@@ -4,7 +4,6 @@ import errno
 import logging
 import os
 import sys
-from dataclasses import replace
 
 import pytest
 
@@ -76,12 +75,6 @@ def test_shares_are_those_of_the_statistics_where_all_values_lie_on_the_limit(tm
     assert scalars(found, "lost/update/head.weight") == [(5, 0.0)]
 
 
-@pytest.mark.parametrize("folder", [3, None])
-def test_what_is_no_path_is_refused(folder):
-    with pytest.raises(LogError, match="is not a path"):
-        TensorBoard(folder)
-
-
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(LogError, match=r"the folder .*file cannot be written: File exists; name another"):
@@ -99,12 +92,6 @@ def test_a_full_disk_ends_the_writing_and_not_the_run(tmp_path, monkeypatch, cap
         board.record(seen(2, "head", {0: 1}))
     (message,) = caplog.messages
     assert message == f"{tmp_path} can no longer be written (No space left on device); the run goes on without it"
-
-
-def test_the_output_of_a_module_has_the_name_of_the_module(tmp_path):
-    with TensorBoard(tmp_path) as board:
-        board.record(replace(seen(5, "head", {0: 1}, kind="activation"), name=""))
-    assert "lost/activation/head" in read(tmp_path).Tags()["scalars"]
 
 
 def test_the_plan_names_the_format(tmp_path):

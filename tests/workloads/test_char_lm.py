@@ -74,6 +74,7 @@ def test_the_loss_starts_near_that_of_guessing():
     assert job.evaluate(job.build(0))["loss"] == pytest.approx(math.log(65), abs=0.05)
 
 
+@pytest.mark.slow
 def test_it_learns():
     job = CharLM(d=32, layers=1, heads=2, length=32, batch=16, lr=1e-2, eval_windows=32)
     model = job.build(0)

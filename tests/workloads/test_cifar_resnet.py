@@ -134,13 +134,6 @@ def test_labels_may_be_a_column(npz):
     assert read_images(npz).y_test.tolist() == [5, 9]
 
 
-def test_labels_of_another_count_in_the_batches_are_an_error(torchvision_folder):
-    content = {b"data": pixels(2, 5).reshape(2, 3072), b"labels": [1]}
-    (torchvision_folder / "test_batch").write_bytes(pickle.dumps(content, protocol=2))
-    with pytest.raises(DataError, match="test labels must be one integer for each of 2 images"):
-        read_images(torchvision_folder)
-
-
 class Calls:
     """Pickles as a call of a function."""
 
