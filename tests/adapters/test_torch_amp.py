@@ -271,41 +271,6 @@ def test_a_custom_function_of_no_device_is_refused_at_once(installed):
             decorator(device_type=0)
 
 
-def train(scaler_of, autocast_of, dtype):
-    """Trains as torch.amp's documentation does: accumulation, clipping, two optimizers."""
-    torch.manual_seed(0)
-    models = [nn.Linear(8, 8), nn.Linear(8, 2)]
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in models]
-    scaler = scaler_of()
-    scales = []
-    for number in range(6):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        for part in range(2):
-            inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(2 * number + part))
-            with autocast_of(dtype):
-                loss = models[1](models[0](inputs).relu()).float().square().mean() / 2
-            if number == 3:
-                loss = loss * float("inf")
-            scaler.scale(loss).backward()
-        scaler.unscale_(optimizers[0])
-        nn.utils.clip_grad_norm_(models[0].parameters(), 0.1)
-        for optimizer in optimizers:
-            scaler.step(optimizer)
-        scaler.update()
-        scales.append(scaler.get_scale())
-    return [p.detach().clone() for model in models for p in model.parameters()], scales
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_loop_of_torch_amps_documentation_gives_the_same_bits(dtype, installed):
-    ours = train(lambda: torch.amp.GradScaler("cpu", growth_interval=2), lambda d: torch.autocast("cpu", d), dtype)
-    assert torch.amp.GradScaler is halfstep.GradScaler
-    theirs = train(lambda: ORIGINALS[1]("cpu", growth_interval=2), lambda d: ORIGINALS[0]("cpu", d), dtype)
-    assert ours[1] == theirs[1]
-    assert all(torch.equal(a, b) for a, b in zip(ours[0], theirs[0], strict=True))
-
-
 ORIGINALS = [getattr(module, name) for module, name, _ in PLACES]
 
 
