@@ -1,4 +1,3 @@
-import copy
 import json
 from dataclasses import fields, replace
 
@@ -8,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halfstep.edits import FULL, LOW, OpChanges, Policy, Rule, Scaling
-from halfstep.errors import FormatError, PlanError
+from halfstep.errors import PlanError
 from halfstep.formats import BF16, FP16
 from halfstep.plan.io import from_dict, load_plan, save_plan, to_dict
 from halfstep.plan.levels import LEVELS, level
@@ -48,14 +47,6 @@ def test_a_dict_is_made_of_plain_values(plan):
     assert plain(to_dict(plan))
 
 
-@given(plans())
-def test_a_reader_leaves_its_input_as_it_was(plan):
-    entries = to_dict(plan)
-    before = copy.deepcopy(entries)
-    from_dict(entries)
-    assert entries == before
-
-
 @settings(max_examples=50)
 @given(plan=plans(), suffix=st.sampled_from([".toml", ".json", ".TOML"]))
 def test_a_file_gives_the_plan_back(plan, suffix, tmp_path_factory):
@@ -91,15 +82,6 @@ def test_a_rule_is_written_with_all_its_fields():
             "input": "policy",
         },
     ]
-
-
-def test_a_changed_dict_leaves_the_plan_as_it_was():
-    plan = level("O2", BF16).edit(Rule("a", Policy("full", "low", "input")))
-    before = copy.deepcopy(plan)
-    entries = to_dict(plan)
-    entries["rules"].clear()
-    entries["op_changes"]["deny"].append("exp")
-    assert plan == before
 
 
 # what a user writes
@@ -139,16 +121,6 @@ def test_a_short_file_is_the_level_with_what_it_names(tmp_path):
     )
 
 
-def test_a_path_may_be_a_string(tmp_path):
-    path = str(tmp_path / "plan.json")
-    save_plan(level("O1", BF16), path)
-    assert load_plan(path) == level("O1", BF16)
-
-
-def test_a_name_of_its_own_wins_over_the_levels():
-    assert from_dict({"schema": 1, "base": "O1", "low": "bf16", "name": "mine"}).name == "mine"
-
-
 def test_a_scale_of_another_kind_starts_from_that_kinds_defaults():
     given = {"schema": 1, "base": "O3", "low": "fp16", "scale": {"kind": "dynamic", "max": 65536.0}}
     assert from_dict(given).scale == Scaling("dynamic", max=65536.0)
@@ -173,13 +145,6 @@ def test_without_a_base_a_missing_field_is_named(field):
     assert told(entries).startswith(f"at the top level: the plan lacks {field}; add it")
 
 
-def test_output_input_op_changes_and_rules_have_defaults():
-    entries = to_dict(level("O2", BF16))
-    for field in ("output", "input", "op_changes", "rules"):
-        del entries[field]
-    assert from_dict(entries) == level("O2", BF16)
-
-
 # low
 
 
@@ -196,11 +161,6 @@ def test_a_plan_without_low_takes_the_one_that_is_given(low, tmp_path):
 
 def test_low_in_the_file_wins():
     assert from_dict({"schema": 1, "base": "O2", "low": "bf16"}, low="fp16") == level("O2", BF16)
-
-
-def test_an_unknown_low_that_is_given_is_refused():
-    with pytest.raises(FormatError):
-        from_dict({"schema": 1, "base": "O2"}, low="half")
 
 
 # schema
@@ -374,12 +334,6 @@ def test_a_missing_file_is_named(tmp_path):
     assert told_of(path) == f"plan file {str(path)!r} cannot be read: No such file or directory; check the path"
 
 
-def test_a_folder_is_no_file(tmp_path):
-    path = tmp_path / "plan.toml"
-    path.mkdir()
-    assert "cannot be read" in told_of(path)
-
-
 @pytest.mark.parametrize("name", ["plan", "plan.yaml", "plan.toml.bak"])
 def test_another_suffix_is_refused_on_both_ways(tmp_path, name):
     path = tmp_path / name
@@ -413,12 +367,6 @@ def test_a_toml_file_cut_within_a_line_is_refused(tmp_path):
     assert told_of(path).endswith("was it cut short?")
 
 
-def test_a_toml_file_cut_to_nothing_is_refused(tmp_path):
-    path = tmp_path / "plan.toml"
-    path.write_bytes(b"")
-    assert "at `$.schema`: the plan has no schema version" in told_of(path)
-
-
 @pytest.mark.parametrize("name", ["plan.toml", "plan.json"])
 def test_a_file_that_is_no_text_is_refused(tmp_path, name):
     path = tmp_path / name
@@ -445,11 +393,6 @@ def test_what_is_no_plan_is_not_saved(tmp_path):
     with pytest.raises(PlanError, match=r"plan is 'O2' of type str; expected a Plan, such as halfstep\.level"):
         save_plan("O2", tmp_path / "plan.toml")
     assert not list(tmp_path.iterdir())
-
-
-def test_saving_into_a_missing_folder_is_refused(tmp_path):
-    with pytest.raises(PlanError, match=r"cannot be written: No such file or directory; check the folder"):
-        save_plan(level("O1", BF16), tmp_path / "no" / "plan.toml")
 
 
 def test_saving_over_a_folder_leaves_nothing_behind(tmp_path):

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from halfstep.edits import FULL, LOW, OpChanges, Rule, Scaling
-from halfstep.errors import FormatError, PlanError
+from halfstep.errors import PlanError
 from halfstep.formats import BF16, E5M2, FP16, FP32
 from halfstep.plan.levels import LEVELS, as_scaling, customize, level
 from halfstep.plan.plan import Plan
@@ -34,11 +34,6 @@ def test_a_level_is_the_row_of_the_design(plan):
 def test_the_table_has_four_levels_that_know_their_names_and_purpose():
     assert list(LEVELS) == ["O0", "O1", "O2", "O3"]
     assert all({plan.name for plan in row.plans.values()} == {name} and row.purpose for name, row in LEVELS.items())
-
-
-def test_the_table_cannot_be_changed():
-    with pytest.raises(TypeError):
-        LEVELS["O4"] = LEVELS["O3"]
 
 
 @pytest.mark.parametrize("low", ["bf16", torch.bfloat16, BF16])
@@ -73,17 +68,7 @@ def test_a_level_in_a_format_to_compute_in_only_is_refused(low):
         level("O1", low)
 
 
-def test_a_level_in_an_unknown_format_is_refused():
-    with pytest.raises(FormatError, match=r"half"):
-        level("O1", "half")
-
-
 # customize
-
-
-def test_without_keywords_the_plan_stays():
-    plan = replace(level("O2", BF16), name="mine", master="copy")
-    assert customize(plan) is plan or customize(plan) == plan
 
 
 @pytest.mark.parametrize("name", ["O0", "O1", "O2", "O3"])
@@ -100,11 +85,6 @@ def test_another_low_keeps_what_the_plan_had_changed():
 def test_another_low_of_a_plan_with_its_own_name_changes_low_alone():
     plan = replace(level("O3", FP16), name="mine")
     assert customize(plan, low="bf16") == replace(plan, low=BF16)
-
-
-def test_another_low_that_contradicts_an_own_plan_is_refused():
-    with pytest.raises(PlanError, match=r"'split' needs bf16"):
-        customize(replace(level("O2", BF16), name="mine"), low="fp16")
 
 
 def test_a_keyword_wins_over_what_low_brings():
@@ -135,14 +115,6 @@ def test_norms_change_the_levels_with_low_weights(name, norms):
     assert customize(level(name, BF16), norms=norms) == replace(level(name, BF16), norms=norms)
 
 
-def test_a_master_changes_the_plan():
-    assert customize(level("O3", BF16), master="copy").master == "copy"
-
-
-def test_no_master_is_what_o1_has():
-    assert customize(level("O1", BF16), master="none") == level("O1", BF16)
-
-
 def test_rules_are_added_and_win_over_the_plans_with_their_pattern():
     plan = replace(level("O2", BF16), rules=(Rule("head", FULL), Rule("tail", FULL)))
     assert customize(plan, rules=[Rule("head", LOW)]).rules == (Rule("tail", FULL), Rule("head", LOW))
@@ -158,12 +130,6 @@ def test_ops_are_op_changes_or_a_dict_of_lists(ops):
 def test_ops_are_added_to_the_plans_own():
     plan = replace(level("O1", BF16), op_changes=OpChanges(deny=("softmax", "exp")))
     assert customize(plan, ops={"allow": ["softmax"]}).op_changes == OpChanges(deny=("exp",), allow=("softmax",))
-
-
-def test_a_dict_of_ops_is_left_as_it_is():
-    ops = {"deny": ["softmax"]}
-    customize(level("O1", BF16), ops=ops)
-    assert ops == {"deny": ["softmax"]}
 
 
 REFUSED = [

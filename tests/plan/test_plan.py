@@ -3,11 +3,10 @@ import pickle
 from dataclasses import FrozenInstanceError, fields, replace
 
 import pytest
-import torch
 from hypothesis import given
 
-from halfstep.edits import FULL, LOW, OpChange, OpChanges, Policy, Rule, Scaling
-from halfstep.errors import FormatError, PlanError
+from halfstep.edits import FULL, LOW, OpChange, OpChanges, Rule, Scaling
+from halfstep.errors import PlanError
 from halfstep.formats import BF16, E4M3, FP16, FP32, TF32
 from halfstep.plan.levels import level
 from halfstep.plan.plan import CONTRADICTIONS, Plan
@@ -24,11 +23,6 @@ def make(**changes):
     return Plan(**{**given, **changes})
 
 
-def test_a_plan_has_fp32_outputs_no_op_changes_and_no_rules_unless_told():
-    plan = make()
-    assert (plan.output, plan.op_changes, plan.rules) == ("full", OpChanges(), ())
-
-
 @given(plans())
 def test_a_plan_survives_pickle_and_deepcopy(plan):
     assert pickle.loads(pickle.dumps(plan)) == plan
@@ -43,20 +37,10 @@ def test_values_are_frozen(value):
         setattr(value, field, getattr(value, field))
 
 
-@pytest.mark.parametrize("low", ["fp16", torch.float16, FP16])
-def test_low_is_taken_as_a_format_a_dtype_or_a_name(low):
-    assert make(low=low, master="copy").low is FP16
-
-
 @pytest.mark.parametrize("low", [FP32, TF32, E4M3])
 def test_a_format_that_one_cannot_train_in_is_refused(low):
     with pytest.raises(PlanError, match=f"plan low is {low.name}, in which halfstep cannot train; use bf16 or fp16"):
         make(low=low)
-
-
-def test_an_unknown_format_is_refused():
-    with pytest.raises(FormatError, match=r"bf17"):
-        make(low="bf17")
 
 
 @pytest.mark.parametrize(
@@ -96,10 +80,6 @@ def test_a_name_is_printable_text(name):
 def test_a_field_of_another_type_is_refused_with_an_example(field, value, example):
     with pytest.raises(PlanError, match=f"expected a {example}"):
         make(**{field: value})
-
-
-def test_a_list_of_rules_becomes_a_tuple():
-    assert make(rules=[Rule("head", FULL)]).rules == (Rule("head", FULL),)
 
 
 # fields that contradict each other, and what the message says of them; the plan beside each differs in one field
@@ -162,10 +142,6 @@ def test_a_rule_that_stores_low_contradicts_fp32_weights():
         replace(O1, rules=(Rule("head", LOW),))
 
 
-def test_a_rule_that_computes_low_fits_fp32_weights():
-    assert replace(O1, rules=(Rule("head", Policy("full", "low", "input")),)).rules[0].pattern == "head"
-
-
 @pytest.mark.parametrize(("second", "how"), [(FULL, "twice; remove"), (LOW, "twice, and the two disagree; remove")])
 def test_a_pattern_stands_once(second, how):
     with pytest.raises(PlanError, match=f"has rule 'head' {how}"):
@@ -173,10 +149,6 @@ def test_a_pattern_stands_once(second, how):
 
 
 # op changes
-
-
-def test_lists_of_ops_become_tuples():
-    assert OpChanges(deny=["softmax", "exp"]).deny == ("softmax", "exp")
 
 
 @pytest.mark.parametrize(
@@ -204,19 +176,9 @@ def test_an_op_name_is_a_function_name(op):
         OpChanges(deny=(op,))
 
 
-@pytest.mark.parametrize("op", ["softmax", "torch.linalg.inv", "my_ops:swish", "pkg.my_ops:Swish.apply"])
-def test_public_names_and_module_functions_are_op_names(op):
-    assert OpChanges(deny=(op,)).deny == (op,)
-
-
 def test_an_op_change_names_an_unknown_list():
     with pytest.raises(PlanError, match=r"op change: list is 'denny'; .*; did you mean 'deny'"):
         OpChange("denny", "softmax")
-
-
-def test_an_op_change_checks_its_op():
-    with pytest.raises(PlanError, match=r"op '1x' in deny is not a function name"):
-        OpChange("deny", "1x")
 
 
 @pytest.mark.parametrize("before", ["allow", "deny", "infer", "promote"])
@@ -230,16 +192,6 @@ def test_an_op_moves_between_any_lists(before, after):
 # edits
 
 
-def test_edits_leave_the_plan_as_it_is():
-    before = copy.deepcopy(O2)
-    O2.edit(Rule("head", FULL), OpChange("deny", "softmax"), Scaling("dynamic"))
-    assert before == O2
-
-
-def test_no_edit_gives_the_same_plan():
-    assert O2.edit() == O2
-
-
 def test_each_kind_of_edit_changes_its_field():
     plan = O2.edit(Rule("head", FULL), OpChange("deny", "softmax"), Scaling("dynamic"))
     assert plan == replace(
@@ -250,15 +202,6 @@ def test_each_kind_of_edit_changes_its_field():
 def test_a_later_rule_takes_the_place_of_the_one_with_its_pattern():
     plan = O2.edit(Rule("head", FULL), Rule("tail", FULL), Rule("head", LOW))
     assert plan.rules == (Rule("tail", FULL), Rule("head", LOW))
-
-
-def test_a_later_op_change_moves_the_op():
-    plan = O2.edit(OpChange("deny", "softmax"), OpChange("deny", "exp"), OpChange("allow", "softmax"))
-    assert plan.op_changes == OpChanges(deny=("exp",), allow=("softmax",))
-
-
-def test_the_last_scale_wins():
-    assert O2.edit(Scaling("dynamic"), Scaling("static", init=4)).scale == Scaling("static", init=4)
 
 
 @pytest.mark.parametrize("edit", ["head", None, FULL, OpChanges(deny=("softmax",)), O1])
