@@ -25,9 +25,7 @@ from halfstep.kinds import Kind
 from halfstep.measurements import Inspection
 from halfstep.observe.probe import Probe
 from halfstep.observe.rows import measure
-from halfstep.optim.lamb import Lamb
-from halfstep.optim.lion import Lion
-from halfstep.optim.novograd import NovoGrad
+from halfstep.optim.optimizers import Lamb, Lion, NovoGrad
 from halfstep.plan.io import edit_from_dict, load_plan, save_plan
 from halfstep.plan.levels import level
 from halfstep.plan.plan import Plan

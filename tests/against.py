@@ -209,6 +209,8 @@ def compare(commit: str, runs: int, seed: int, faults: bool) -> int:
         try:
             for loops in (HERE / "halfstep/kernels").glob("*.so"):  # each is named after its sources
                 shutil.copy(loops, other / "halfstep/kernels")
+            if (other / "hatch_build.py").exists():  # of other sources, which the other side has to build
+                subprocess.run([sys.executable, other / "hatch_build.py"], stdout=subprocess.DEVNULL, check=True)
             for room in rooms:
                 room.mkdir()
             arguments = ["--tell", "--runs", str(runs), "--seed", str(seed), *([] if faults else ["--no-faults"])]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,38 +17,19 @@ _MOST_KEPT = 256  # tables: those of weights and states, asked for in every step
 _MOST_VIEWS = 4096  # of scratch memory; far more than chunks, unless other parameters take part in every step
 
 
-@dataclass(frozen=True)
-class Options:
-    """The options of every optimizer's update; each optimizer adds its own in a subclass (`halfstep.optim.table`).
+class Options(NamedTuple):
+    """The numbers of an update, from a param group.
 
     `decoupled` weight decay shrinks the weight by `lr * weight_decay` of itself (Loshchilov & Hutter 2019); otherwise
-    `weight_decay` times the weight is added to the gradient.
+    `weight_decay` times the weight is added to the gradient. `numbers` are the optimizer's own, such as Adam's betas
+    and eps, in the order in which its kernels take them.
     """
 
     lr: float | Tensor
     weight_decay: float
     maximize: bool
     decoupled: bool
-
-    @property
-    def states(self) -> tuple[str, ...]:
-        """The names of the state tensors, shaped as the weight, in the order in which kernels take them."""
-        return ()
-
-    @property
-    def numbers(self) -> tuple[float, ...]:
-        """The optimizer's own numbers, such as Adam's betas and eps, in the order in which kernels take them."""
-        return ()
-
-    @property
-    def scalars(self) -> tuple[str, ...]:
-        """The names of states that hold one number per weight tensor (0-dim)."""
-        return ()
-
-    @property
-    def max_norm(self) -> float | None:
-        """The norm to which all gradients of an optimizer together are clipped before the update; None: no clipping."""
-        return None
+    numbers: tuple[float, ...]
 
 
 @dataclass
@@ -57,11 +38,9 @@ class Batch:
 
     `weights` are the stored weights. `extras` are the fp32 masters in layout `copy` and the int16 remainders in layout
     `split`, otherwise empty. `grads` are dense, in low or full precision, and still multiplied by the loss scale.
-    `states` maps names to the optimizer's state tensors, in the order of `Options.states` and the dtype of the full
-    weight. An optimizer that counts its updates has the counts in `steps` (0-dim fp32); an update increments them
-    before it uses them. An optimizer that has state but does not count has flags in `fresh` (0-dim fp32), which are 1
-    until the parameter's first update and then 0. With `whole`, weights are not cut into parts, for example because the
-    update needs their norms.
+    `states` maps names to the optimizer's state tensors, in the order in which its kernels take them, in the dtype of
+    the full weight. An optimizer that counts its updates has the counts in `steps` (0-dim fp32); an update increments
+    them before it uses them. With `whole`, weights are not cut into parts, as the update needs their norms.
 
     A batch is reused from step to step while its tensors and their memory stay the same. Only `grads` change, and they
     keep their dtypes, shapes and memory layouts. `memory` is for an implementation to keep what it derives from the
@@ -74,7 +53,6 @@ class Batch:
     grads: list[Tensor]
     states: Mapping[str, list[Tensor]] = field(default_factory=dict)
     steps: list[Tensor] = field(default_factory=list)
-    fresh: list[Tensor] = field(default_factory=list)
     whole: bool = False
     memory: dict[str, Any] = field(default_factory=dict)
 
@@ -136,13 +114,12 @@ class Scratch:
 
 def chunks(batch: Batch, limit: int) -> Iterator[Batch]:
     """Yields the batch in parts of about `limit` elements; a larger weight is cut, unless `batch.whole`."""
-    names = list(batch.states)
     part: list[tuple[int, int, int]] = []  # index of the parameter, first and last element; (0, 0) stands for all of it
     size = 0
     for i, weight in enumerate(batch.weights):
         numel = weight.numel()
         if size and size + min(numel, limit) > limit:
-            yield _part(batch, names, part)
+            yield _part(batch, part)
             part, size = [], 0
         if batch.whole or numel <= limit or not is_dense(weight):
             part.append((i, 0, 0))
@@ -151,11 +128,11 @@ def chunks(batch: Batch, limit: int) -> Iterator[Batch]:
         for start in range(0, numel, limit):
             end = min(start + limit, numel)
             if end < numel:
-                yield _part(batch, names, [(i, start, end)])
+                yield _part(batch, [(i, start, end)])
             else:
                 part, size = [(i, start, end)], end - start
     if part:
-        yield _part(batch, names, part)
+        yield _part(batch, part)
 
 
 def is_dense(t: Tensor) -> bool:
@@ -187,23 +164,21 @@ def in_layout_of(t: Tensor, weight: Tensor) -> Tensor:
     return torch.empty_like(weight, dtype=t.dtype, device=t.device).copy_(t)
 
 
-def _part(batch: Batch, names: list[str], part: list[tuple[int, int, int]]) -> Batch:
-    def cut(tensors: list[Tensor]) -> list[Tensor]:
-        return [_piece(tensors[i], start, end) for i, start, end in part]
-
-    def pick(tensors: list[Tensor]) -> list[Tensor]:
-        return [tensors[i] for i, _, _ in part] if tensors else tensors
-
+def mapped(batch: Batch, change: Callable[[list[Tensor]], list[Tensor]]) -> Batch:
+    """Returns the batch with `change` made to each list of tensors that have the elements of the weights."""
     return replace(
         batch,
-        weights=cut(batch.weights),
-        extras=cut(batch.extras) if batch.extras else batch.extras,
-        grads=cut(batch.grads),
-        states={name: cut(batch.states[name]) for name in names},
-        steps=pick(batch.steps),
-        fresh=pick(batch.fresh),
+        weights=change(batch.weights),
+        extras=change(batch.extras),
+        grads=change(batch.grads),
+        states={name: change(tensors) for name, tensors in batch.states.items()},
         memory={},
     )
+
+
+def _part(batch: Batch, part: list[tuple[int, int, int]]) -> Batch:
+    cut = mapped(batch, lambda tensors: [_piece(tensors[i], *ends) for i, *ends in part] if tensors else [])
+    return replace(cut, steps=[batch.steps[i] for i, _, _ in part] if batch.steps else [])
 
 
 def _piece(t: Tensor, start: int, end: int) -> Tensor:

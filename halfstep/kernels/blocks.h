@@ -1,6 +1,6 @@
 // The tensors of a batch, opened block by block: what a step and those who watch it read.
 //
-// The arithmetic is that of halfstep/optim/eager.py, operation by operation, each rounded once to fp32, so that both
+// The arithmetic is that of halfstep/optim/laws.py, operation by operation, each rounded once to fp32, so that both
 // give the same bits. Compiled without contraction (see hatch_build.py).
 
 #pragma once
@@ -29,7 +29,6 @@ struct Tensors {  // aligned tables of the tensors of one batch; a pointer to a 
   const int32_t* grad_formats;
   float* const* states[kStates];  // in the order of the optimizer's options
   float* const* steps;     // counts of updates made
-  float* const* fresh;     // 1 where no update has been made
   int32_t layout;
   int32_t format;          // of the weights
   int32_t threads;

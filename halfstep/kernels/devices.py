@@ -34,12 +34,12 @@ def triton_read(grads: list[Tensor], scratch: Scratch) -> tuple[Tensor, Tensor, 
     return result
 
 
-def triton_fits(batch: Batch, options: Options) -> bool:
+def triton_fits(batch: Batch) -> bool:
     """Returns whether `batch` is on CUDA, Triton works on its device, and its kernels can compute the update."""
     if batch.device.type != "cuda":
         return False
     kernels = triton_kernels(batch.device)
-    return kernels is not None and bool(kernels.fits(batch, options))
+    return kernels is not None and bool(kernels.fits(batch))
 
 
 def triton_update(

@@ -15,11 +15,22 @@ from torch import Tensor
 from halfstep.errors import HalfstepError
 from halfstep.kernels.batch import Batch, Options, Scratch, is_dense
 from halfstep.kernels.library import load
+from halfstep.records import BINS, COUNTS, DOUBLES
 
 _FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _LAYOUTS = {"full": 0, "copy": 1, "split": 2, "low": 3}
 _STATES = 3  # the most that a loop takes
 _P, _I, _L, _D = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_double
+_FUNCTIONS = {  # of step.cpp and stats.cpp, with what they return and take
+    "halfstep_read": (None, (_L, _P, _P, _P, _I, _P, _P, _P)),
+    "halfstep_step": (_I, (ctypes.c_char_p, _P, _P, _P, _L)),
+    "halfstep_add_stats": (None, (_L, _P, _P, _P, _P, _L, _L, _I)),
+    "halfstep_add_updates": (_I, (ctypes.c_char_p, _P, _P, _P, _L, _P, _L, _L)),
+}
+
+# A row of statistics is int64: the histogram, the counts, and the bits of the doubles, in the order of the fields of
+# `TensorStats`.
+WIDTH = BINS + len(COUNTS) + len(DOUBLES)
 
 
 class _Tensors(ctypes.Structure):
@@ -27,7 +38,7 @@ class _Tensors(ctypes.Structure):
         ("tensors", _L),
         *((name, _P) for name in ("numels", "weights", "extras", "grads", "grad_formats")),
         ("states", _P * _STATES),
-        *((name, _P) for name in ("steps", "fresh")),
+        ("steps", _P),
         *((name, _I) for name in ("layout", "format", "threads")),
     )
 
@@ -44,7 +55,7 @@ class _Field(ctypes.Structure):  # as in blocks.h
     _fields_ = (("name", ctypes.c_char_p), ("at", ctypes.c_int64), ("size", ctypes.c_int64))
 
 
-def check_layout(loaded: ctypes.CDLL, function: str, layout: Sequence[tuple[str, int, int]]) -> None:
+def _check_layout(loaded: ctypes.CDLL, function: str, layout: Sequence[tuple[str, int, int]]) -> None:
     """Checks that the library and Python agree on a memory layout: its fields' names, offsets, sizes and order."""
     call = getattr(loaded, function)
     call.argtypes, call.restype = (), ctypes.POINTER(_Field)
@@ -57,11 +68,6 @@ def check_layout(loaded: ctypes.CDLL, function: str, layout: Sequence[tuple[str,
             f"reinstalled while it ran, otherwise report this error. {function} in {loaded._name} returned "
             f"{' '.join(told)}, Python expected {' '.join(own)}"
         )
-
-
-def check_structures(loops: ctypes.CDLL) -> None:
-    """Checks that a library has the fields of `_Tensors` and `_Common` at the same offsets as Python."""
-    check_layout(loops, "halfstep_structures", [*_places("Tensors", _Tensors), *_places("Common", _Common)])
 
 
 def _places(name: str, structure: type[ctypes.Structure]) -> list[tuple[str, int, int]]:
@@ -79,7 +85,6 @@ class Table:
             "weights": pointers(batch.weights),
             "extras": pointers(batch.extras),
             "steps": pointers(batch.steps),
-            "fresh": pointers(batch.fresh),
             "numels": array("q", [weight.numel() for weight in batch.weights]),
             "grad_formats": array("i", [_FORMATS[grad.dtype] for grad in batch.grads]),
         }
@@ -127,14 +132,18 @@ def address(numbers: array[int] | array[float]) -> int | None:
 
 
 @functools.cache
-def _loops() -> ctypes.CDLL | None:
-    loops = load()
-    if loops is not None:
-        check_structures(loops)
-        loops.halfstep_read.argtypes = (_L, _P, _P, _P, _I, _P, _P, _P)
-        loops.halfstep_step.argtypes = (ctypes.c_char_p, _P, _P, _P, _L)
-        loops.halfstep_read.restype, loops.halfstep_step.restype = None, _I
-    return loops
+def loops() -> ctypes.CDLL | None:
+    """Returns the compiled loops, checked to have the memory layouts that Python writes; None if there are none."""
+    loaded = load()
+    if loaded is None:
+        return None
+    columns = [(name, BINS + column, 1) for column, name in enumerate((*COUNTS, *DOUBLES))]
+    _check_layout(loaded, "halfstep_structures", [*_places("Tensors", _Tensors), *_places("Common", _Common)])
+    _check_layout(loaded, "halfstep_columns", [("row", 0, WIDTH), *columns])
+    for name, (result, arguments) in _FUNCTIONS.items():
+        function = getattr(loaded, name)
+        function.restype, function.argtypes = result, arguments
+    return loaded
 
 
 def can_read(grads: list[Tensor]) -> bool:
@@ -146,20 +155,20 @@ def can_read(grads: list[Tensor]) -> bool:
             return False
         if not (grad.is_contiguous() or is_dense(grad)):
             return False
-    return _loops() is not None
+    return loops() is not None
 
 
 def read(grads: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the L2 norm of all gradients, whether any of them is infinite or NaN, and a flag for each gradient."""
-    loops = _loops()
-    assert loops is not None
+    compiled = loops()
+    assert compiled is not None
     norm = torch.empty((), dtype=torch.float32, device="cpu")
     found = torch.empty((), dtype=torch.bool, device="cpu")
     flags = torch.empty(len(grads), dtype=torch.bool, device="cpu")
     places = pointers(grads)
     numels = array("q", [grad.numel() for grad in grads])
     formats = array("i", [_FORMATS[grad.dtype] for grad in grads])
-    loops.halfstep_read(
+    compiled.halfstep_read(
         len(grads),
         address(places),
         address(numels),
@@ -187,7 +196,7 @@ def table_of(batch: Batch) -> Table | None:
         dense = batch.layout == "full" or all(is_dense(weight) for weight in batch.weights)
         known = all(grad.dtype in _FORMATS and is_dense(grad) for grad in batch.grads)
         here = batch.device.type == "cpu" and batch.dtype is torch.float32 and all(map(is_dense, batch.weights))
-        fitting = here and dense and known and _loops() is not None
+        fitting = here and dense and known and loops() is not None
         batch.memory["native"] = Table(batch) if fitting else None
     table: Table | None = batch.memory["native"]
     return table
@@ -195,19 +204,21 @@ def table_of(batch: Batch) -> Table | None:
 
 def update(kernel: str, batch: Batch, options: Options, factor: Tensor | None, found: Tensor, scratch: Scratch) -> None:
     """Makes one update by the optimizer `kernel`, in one pass over the tensors."""
-    loops, table = _loops(), table_of(batch)
-    assert loops is not None
-    assert table is not None
-    call(loops.halfstep_step, kernel, table.point(batch, options, factor, found), options)
+    call("halfstep_step", kernel, batch, options, factor, found)
     torch.autograd.graph.increment_version(batch.weights)  # what autograd may have saved
 
 
-def call(loop: Any, kernel: str, structures: tuple[Any, Any], options: Options, *rest: Any) -> None:
-    """Calls a compiled loop for the optimizer `kernel`."""
-    numbers = array("d", options.numbers)
-    if not loop(kernel.encode(), *structures, address(numbers), len(numbers), *rest):
+def call(
+    function: str, kernel: str, batch: Batch, options: Options, factor: Tensor | None, found: Tensor, *rest: Any
+) -> None:
+    """Calls a function of the loops for a batch that `fits` accepted, with the optimizer `kernel`."""
+    compiled, table, numbers = loops(), table_of(batch), array("d", options.numbers)
+    assert compiled is not None
+    assert table is not None
+    structures = table.point(batch, options, factor, found)
+    if not getattr(compiled, function)(kernel.encode(), *structures, address(numbers), len(numbers), *rest):
         raise LookupError(
-            f"the optimizer's row (halfstep/optim/table.py) names the compiled loop {kernel!r} with {len(numbers)} "
-            f"numbers and the states {list(options.states)}, but halfstep/kernels/optimizers.h has no such loop: the "
+            f"the optimizer's row (halfstep/optim/laws.py) names the compiled loop {kernel!r} with {len(numbers)} "
+            f"numbers and the states {list(batch.states)}, but halfstep/kernels/optimizers.h has no such loop: the "
             "two files must agree"
         )

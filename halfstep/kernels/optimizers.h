@@ -1,7 +1,7 @@
 // The update of one block by each optimizer that compiled loops know.
 //
 // An optimizer is a struct of coefficients, made once per step, and a call that updates one block. Its name, and how many
-// numbers it takes, stand in the optimizer's row (halfstep/optim/table.py); `find_optimizer` lists it. The loops over a
+// numbers it takes, stand in the optimizer's row (halfstep/optim/laws.py); `find_optimizer` lists it. The loops over a
 // block are not inlined, or the compiler forgets that the pointers do not overlap.
 
 #pragma once
@@ -14,7 +14,6 @@ namespace {
 
 struct Block {  // of one tensor: full weights, true gradients with their l2 decay, and states, null where there is none
   int64_t tensor, n;
-  bool first;  // no update has been made of this tensor
   float* w;
   const float* g;
   float* states[kStates];
@@ -71,34 +70,31 @@ struct Adam {
   }
 };
 
-// SGD as torch has it: the first momentum is the gradient itself. Without momentum there is no state.
+// SGD as torch has it, without dampening. Without momentum there is no state.
 struct Sgd {
   static constexpr char kName[] = "sgd";
-  static constexpr int64_t kNumbers = 3;
+  static constexpr int64_t kNumbers = 2;
   static bool takes(const Tensors& b) { return !b.states[1]; }
 
-  float lr, momentum, take;
+  float lr, momentum;
   bool nesterov;
 
   Sgd(const Tensors&, const Common& c, const double* numbers, float)
-      : lr(float(rate(c))), momentum(float(numbers[0])), take(float(1 - numbers[1])), nesterov(numbers[2] != 0) {}
+      : lr(float(rate(c))), momentum(float(numbers[0])), nesterov(numbers[1] != 0) {}
 
   void operator()(const Block& x) const {
-    if (!x.states[0])
-      descend(x.n, x.w, x.g);
-    else if (x.first)
-      update<true>(x.n, x.w, x.g, x.states[0]);
+    if (x.states[0])
+      update(x.n, x.w, x.g, x.states[0]);
     else
-      update<false>(x.n, x.w, x.g, x.states[0]);
+      descend(x.n, x.w, x.g);
   }
 
-  template <bool kFirst>
   __attribute__((noinline)) void update(int64_t n, float* __restrict w, const float* __restrict g,
                                         float* __restrict buffer) const {
-    const float lr = this->lr, momentum = this->momentum, take = this->take;
+    const float lr = this->lr, momentum = this->momentum;
     const bool nesterov = this->nesterov;
     for (int64_t k = 0; k < n; k++) {
-      buffer[k] = kFirst ? g[k] : buffer[k] * momentum + g[k] * take;
+      buffer[k] = buffer[k] * momentum + g[k];
       w[k] = w[k] - (nesterov ? g[k] + buffer[k] * momentum : buffer[k]) * lr;
     }
   }
@@ -147,10 +143,6 @@ bool find_optimizer(const char* name, int64_t numbers, const Tensors& b, const U
     return true;
   };
   return is((Adam*)nullptr) || is((Sgd*)nullptr) || is((Lion*)nullptr);
-}
-
-inline Block block_of(const Tensors& b, int64_t t, int64_t n, float* w, const float* g) {
-  return {t, n, b.fresh && *b.fresh[t] == 1, w, g, {}};
 }
 
 }  // namespace

@@ -305,7 +305,7 @@ void count_updates(const Tensors& b, const Common& c, int64_t t, int64_t start, 
     const float *weight = open_weights(b, t, at, n, opened), *stored = weight;
     if (b.layout == kCopy || b.layout == kSplit) load(b.format, b.weights[t], at, kept, n), stored = kept;
     std::memset(change, 0, sizeof change);
-    Block block = block_of(b, t, n, change, open_gradient(b, c, t, at, n, l2, weight, room));
+    Block block{t, n, change, open_gradient(b, c, t, at, n, l2, weight, room), {}};
     for (int k = 0; k < kStates; ++k) {
       if (!b.states[k]) continue;
       std::memcpy(states[k], b.states[k][t] + at, n * sizeof(float));

@@ -1,29 +1,27 @@
-"""Statistics of tensors in one read each: exponent histogram, counts, sums, largest magnitude; all on the device."""
+"""Statistics of tensors, and of what an update adds to weights, on the device: histogram, counts, sums, magnitude."""
 
 from __future__ import annotations
 
 import ctypes
-import functools
+import math
 import operator
+from array import array
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
-from halfstep.kernels.batch import is_dense
-from halfstep.kernels.library import load
-from halfstep.kernels.native import check_layout
+from halfstep.kernels.batch import Batch, Options, is_dense
+from halfstep.kernels.native import WIDTH, address, call, fits, loops, pointers
 from halfstep.records import BINS, COUNTS, DOUBLES, MERGES
 from halfstep.torch_internals import sparse_values
-
-# A row is int64: the histogram, the counts, and the bits of the doubles, in the order of the fields of `TensorStats`.
-WIDTH = BINS + len(COUNTS) + len(DOUBLES)
 
 RUN = 64  # neighbours that a sample reads together
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 _PIECE = 2**22  # elements that the torch operations take at a time: they need some 30 bytes per element
-_MAGNITUDE = 0x7FFFFFFF
+_FRACTION, _BIAS, _EXPONENT = 52, 1023, 0x7FF  # of float64
 _GOLDEN = 0x9E3779B9
 _MERGES: dict[Callable[..., Any], Callable[..., Tensor]] = {operator.add: torch.add, max: torch.maximum}
 
@@ -40,21 +38,12 @@ def add_stats(tensors: Sequence[Tensor], rows: Tensor, places: Sequence[int], *,
     limit = 0 if sample is None else max(RUN, sample // RUN * RUN)
     flat = [_flat(t.to(rows.device)) for t in tensors]
     kept = [(t, place) for t, place in zip(flat, places, strict=True) if t.numel()]
-    native = _loops() if rows.device.type == "cpu" and kept else None
-    if native is None:
+    compiled = loops() if rows.device.type == "cpu" and kept else None
+    if compiled is None:
         for t, place in kept:
             _add_eager(t, rows[place], limit)
     else:
-        _add_native(native, kept, rows, limit)
-
-
-@functools.cache
-def _loops() -> ctypes.CDLL | None:
-    loops = load()
-    if loops is not None:
-        columns = [(name, BINS + column, 1) for column, name in enumerate((*COUNTS, *DOUBLES))]
-        check_layout(loops, "halfstep_columns", [("row", 0, WIDTH), *columns])
-    return loops
+        _add_native(compiled, kept, rows, limit)
 
 
 def is_sampled(t: Tensor, sample: int | None) -> bool:
@@ -85,19 +74,13 @@ def _flat(t: Tensor) -> Tensor:
     return t.as_strided((t.numel(),), (1,))
 
 
-def _add_native(native: ctypes.CDLL, kept: Sequence[tuple[Tensor, int]], rows: Tensor, limit: int) -> None:
-    count, start, step = len(kept), rows.data_ptr(), rows.stride(0) * rows.element_size()
-    pointers, integers = ctypes.c_void_p * count, ctypes.c_int64 * count
-    native.halfstep_add_stats(
-        ctypes.c_int64(count),
-        pointers(*[t.data_ptr() for t, _ in kept]),
-        integers(*[t.numel() for t, _ in kept]),
-        (ctypes.c_int32 * count)(*[_KINDS[t.dtype] for t, _ in kept]),
-        pointers(*[start + place * step for _, place in kept]),
-        ctypes.c_int64(limit),
-        ctypes.c_int64(RUN),
-        ctypes.c_int32(torch.get_num_threads()),
-    )
+def _add_native(compiled: ctypes.CDLL, kept: Sequence[tuple[Tensor, int]], rows: Tensor, limit: int) -> None:
+    tensors = [t for t, _ in kept]
+    starts, places = pointers(tensors), addresses_of(rows, [place for _, place in kept])
+    numels = array("q", [t.numel() for t in tensors])
+    kinds = array("i", [_KINDS[t.dtype] for t in tensors])
+    tables = [address(numbers) for numbers in (starts, numels, kinds, places)]
+    compiled.halfstep_add_stats(len(kept), *tables, limit, RUN, torch.get_num_threads())
 
 
 def _add_eager(t: Tensor, row: Tensor, limit: int) -> None:
@@ -149,3 +132,65 @@ def _histogram(exponents: Tensor, counted: Tensor) -> Tensor:
         return torch.histc(entries, BINS + 1, 0, BINS)[:BINS].long()
     counts = torch.zeros(BINS, dtype=torch.int64, device=exponents.device)
     return counts.scatter_add_(0, exponents.long(), counted.long())
+
+
+class Updates(Protocol):
+    """What one step adds to parameters on one device."""
+
+    @property
+    def params(self) -> list[Parameter]:
+        """The parameters that the step updates."""
+
+    @property
+    def stored(self) -> list[Tensor]:
+        """The parameters as they are stored before the step."""
+
+    def add_to(self, rows: Tensor, places: Sequence[int | None], *, sample: int | None) -> None:
+        """Adds the statistics of the update of `params[i]` to `rows[places[i]]`; skips it if `places[i]` is None."""
+
+
+def in_last_places(update: Tensor, weight: Tensor) -> Tensor:
+    """Returns a float64 update in units in the last place of the elements of `weight`.
+
+    The unit of an element w, in the dtype of `weight`, is the distance from |w| to the next larger value: 2^(floor(log2
+    |w|) - fraction bits). Below the smallest normal value, zero included, it is the smallest subnormal. The division is
+    exact.
+
+    >>> in_last_places(torch.tensor([0.25, 0.25]).double(), torch.tensor([1.0, 2.0]).half())
+    tensor([256., 128.], dtype=torch.float64)
+    """
+    info = torch.finfo(weight.dtype)
+    fraction, smallest = -_log2(info.eps), _log2(info.smallest_normal)
+    exponent = weight.double().abs().view(torch.int64) >> _FRACTION & _EXPONENT
+    unit = (exponent.clamp(min=max(smallest + _BIAS, fraction + 1)) - fraction) << _FRACTION
+    return update / unit.view(torch.float64)
+
+
+def takes_updates(batch: Batch, options: Options, rows: Tensor) -> bool:
+    """Returns whether `add_updates` takes this batch: the compiled step takes it, and `rows` are on the CPU."""
+    return rows.is_cpu and fits(batch, options)
+
+
+def add_updates(
+    kernel: str,
+    batch: Batch,
+    options: Options,
+    factor: Tensor | None,
+    found: Tensor,
+    rows: array[int],
+    *,
+    sample: int | None,
+) -> None:
+    """Adds up statistics of what a batch's next update would add to each weight, in one pass over the tensors."""
+    limit = 0 if sample is None else max(RUN, sample // RUN * RUN)
+    call("halfstep_add_updates", kernel, batch, options, factor, found, address(rows), limit, RUN)
+
+
+def addresses_of(rows: Tensor, places: Sequence[int | None]) -> array[int]:
+    """Returns the memory addresses of the rows at `places`; 0 for None."""
+    start, step = rows.data_ptr(), rows.stride(0) * rows.element_size()
+    return array("q", [0 if place is None else start + place * step for place in places])
+
+
+def _log2(power: float) -> int:
+    return math.frexp(power)[1] - 1

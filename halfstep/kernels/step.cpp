@@ -137,7 +137,7 @@ const Place* halfstep_structures() {
       {"Tensors", 0, sizeof(Tensors)},
       FIELD(Tensors, tensors), FIELD(Tensors, numels), FIELD(Tensors, weights), FIELD(Tensors, extras),
       FIELD(Tensors, grads), FIELD(Tensors, grad_formats), FIELD(Tensors, states), FIELD(Tensors, steps),
-      FIELD(Tensors, fresh), FIELD(Tensors, layout), FIELD(Tensors, format), FIELD(Tensors, threads),
+      FIELD(Tensors, layout), FIELD(Tensors, format), FIELD(Tensors, threads),
       {"Common", 0, sizeof(Common)},
       FIELD(Common, factor), FIELD(Common, found), FIELD(Common, lr_single), FIELD(Common, lr_double),
       FIELD(Common, lr), FIELD(Common, weight_decay), FIELD(Common, maximize), FIELD(Common, decoupled),
@@ -199,7 +199,7 @@ void for_each_block(const Tensors& b, const Common& c, const Optimizer& optimize
     for (int64_t at = parts[i].begin; at < parts[i].end; at += kBlock) {
       const int64_t n = at + kBlock < parts[i].end ? kBlock : parts[i].end - at;
       float* w = open_weights(b, t, at, n, opened);
-      Block block = block_of(b, t, n, w, open_gradient(b, c, t, at, n, l2, w, room));
+      Block block{t, n, w, open_gradient(b, c, t, at, n, l2, w, room), {}};
       for (int k = 0; k < kStates; k++) block.states[k] = b.states[k] ? b.states[k][t] + at : nullptr;
       optimizer(block);
       if (b.layout == kSplit) split(opened, (uint16_t*)b.weights[t] + at, (int16_t*)b.extras[t] + at, n);
@@ -214,8 +214,6 @@ void step(const Tensors& b, const Common& c, const double* numbers) {
   if (b.steps)
     for (int64_t t = 0; t < b.tensors; t++) *b.steps[t] += 1;
   for_each_block(b, c, Optimizer(b, c, numbers, 0));
-  if (b.fresh)
-    for (int64_t t = 0; t < b.tensors; t++) *b.fresh[t] = 0;
 }
 
 }  // namespace

@@ -1,6 +1,6 @@
 """The read pass and the update as Triton kernels for CUDA: a launch covers many tensors through tables of addresses.
 
-Importing this file imports Triton. The arithmetic and its order are those of `optim/eager.py`, with every operation
+Importing this file imports Triton. The arithmetic and its order are those of `optim/laws.py`, with every operation
 rounded separately: launches forbid contraction, and division and square root are correctly rounded. Kernels are not
 specialised on hyper-parameters, so that a scheduler which changes them causes no compilation.
 """
@@ -20,7 +20,6 @@ from torch import Tensor
 
 from halfstep.kernels.batch import Batch, Options, Scratch, is_dense
 from halfstep.kernels.tables import KINDS, Group, Tables, addresses, bits, block_ends, groups
-from halfstep.torch_internals import foreach_mul_
 
 _Tensors = tuple[Tensor, Tensor, int, Tensor]  # owners, table, number of tensors, gradients
 
@@ -137,7 +136,7 @@ def _power(base, exponent):
 
 
 # A launch has a table of 8 rows, with a number for each of `count` tensors: its first block, its size, and the
-# addresses of weight, extra, step count or fresh flag, and up to three states.
+# addresses of weight, extra, step count, and up to three states.
 
 
 @triton.jit(do_not_specialize=["table", "count", "found", "lr_tensor", "lr", "beta1", "beta2", "weight_decay", "out"])
@@ -246,7 +245,7 @@ def _adam_kernel(
 
 @triton.jit
 def _sgd_block(
-    weight, extra, grad, buffer, start, left, factor, first, lr, momentum, rest, weight_decay, LAYOUT: tl.constexpr,
+    weight, extra, grad, buffer, start, left, factor, lr, momentum, weight_decay, LAYOUT: tl.constexpr,
     KIND: tl.constexpr, GRAD: tl.constexpr, SCALED: tl.constexpr, MAXIMIZE: tl.constexpr, MOMENTUM: tl.constexpr,
     NESTEROV: tl.constexpr, ALIGNED: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
 ):
@@ -260,7 +259,7 @@ def _sgd_block(
     g = tl.where(weight_decay != 0, g + w * weight_decay, g)
     if MOMENTUM:
         held = _load(buffer, start, at, mask, "fp32", ALIGNED)
-        held = tl.where(first == 1, g, held * momentum + g * rest)
+        held = held * momentum + g
         _store_as(buffer, start, at, held, mask, tl.float32, ALIGNED)
         if NESTEROV:
             g = g + held * momentum
@@ -271,12 +270,12 @@ def _sgd_block(
 
 @triton.jit(
     do_not_specialize=[
-        "owners", "table", "count", "grads", "found", "factor", "lr_tensor", "lr", "momentum", "rest", "weight_decay",
+        "owners", "table", "count", "grads", "found", "factor", "lr_tensor", "lr", "momentum", "weight_decay",
     ]
 )
 def _sgd_kernel(
     owners, table, count: tl.int64, grads, found, factor, lr_tensor,
-    lr: tl.float32, momentum: tl.float32, rest: tl.float32, weight_decay: tl.float32,
+    lr: tl.float32, momentum: tl.float32, weight_decay: tl.float32,
     LAYOUT: tl.constexpr, KIND: tl.constexpr, GRAD: tl.constexpr, SCALED: tl.constexpr, MAXIMIZE: tl.constexpr,
     MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, LR_TENSOR: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):
@@ -290,10 +289,6 @@ def _sgd_kernel(
         extra = tl.load(row + 3 * count)
         buffer = tl.load(row + 5 * count)
         grad = tl.load(grads + tensor)
-        if MOMENTUM:
-            first = tl.load(tl.load(row + 4 * count).to(tl.pointer_type(tl.float32)))
-        else:
-            first = 0.0
         if LR_TENSOR:
             rate = tl.load(lr_tensor).to(tl.float32)
         else:
@@ -304,12 +299,12 @@ def _sgd_kernel(
             scale = 1.0
         if left >= BLOCK:
             _sgd_block(
-                weight, extra, grad, buffer, start, left, scale, first, rate, momentum, rest, weight_decay, LAYOUT,
+                weight, extra, grad, buffer, start, left, scale, rate, momentum, weight_decay, LAYOUT,
                 KIND, GRAD, SCALED, MAXIMIZE, MOMENTUM, NESTEROV, ALIGNED, False, BLOCK,
             )
         else:
             _sgd_block(
-                weight, extra, grad, buffer, start, left, scale, first, rate, momentum, rest, weight_decay, LAYOUT,
+                weight, extra, grad, buffer, start, left, scale, rate, momentum, weight_decay, LAYOUT,
                 KIND, GRAD, SCALED, MAXIMIZE, MOMENTUM, NESTEROV, ALIGNED, True, BLOCK,
             )
 
@@ -403,7 +398,7 @@ def read(grads: list[Tensor], scratch: Scratch) -> tuple[Tensor, Tensor, Tensor]
     return sums.sum().sqrt().to(torch.float32), bad.any(), bad
 
 
-def fits(batch: Batch, options: Options) -> bool:
+def fits(batch: Batch) -> bool:
     """Returns whether the kernels take this batch: the update is in fp32, and the weights are dense in memory."""
     if batch.dtype is not torch.float32 or any(grad.dtype not in KINDS for grad in batch.grads):
         return False
@@ -414,7 +409,7 @@ def update(kernel: str, batch: Batch, options: Options, factor: Tensor | None, f
     """Makes one update by the optimizer `kernel`, in one pass over memory."""
     if kernel not in _LAUNCHES:
         raise LookupError(
-            f"no Triton kernel {kernel!r}; the optimizer's row (halfstep/optim/table.py) must name one of "
+            f"no Triton kernel {kernel!r}; the optimizer's row (halfstep/optim/laws.py) must name one of "
             f"{list(_LAUNCHES)}"
         )
     tables = Tables(batch.device, scratch)
@@ -432,20 +427,19 @@ def update(kernel: str, batch: Batch, options: Options, factor: Tensor | None, f
             if not ends[-1]:
                 continue
             tensors = (tables.owners(ends), table, len(sizes), tables.numbers(group.pick(grads)))
-            _LAUNCHES[kernel](tensors, corrections, options, common, _compiled_for(batch, options, group, common))
-    if batch.fresh:
-        foreach_mul_(batch.fresh, [found.to(torch.float32)] * len(batch.fresh))
+            compiled_for = _compiled_for(batch, options, group, common)
+            _LAUNCHES[kernel](tensors, corrections, options, len(batch.states), common, compiled_for)
     torch.autograd.graph.increment_version(written)
 
 
 def _lasting(batch: Batch) -> tuple[list[Tensor], list[list[int]]]:
     """Returns the tensors that an update of the batch writes, and the rows of its table that are the same in each step.
 
-    A row has one number for each tensor: its size, then the addresses of its weight, extra, step count (or flag) and
-    states. The table's first row, each tensor's first block, is not among them.
+    A row has one number for each tensor: its size, then the addresses of its weight, extra, step count and states. The
+    table's first row, each tensor's first block, is not among them.
     """
     states = list(batch.states.values())
-    fixed = [batch.weights, batch.extras, batch.steps or batch.fresh, *states]
+    fixed = [batch.weights, batch.extras, batch.steps, *states]
     rows = [[weight.numel() for weight in batch.weights], *map(addresses, fixed), *[[]] * (3 - len(states))]
     return [t for tensors in fixed for t in tensors], rows
 
@@ -482,7 +476,12 @@ def _corrections(options: Options, common: _Common, table: Tensor, count: int) -
 
 
 def _launch_adam(
-    tensors: _Tensors, corrections: Tensor | None, options: Options, common: _Common, compiled_for: dict[str, Any]
+    tensors: _Tensors,
+    corrections: Tensor | None,
+    options: Options,
+    states: int,
+    common: _Common,
+    compiled_for: dict[str, Any],
 ) -> None:
     beta1, beta2, eps = options.numbers
     _adam_kernel[(len(tensors[0]),)](
@@ -496,16 +495,16 @@ def _launch_adam(
         1 - beta2,
         eps,
         options.weight_decay,
-        AMSGRAD=len(options.states) == 3,
+        AMSGRAD=states == 3,
         DECOUPLED=options.decoupled,
         **compiled_for,
     )
 
 
 def _launch_sgd(
-    tensors: _Tensors, _: Tensor | None, options: Options, common: _Common, compiled_for: dict[str, Any]
+    tensors: _Tensors, _: Tensor | None, options: Options, states: int, common: _Common, compiled_for: dict[str, Any]
 ) -> None:
-    momentum, dampening, nesterov = options.numbers
+    momentum, nesterov = options.numbers
     _sgd_kernel[(len(tensors[0]),)](
         *tensors,
         common.found,
@@ -513,16 +512,15 @@ def _launch_sgd(
         common.found if common.lr_tensor is None else common.lr_tensor,
         common.lr,
         momentum,
-        1 - dampening,
         options.weight_decay,
-        MOMENTUM=bool(options.states),
+        MOMENTUM=bool(states),
         NESTEROV=bool(nesterov),
         LR_TENSOR=common.lr_tensor is not None,
         **compiled_for,
     )
 
 
-_Launch = Callable[[_Tensors, Tensor | None, Options, _Common, dict[str, Any]], None]
+_Launch = Callable[[_Tensors, Tensor | None, Options, int, _Common, dict[str, Any]], None]
 _LAUNCHES: dict[str, _Launch] = {"adam": _launch_adam, "sgd": _launch_sgd}
 
 

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 
 from halfstep.edits import FULL, Rule
 from halfstep.errors import ObserveError, PlanError
-from halfstep.kernels.update_stats import Updates
+from halfstep.kernels.stats import Updates
 from halfstep.observe.hooks import readable, undo_all
 from halfstep.observe.rows import Pending, check_sample
 from halfstep.observe.window import Overflows, Window, owned

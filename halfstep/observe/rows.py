@@ -11,8 +11,7 @@ from torch import Tensor
 
 from halfstep.errors import ObserveError
 from halfstep.formats import BY_DTYPE
-from halfstep.kernels.stats import add_stats, empty_rows, is_sampled
-from halfstep.kernels.update_stats import Updates
+from halfstep.kernels.stats import Updates, add_stats, empty_rows, is_sampled
 from halfstep.later import Later
 from halfstep.records import BINS, COUNTS, DOUBLES, Observation, TensorStats
 from halfstep.torch_internals import version_of

@@ -10,7 +10,7 @@ from typing import Protocol
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from halfstep.kernels.update_stats import Updates
+from halfstep.kernels.stats import Updates
 from halfstep.later import is_capturing
 from halfstep.modes import run_uncompiled
 from halfstep.observe.hooks import Found, StepHooks, readable, undo_all

@@ -16,8 +16,8 @@ from torch.utils.hooks import RemovableHandle
 
 from halfstep.errors import StateError
 from halfstep.formats import is_narrow
-from halfstep.optim.guard import put_over
-from halfstep.optim.table import any_row_of, has_row
+from halfstep.optim.hooks import put_over
+from halfstep.optim.table import any_row_of
 from halfstep.processes.shards import local
 from halfstep.torch_internals import load_post_hooks_of, load_pre_hooks_of
 
@@ -148,7 +148,7 @@ def _check_options(what: str, group: StateDict, optimizer: Optimizer) -> None:
     if not _is_known(optimizer):
         return
     _check_kinds(what, group, optimizer.defaults)
-    own = has_row(type(optimizer))
+    own = any_row_of(type(optimizer)) is not None
     for name, default in optimizer.defaults.items():
         if name not in group or name in CHOICES or default is None or isinstance(default, str):
             continue
@@ -208,7 +208,7 @@ def _check_values(what: str, entry: Any) -> None:
 def _is_known(optimizer: Optimizer) -> bool:
     """Whether it is one of halfstep's or torch's optimizers, but not LBFGS, whose states belong to no parameter."""
     closure = inspect.signature(inspect.unwrap(type(optimizer).step)).parameters.get("closure")
-    known = has_row(type(optimizer)) or f"{type(optimizer).__module__}.".startswith("torch.optim.")
+    known = any_row_of(type(optimizer)) is not None or f"{type(optimizer).__module__}.".startswith("torch.optim.")
     return known and (closure is None or closure.default is not inspect.Parameter.empty)
 
 
@@ -222,8 +222,8 @@ def _shapes(
     held = {name: value.shape for name, value in optimizer.state.get(p, {}).items() if isinstance(value, Tensor)}
     row = any_row_of(type(optimizer))
     if row is not None:
-        options = row.options({**now, **given})
-        own: Shapes = {name: torch.Size() if name in options.scalars else p.shape for name in options.states}
+        names = row.states({**now, **given})
+        own: Shapes = {name: torch.Size() if name in row.scalars else p.shape for name in names}
         return {**own, "step": None} if row.counts else own
     if not _is_known(optimizer):
         return {name: shape for name, shape in held.items() if name in entry}

@@ -11,16 +11,23 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from halfstep.kernels.batch import Batch, Options, as_real, chunks, in_layout_of, is_dense
-from halfstep.kernels.stats import add_stats, is_sampled, sampled_places
-from halfstep.kernels.update_stats import Updates, add_updates, addresses_of, fits, in_last_places
-from halfstep.optim.foreign import ForeignStepper
+from halfstep.kernels.batch import Batch, as_real, chunks, in_layout_of, is_dense, mapped
+from halfstep.kernels.stats import (
+    Updates,
+    add_stats,
+    add_updates,
+    addresses_of,
+    in_last_places,
+    is_sampled,
+    sampled_places,
+    takes_updates,
+)
+from halfstep.optim.gradients import widened
+from halfstep.optim.laws import Group, Row
 from halfstep.optim.masters import MasterStore
-from halfstep.optim.one_pass import OnePassStepper
-from halfstep.optim.sparse import widened
 from halfstep.optim.split import join
-from halfstep.optim.steppers import Stepper
-from halfstep.optim.table import OptimizerRow, row_of
+from halfstep.optim.steppers import ForeignStepper, Stepper
+from halfstep.optim.table import row_of
 
 _PART = 2**16  # elements at a time, 256 KiB each of some eight tensors
 
@@ -53,11 +60,10 @@ class UpdateWatch:
         self._store.adopt_changed(params)
         given = {id(p): grad for p, grad in zip(params, grads, strict=True)}
         for group in self._optimizer.param_groups:
-            options = row.options(group)
             coming: dict[tuple[Any, ...], Coming] = {}
             for p in group["params"]:
                 if id(p) in given and p.numel() and self._fits(p, given[id(p)]):
-                    self._gather(row, p, given[id(p)], options, factor, coming)
+                    self._gather(row, p, given[id(p)], group, factor, coming)
             yield from coming.values()
 
     @torch.no_grad()
@@ -82,10 +88,10 @@ class UpdateWatch:
 
     def _gather(
         self,
-        row: OptimizerRow,
+        row: Row,
         p: Parameter,
         grad: Tensor,
-        options: Options,
+        group: Group,
         factor: Tensor | None,
         coming: dict[Any, Coming],
     ) -> None:
@@ -95,8 +101,8 @@ class UpdateWatch:
         key = (layout, p.device, weight.dtype, is_dense(weight))
         if key not in coming:
             local = None if factor is None else factor.to(p.device, non_blocking=True)
-            batch = Batch(layout, [], [], [], {name: [] for name in options.states})
-            coming[key] = Coming(row, [], batch, options, local, self._skipped.to(p.device, non_blocking=True))
+            batch = Batch(layout, [], [], [], {name: [] for name in row.states(group)})
+            coming[key] = Coming(row, [], batch, group, local, self._skipped.to(p.device, non_blocking=True))
         coming[key].params.append(p)
         batch = coming[key].batch
         batch.weights.append(weight)
@@ -107,8 +113,10 @@ class UpdateWatch:
         state = self._optimizer.state.get(p, {})
         for name, tensors in batch.states.items():
             held = state.get(name)
-            zero = torch.zeros_like(weight, dtype=batch.dtype) if held is None else None
-            tensors.append(in_layout_of(as_real(held).to(p.device, batch.dtype), weight) if zero is None else zero)
+            if held is None:
+                tensors.append(torch.full_like(weight, row.start, dtype=batch.dtype))
+            else:
+                tensors.append(in_layout_of(as_real(held).to(p.device, batch.dtype), weight))
         if row.counts:
             count = state.get("step", 0.0)
             if isinstance(count, Tensor):
@@ -116,12 +124,6 @@ class UpdateWatch:
             else:
                 step = torch.full((), float(count), dtype=torch.float32, device=p.device)
             batch.steps.append(step)
-        elif options.states:
-            flag = self._stepper.fresh(p) if isinstance(self._stepper, OnePassStepper) else None
-            new = state.get(options.states[0]) is None
-            batch.fresh.append(
-                torch.full((), float(new), dtype=torch.float32, device=p.device) if flag is None or new else flag
-            )
 
 
 @dataclass(frozen=True)
@@ -132,10 +134,10 @@ class Coming:
     are 0.
     """
 
-    row: OptimizerRow
+    row: Row
     params: list[Parameter]
     batch: Batch
-    options: Options
+    group: Group
     factor: Tensor | None
     skipped: Tensor
 
@@ -147,9 +149,10 @@ class Coming:
     @torch.no_grad()
     def add_to(self, rows: Tensor, places: Sequence[int | None], *, sample: int | None) -> None:
         """Adds the statistics of the update of `params[i]` to `rows[places[i]]`; skips it if `places[i]` is None."""
-        kernel, call = self.row.native_of(self.options), (self.batch, self.options, self.factor, self.skipped)
-        if kernel is not None and fits(self.batch, self.options, rows):
-            add_updates(kernel, *call, addresses_of(rows, places), sample=sample)
+        kernel, options = self.row.native, self.row.options(self.group)
+        if kernel is not None and self.row.compiled(self.group) and takes_updates(self.batch, options, rows):
+            places = addresses_of(rows, places)
+            add_updates(kernel, self.batch, options, self.factor, self.skipped, places, sample=sample)
             return
         for index, place in enumerate(places):
             if place is not None:
@@ -161,9 +164,10 @@ class Coming:
         # Of a weight with more than `sample` elements, the parts hold only those that `add_stats` would read.
         alone = self._batch_of(index)
         if sample is not None and is_sampled(alone.weights[0], sample) and is_dense(alone.weights[0]):
-            alone = _picked(alone, sampled_places(alone.weights[0].numel(), sample, alone.device))
+            chosen = sampled_places(alone.weights[0].numel(), sample, alone.device)
+            alone = mapped(alone, lambda ts: [t.as_strided((t.numel(),), (1,)).index_select(0, chosen) for t in ts])
         for part in chunks(alone, _PART):
-            yield part.extras[0], torch.where(self.skipped, 0.0, _update_of(self.row, part, self.options, self.factor))
+            yield part.extras[0], torch.where(self.skipped, 0.0, _update_of(self.row, part, self.group, self.factor))
 
     def _batch_of(self, index: int) -> Batch:
         """Returns one parameter as a batch: its full weight as `weights`, its stored weight as `extras`."""
@@ -179,7 +183,6 @@ class Coming:
             [batch.grads[index]],
             {name: [tensors[index]] for name, tensors in batch.states.items()},
             [batch.steps[index] + 1] if batch.steps else [],
-            [batch.fresh[index]] if batch.fresh else [],
         )
 
 
@@ -198,7 +201,7 @@ class Made:
             add_stats([in_last_places(self.update, self.stored[0])], rows, [place], sample=sample)
 
 
-def _update_of(row: OptimizerRow, part: Batch, options: Options, factor: Tensor | None) -> Tensor:
+def _update_of(row: Row, part: Batch, group: Group, factor: Tensor | None) -> Tensor:
     """Returns in float64 what an update adds to the weight of `part`, a batch of one parameter; does not change `part`.
 
     The weight is used only for weight decay. The rest is computed on a weight of zero, so that an update far smaller
@@ -206,28 +209,10 @@ def _update_of(row: OptimizerRow, part: Batch, options: Options, factor: Tensor 
     """
     weight, dtype = part.weights[0], part.dtype
     grad = part.grads[0].to(dtype) if factor is None else part.grads[0].to(dtype) * factor
-    grad = -grad if options.maximize else grad
-    decay = options.weight_decay
-    if decay and not options.decoupled:
+    grad = -grad if group["maximize"] else grad
+    decay, decoupled = group["weight_decay"], row.decoupled(group)
+    if decay and not decoupled:
         grad = grad + weight * decay
     alone = replace(part, weights=[torch.zeros_like(weight)], grads=[grad])
-    ((update, *_),) = row.eager(alone, replace(options, weight_decay=0.0, maximize=False))
-    return update.double() - weight.double() * (options.lr * decay) if decay and options.decoupled else update.double()
-
-
-def _picked(batch: Batch, places: Tensor) -> Batch:
-    """Returns a batch of one parameter with only the elements at `places`, which are positions in the order of memory.
-
-    All tensors of `batch` must be dense.
-    """
-
-    def pick(tensors: list[Tensor]) -> list[Tensor]:
-        return [t.as_strided((t.numel(),), (1,)).index_select(0, places) for t in tensors]
-
-    return replace(
-        batch,
-        weights=pick(batch.weights),
-        extras=pick(batch.extras),
-        grads=pick(batch.grads),
-        states={name: pick(tensors) for name, tensors in batch.states.items()},
-    )
+    ((update, *_),) = row.law(alone, {**group, "weight_decay": 0.0, "maximize": False})
+    return update.double() - weight.double() * (group["lr"] * decay) if decay and decoupled else update.double()

@@ -33,8 +33,7 @@ from halfstep.formats import FP32, needs_scale
 from halfstep.modes import ordinary_tensors
 from halfstep.observe.probe import Probe, Probes, check_delivery, make_probe
 from halfstep.observe.window import Overflows
-from halfstep.optim.guard import forbid_step, lend_weights, send_step
-from halfstep.optim.hooks import watch_steps
+from halfstep.optim.hooks import forbid_step, lend_weights, send_step, watch_steps
 from halfstep.optim.masters import MasterStore
 from halfstep.optim.state import exact_state_loading, widen_states
 from halfstep.optim.steppers import make_stepper, needs_closure

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from halfstep.cast.casting import Casting
 from halfstep.kernels.batch import Scratch
 from halfstep.observe.probe import Probes
+from halfstep.optim.gradients import check_gradients
 from halfstep.optim.masters import MasterStore
-from halfstep.optim.one_pass import check_gradients
 from halfstep.optim.update_watch import UpdateWatch
 from halfstep.processes.shards import Unreduced, reshard
 from halfstep.records import StepRecord

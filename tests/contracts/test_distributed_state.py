@@ -17,7 +17,7 @@ OPTIMIZERS = {
     "AdamW": lambda ps: AdamW(ps, lr=0.1),
     "Adam, amsgrad and a rate as a tensor": lambda ps: Adam(ps, lr=torch.tensor(0.1), amsgrad=True),
     "SGD": lambda ps: SGD(ps, lr=0.1),
-    "SGD, momentum": lambda ps: SGD(ps, lr=0.1, momentum=0.9, dampening=0.5),
+    "SGD, momentum": lambda ps: SGD(ps, lr=0.1, momentum=0.9),
     "RMSprop": lambda ps: RMSprop(ps, lr=0.1, momentum=0.9),
 }
 
@@ -77,14 +77,6 @@ def test_reading_a_fresh_state_changes_nothing(name, optimizer):
     assert plain[1].state_dict()["state"].keys() == read[1].state_dict()["state"].keys()
     plain[2].close()
     read[2].close()
-
-
-def test_a_state_that_was_only_shown_is_not_there_after_a_skip():
-    model, optimizer, session = start("O2", "AdamW")
-    get_optimizer_state_dict(model, optimizer)
-    assert len(optimizer.state_dict()["state"]) == 6
-    assert bool(backward_and_step(session, model(torch.full((2, 4), torch.inf)).sum()).skipped)
-    assert optimizer.state_dict()["state"] == {}
 
 
 @pytest.mark.parametrize("spoil", ["gradient", "rate", "state", "no closure", "a closure"])

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from halfstep.kernels import devices
-from halfstep.kernels.batch import Batch, Options
+from halfstep.kernels.batch import Batch
 
-CPU, OPTIONS = torch.device("cpu"), Options(0.1, 0.0, False, False)
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -58,6 +58,6 @@ def test_what_runs_is_used(monkeypatch, caplog):
 def test_nothing_is_imported_for_tensors_on_a_cpu(monkeypatch):
     replace_import(monkeypatch, AssertionError("imported"))
     weight = torch.zeros(3)
-    assert not devices.triton_fits(Batch("full", [weight], [], [weight]), OPTIONS)
+    assert not devices.triton_fits(Batch("full", [weight], [], [weight]))
     assert not devices.triton_can_read([weight])
     assert not devices.triton_can_read([])

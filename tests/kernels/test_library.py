@@ -99,7 +99,7 @@ def test_what_does_not_load_is_done_without(folder, monkeypatch, caplog):
 
 
 def test_without_a_library_the_step_takes_another_implementation(folder, monkeypatch):
-    monkeypatch.setattr(native, "_loops", library.load)
+    monkeypatch.setattr(native, "loops", library.load)
     assert not native.can_read([torch.ones(3)])
     assert next(iter(IMPLEMENTATIONS)) == "native"  # the first, where it fits
 

@@ -137,7 +137,7 @@ def processor(request, tmp_path_factory):
             if shutil.which("g++") is None:
                 pytest.skip("needs g++")
             subprocess.run(command, check=True)
-            patch.setattr(native, "_loops", functools.cache(native._loops.__wrapped__))
+            patch.setattr(native, "loops", functools.cache(native.loops.__wrapped__))
             patch.setattr(native, "load", lambda: ctypes.CDLL(str(made)))
         yield
 
@@ -296,7 +296,6 @@ class TestRead:
 
 class TestFits:
     def test_float64_weights_and_half_dense_ones_are_left_to_others(self):
-        options = own_run(*ADAMS[0]).optimizer
-        adam = options_of(options)
+        adam = options_of(own_run(*ADAMS[0]).optimizer)
         for weight, fits in ((torch.ones(3), True), (torch.ones(3).double(), False), (torch.ones(4, 4)[:, ::2], False)):
             assert native.fits(Batch("full", [weight], [], [weight]), adam) is fits

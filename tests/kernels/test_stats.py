@@ -5,8 +5,9 @@ import pytest
 import torch
 
 from halfstep.errors import HalfstepError
-from halfstep.kernels import library, stats
-from halfstep.kernels.stats import RUN, WIDTH, add_stats, empty_rows, is_sampled
+from halfstep.kernels import library, native, stats
+from halfstep.kernels.native import WIDTH
+from halfstep.kernels.stats import RUN, add_stats, empty_rows, is_sampled
 from halfstep.records import BINS, COUNTS
 from tests.scale.sync import no_cuda_sync
 
@@ -20,7 +21,7 @@ WAYS = [
 @pytest.fixture(params=WAYS)
 def way(request, monkeypatch):
     if request.param == "eager":
-        monkeypatch.setattr(stats, "_loops", lambda: None)
+        monkeypatch.setattr(stats, "loops", lambda: None)
     return request.param
 
 
@@ -149,11 +150,11 @@ def test_complex_and_conjugate_and_sparse_are_read_as_their_numbers(way):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_sample_reads_the_same_runs_natively_and_eagerly(monkeypatch, dtype):
     t = torch.randn(100_000).to(dtype)
-    native = row_of(t, sample=4096 + 5)
-    monkeypatch.setattr(stats, "_loops", lambda: None)
+    compiled = row_of(t, sample=4096 + 5)
+    monkeypatch.setattr(stats, "loops", lambda: None)
     eager = row_of(t, sample=4096 + 5)
-    assert native[BINS] == 4096
-    assert torch.equal(native[: BINS + len(COUNTS)], eager[: BINS + len(COUNTS)])
+    assert compiled[BINS] == 4096
+    assert torch.equal(compiled[: BINS + len(COUNTS)], eager[: BINS + len(COUNTS)])
 
 
 def test_a_sample_lies_inside_and_is_spread_over_rows_and_columns(way):
@@ -201,9 +202,9 @@ def test_a_gpu_counts_as_the_cpu_does_and_does_not_wait(dtype):
 
 @pytest.mark.skipif(library.find() is None, reason="needs the compiled loops")
 def test_the_columns_of_the_cpp_loops_are_the_fields_of_the_record(monkeypatch):
-    assert stats._loops.__wrapped__() is not None
+    assert native.loops.__wrapped__() is not None
     swapped = ("count", "negatives", "zeros", "infinities", "nans")
     for wrong in (swapped, COUNTS[:-1]):
-        monkeypatch.setattr(stats, "COUNTS", wrong)
+        monkeypatch.setattr(native, "COUNTS", wrong)
         with pytest.raises(HalfstepError, match=r"disagree about the layout of memory; .*halfstep_columns"):
-            stats._loops.__wrapped__()
+            native.loops.__wrapped__()

@@ -7,8 +7,7 @@ import torch
 from torch.optim import SGD, Adam, AdamW
 
 from halfstep.kernels import library
-from halfstep.kernels.stats import add_stats, empty_rows
-from halfstep.kernels.update_stats import fits, in_last_places
+from halfstep.kernels.stats import add_stats, empty_rows, in_last_places, takes_updates
 from halfstep.optim.update_watch import UpdateWatch
 from halfstep.records import BINS, COUNTS, DOUBLES
 from tests.kernels.test_native import every_layout, grads_of, run_of
@@ -44,7 +43,7 @@ def watched(run, grads, factor=None, skipped=FALSE):
 
 def native_rows(coming, sample=None):
     rows = empty_rows(len(coming.params), torch.device("cpu"))
-    assert fits(coming.batch, coming.options, rows)
+    assert takes_updates(coming.batch, coming.row.options(coming.group), rows)
     coming.add_to(rows, range(len(coming.params)), sample=sample)
     return rows
 
@@ -139,6 +138,6 @@ def test_what_the_loop_does_not_take_goes_to_the_reference(dtype):
     if dtype is torch.float32:
         assert coming.params == run.params[-1:]  # no dense block of memory
     rows = empty_rows(len(coming.params), torch.device("cpu"))
-    assert not fits(coming.batch, coming.options, rows)
+    assert not takes_updates(coming.batch, coming.row.options(coming.group), rows)
     coming.add_to(rows, range(len(coming.params)), sample=None)
     assert rows[:, BINS].tolist() == [p.numel() for p in coming.params]

@@ -5,32 +5,31 @@ The interpreter must be chosen before Triton is imported, so no test process imp
 
 import os
 from dataclasses import replace
+from functools import partial
 
 import torch
+from torch.optim import SGD, Adam
 
 from halfstep.kernels.batch import Batch, Scratch, is_dense
-from halfstep.optim.adam import AdamOptions
-from halfstep.optim.implementations import IMPLEMENTATIONS, Implementation, update
-from halfstep.optim.sgd import SgdOptions
+from halfstep.optim import laws
+from halfstep.optim.implementations import IMPLEMENTATIONS, update
 from halfstep.optim.split import join, split
-from halfstep.optim.table import TABLE
 
-_COMMON = {"weight_decay": 0.0, "maximize": False, "decoupled": False}
-_ADAM = AdamOptions(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, amsgrad=False, **_COMMON)
-_SGD = SgdOptions(lr=0.1, momentum=0.0, dampening=0.0, nesterov=False, **_COMMON)
+_ADAM = {**Adam([torch.zeros(1)], lr=1e-2).param_groups[0], "decoupled_weight_decay": False}
+_ADAMW = {**_ADAM, "decoupled_weight_decay": True}
+_SGD = SGD([torch.zeros(1)], lr=0.1).param_groups[0]
 OPTIONS = {
     "adam": _ADAM,
-    "adam-l2-amsgrad": replace(_ADAM, weight_decay=0.1, amsgrad=True),
-    "adam-maximize": replace(_ADAM, beta1=0.5, beta2=0.9, eps=1e-3, maximize=True),
-    "adamw": replace(_ADAM, weight_decay=0.01, decoupled=True),
-    "adamw-amsgrad-maximize": replace(_ADAM, weight_decay=0.3, amsgrad=True, maximize=True, decoupled=True),
-    "adamw-tensor-lr": replace(_ADAM, weight_decay=0.3, lr=torch.tensor(1e-2), decoupled=True),
+    "adam-l2-amsgrad": {**_ADAM, "weight_decay": 0.1, "amsgrad": True},
+    "adam-maximize": {**_ADAM, "betas": (0.5, 0.9), "eps": 1e-3, "maximize": True},
+    "adamw": {**_ADAMW, "weight_decay": 0.01},
+    "adamw-amsgrad-maximize": {**_ADAMW, "weight_decay": 0.3, "amsgrad": True, "maximize": True},
+    "adamw-tensor-lr": {**_ADAMW, "weight_decay": 0.3, "lr": torch.tensor(1e-2)},
     "sgd": _SGD,
-    "sgd-l2-maximize": replace(_SGD, weight_decay=0.1, maximize=True),
-    "sgd-momentum": replace(_SGD, momentum=0.9),
-    "sgd-nesterov": replace(_SGD, momentum=0.9, nesterov=True, weight_decay=0.01),
-    "sgd-dampening": replace(_SGD, momentum=0.9, dampening=0.5, maximize=True),
-    "sgd-tensor-lr": replace(_SGD, lr=torch.tensor(0.1), momentum=0.5, dampening=0.3),
+    "sgd-l2-maximize": {**_SGD, "weight_decay": 0.1, "maximize": True},
+    "sgd-momentum": {**_SGD, "momentum": 0.9},
+    "sgd-nesterov": {**_SGD, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
+    "sgd-momentum-tensor-lr": {**_SGD, "lr": torch.tensor(0.1), "momentum": 0.5, "maximize": True},
 }
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 STORAGES = {  # layout, dtype of the weights, dtypes that the gradients have in turn
@@ -47,13 +46,16 @@ SHAPES = [(7, 19), (0,), (1100,), (), (2, 3, 2, 2), (37,)]
 
 
 def row_of(options):
-    return TABLE[torch.optim.Adam if isinstance(options, AdamOptions) else torch.optim.SGD]
+    return laws.ADAM if "betas" in options else laws.SGD
 
 
 def implementation():
     from halfstep.kernels import triton as kernels
 
-    return Implementation(lambda row, options: row.triton, kernels.fits, kernels.update)
+    def run(row, batch, group):
+        return partial(kernels.update, row.triton, batch, row.options(group)) if kernels.fits(batch) else None
+
+    return run
 
 
 def new(values):
@@ -73,15 +75,14 @@ def batch_of(layout, low, options, device):
         weights, extras = (list(part) for part in zip(*map(split, full), strict=True))
     else:
         weights, extras = [value.to(low) for value in full], full if layout == "copy" else []
-    adam = isinstance(options, AdamOptions)
+    row = row_of(options)
     return Batch(
         layout,
         new(weights),
         new(extras) if extras else [],
         [],
-        {name: new([torch.zeros_like(value) for value in full]) for name in options.states},
-        [torch.zeros((), device=device) for _ in full] if adam else [],
-        [] if adam or not options.momentum else [torch.ones((), device=device) for _ in full],
+        {name: new([torch.full_like(value, row.start) for value in full]) for name in row.states(options)},
+        [torch.zeros((), device=device) for _ in full] if row.counts else [],
     )
 
 
@@ -117,7 +118,6 @@ def values(batch):
     for tensors in batch.states.values():
         yield from tensors
     yield from batch.steps
-    yield from batch.fresh
 
 
 def compare(options_name, storage, steps, device="cpu"):
@@ -125,13 +125,14 @@ def compare(options_name, storage, steps, device="cpu"):
     from halfstep.kernels import triton as kernels
 
     options = OPTIONS[options_name]
-    if isinstance(options.lr, torch.Tensor):
-        options = replace(options, lr=options.lr.to(device))
+    lr = options["lr"]
+    if isinstance(lr, torch.Tensor):
+        options = {**options, "lr": lr.to(device)}
     layout, low, dtypes = STORAGES[storage]
     tables = [{"triton": implementation()}, {"eager": IMPLEMENTATIONS["eager"]}]
     batches = [batch_of(layout, low, options, device) for _ in tables]
     scratches = [Scratch() for _ in tables]
-    assert kernels.fits(replace(batches[0], grads=gradients(batches[0], dtypes, 0)), options)
+    assert kernels.fits(replace(batches[0], grads=gradients(batches[0], dtypes, 0)))
     start = [value.clone() for value in values(batches[0])]
     for step in range(steps):
         found = torch.tensor(step % 7 in (0, 3), device=device)  # the first is one
@@ -140,7 +141,7 @@ def compare(options_name, storage, steps, device="cpu"):
             grads = gradients(batch, dtypes, step)
             if step % 7 == 3:
                 grads[2].fill_(float("inf"))
-            now = options if isinstance(options.lr, torch.Tensor) else replace(options, lr=options.lr / (1 + step))
+            now = options if isinstance(lr, torch.Tensor) else {**options, "lr": lr / (1 + step)}
             update(row_of(options), replace(batch, grads=grads), now, factor, found, scratch, table)
     moved = [not torch.equal(a, b) for a, b in zip(start, values(batches[0]), strict=True) if a.numel()]
     assert all(moved), "an update that changes nothing is no update"
@@ -159,7 +160,7 @@ def nans_stored_alike(storage, device="cpu"):
         extras = {"split": [zeros.to(torch.int16)], "copy": [zeros.clone()]}.get(layout, [])
         batch = Batch(layout, [zeros.to(low)], extras, [nans], {})
         false = torch.tensor(False, device=device)
-        update(row_of(_SGD), batch, replace(_SGD, lr=1.0), None, false, Scratch(), table)
+        update(row_of(_SGD), batch, {**_SGD, "lr": 1.0}, None, false, Scratch(), table)
         stored.append([t.view(torch.uint8) for t in written(batch)])
     nan = batch.weights[0].float().isnan().all()
     return bool(nan) and all(map(torch.equal, *stored))
@@ -184,7 +185,7 @@ def skip_changes_nothing(options_name, storage, device="cpu"):
 
 
 def written(batch):
-    return [*batch.weights, *batch.extras, *batch.steps, *batch.fresh, *(t for ts in batch.states.values() for t in ts)]
+    return [*batch.weights, *batch.extras, *batch.steps, *(t for ts in batch.states.values() for t in ts)]
 
 
 def read(tensors, device="cpu"):
@@ -309,11 +310,11 @@ def compiled(settings, storage="split", lengths=(2000,)):
             weights,
             extras if layout in ("split", "copy") else [],
             [torch.zeros(w.shape, dtype=dtypes[0]) for w in weights],
-            {name: [torch.zeros(w.shape) for w in weights] for name in options.states},
+            {name: [torch.zeros(w.shape) for w in weights] for name in row_of(options).states(options)},
             [torch.zeros(3)[i % 3] for _ in weights],  # addresses that are multiples of 16, and others
-            [torch.zeros(()) for _ in weights],
         )
         flags = torch.zeros(32, dtype=torch.bool)
-        kernels.update(row_of(options).triton, batch, options, torch.ones(5)[i % 5], flags[i % 32], Scratch())
+        row = row_of(options)
+        kernels.update(row.triton, batch, row.options(options), torch.ones(5)[i % 5], flags[i % 32], Scratch())
         kernels.read(batch.grads, Scratch())
     return {name: list(variants.values()) for name, variants in PTX.items()}

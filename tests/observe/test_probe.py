@@ -229,8 +229,8 @@ def test_observed_steps_train_to_the_same_bits(name, low):
 @pytest.mark.slow_but("O1-fp16", "O2-bf16")
 def test_an_observed_step_does_not_wait_for_the_device(name, low, native, monkeypatch):
     if not native:
-        monkeypatch.setattr(kernel, "_loops", lambda: None)
-        monkeypatch.setattr(update_watch, "fits", lambda *args: False)
+        monkeypatch.setattr(kernel, "loops", lambda: None)
+        monkeypatch.setattr(update_watch, "takes_updates", lambda *args: False)
     model, optimizer, session = start(name, low)
     probe = session.observe(every=1, tensors=ALL, sample=64)
     train(session, model, optimizer, [0])

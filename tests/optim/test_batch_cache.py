@@ -22,7 +22,7 @@ def twins(cls=AdamW, options=LR, kind="split"):
 
 def fresh(run):
     """Has the next step sort everything anew."""
-    run.stepper._cache = None
+    run.stepper._signature = None
 
 
 def go(runs, seeds, change=lambda run: None):
@@ -162,11 +162,11 @@ def test_gradients_of_another_dtype_or_memory_layout_are_noticed(dtype):
 def test_nothing_is_sorted_anew_where_nothing_changed():
     run = own_run(AdamW, LR, "split", torch.bfloat16)
     run.step(gradients(run.params, 0))
-    cache = run.stepper._cache
+    kept = run.stepper._sorted
     for seed in range(3):
         run.optimizer.param_groups[0]["lr"] = 0.1 / (seed + 1)
         run.step(gradients(run.params, seed))
-    assert run.stepper._cache is cache
+    assert run.stepper._sorted is kept
 
 
 def test_parameters_without_elements_do_not_have_the_others_sorted_anew():
@@ -175,8 +175,7 @@ def test_parameters_without_elements_do_not_have_the_others_sorted_anew():
     kept = []
     for _ in range(3):
         stepper.step(params, [torch.ones_like(p) for p in params], None, FALSE)
-        kept.append(stepper._cache)
-    assert kept[0] is not None
+        kept.append(stepper._sorted)
     assert kept[1] is kept[2] is kept[0]
     with pytest.raises(SessionError, match="shape"):
         stepper.step(params, [torch.ones(n) for n in (0, 3, 1)], None, FALSE)
@@ -253,7 +252,7 @@ def test_a_closed_stepper_lets_go_of_its_weights():
     run = own_run(AdamW, LR, "split", torch.bfloat16)
     run.step(gradients(run.params, 0))
     run.stepper.close()
-    assert run.stepper._cache is None
+    assert run.stepper._sorted == []
 
 
 def test_memory_that_state_has_left_is_not_given_to_others_before_that_is_noticed():

@@ -6,7 +6,7 @@ import torch
 from torch.optim import SGD, AdamW, lr_scheduler
 
 from halfstep.errors import SessionError
-from halfstep.optim.guard import forbid_step, original_step
+from halfstep.optim.hooks import forbid_step, original_step
 from halfstep.optim.masters import MasterStore
 from halfstep.optim.steppers import make_stepper
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from halfstep.optim.lamb import Lamb
 from halfstep.optim.masters import MasterStore
-from halfstep.optim.one_pass import OnePassStepper
+from halfstep.optim.optimizers import Lamb
+from halfstep.optim.step import OnePassStepper
 from halfstep.optim.table import TABLE
 from tests.optim.cases import FALSE, LAMBS, gradients, own_run
 

@@ -8,12 +8,9 @@ from torch.nn import Parameter
 
 import halfstep
 from halfstep.errors import StateError
-from halfstep.optim.foreign import ForeignStepper
-from halfstep.optim.lamb import Lamb
-from halfstep.optim.lion import Lion
 from halfstep.optim.masters import MasterStore
-from halfstep.optim.novograd import NovoGrad
-from halfstep.optim.steppers import make_stepper
+from halfstep.optim.optimizers import Lamb, Lion, NovoGrad
+from halfstep.optim.steppers import ForeignStepper, make_stepper
 from tests.contracts.cases import assert_trains_skips_and_resumes, every_plan
 from tests.optim.cases import LAMBS, LIONS, NOVOGRADS, gradients, own_run, parameters
 

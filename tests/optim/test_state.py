@@ -7,8 +7,8 @@ from torch import optim
 from torch.nn import Parameter
 
 from halfstep.errors import StateError
-from halfstep.optim.lion import Lion
 from halfstep.optim.masters import MasterStore
+from halfstep.optim.optimizers import Lion
 from halfstep.optim.state import exact_state_loading
 from halfstep.optim.steppers import make_stepper
 from tests.optim.cases import FALSE, assert_same_bits, bits, gradients, parameters

@@ -3,10 +3,9 @@ import torch
 from torch import optim
 from torch.nn import Parameter
 
-from halfstep.optim.foreign import ForeignStepper
 from halfstep.optim.masters import MasterStore
-from halfstep.optim.one_pass import OnePassStepper
-from halfstep.optim.steppers import PlainStepper, make_stepper, needs_closure
+from halfstep.optim.step import OnePassStepper
+from halfstep.optim.steppers import ForeignStepper, PlainStepper, make_stepper, needs_closure
 from halfstep.optim.table import row_of
 
 STORE = MasterStore("none", torch.bfloat16)

@@ -1,6 +1,6 @@
 """The table of optimizers: what a row can ask for, and that what no kernel knows is an error and not another update."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from inspect import signature
 
 import pytest
@@ -11,15 +11,14 @@ from torch.optim import SGD, Adam, AdamW
 import halfstep
 from halfstep.errors import SessionError
 from halfstep.kernels import library
-from halfstep.kernels.batch import Batch, Options, Scratch
-from halfstep.optim import adam
+from halfstep.kernels.batch import Batch, Scratch
 from halfstep.optim.implementations import IMPLEMENTATIONS, update
-from halfstep.optim.lamb import Lamb
-from halfstep.optim.lion import Lion
+from halfstep.optim.laws import Row
 from halfstep.optim.masters import MasterStore
-from halfstep.optim.one_pass import OnePassStepper
-from halfstep.optim.table import KERNELS, TABLE, OptimizerRow, _Read, row_of, unsupported_options
-from tests.optim.cases import FALSE, OWN, OWN_STEP, WHOLE, has_kernel, options_of
+from halfstep.optim.optimizers import Lamb, Lion
+from halfstep.optim.step import OnePassStepper
+from halfstep.optim.table import KERNELS, TABLE, row_of, unsupported_options
+from tests.optim.cases import FALSE, OWN, OWN_STEP, WHOLE, has_kernel
 
 BF16 = torch.bfloat16
 needs_compiler = pytest.mark.skipif(library.find() is None, reason="needs the compiled loops")
@@ -40,15 +39,11 @@ def test_a_loop_that_a_row_names_is_there(cls, options):
     assert not torch.equal(weight, torch.ones(3))
 
 
-def batch_of(options):
-    counts = [[torch.zeros(())], [torch.ones(())]]
-    return Batch("full", [torch.ones(3)], [], [torch.ones(3)], {n: [torch.zeros(3)] for n in options.states}, *counts)
+GROUP = {"lr": 0.1, "weight_decay": 0.0, "maximize": False}
 
 
-@dataclass(frozen=True)
-class Other(Options):
-    states: tuple = ()
-    numbers: tuple = ()
+def batch_of(states):
+    return Batch("full", [torch.ones(3)], [], [torch.ones(3)], {n: [torch.zeros(3)] for n in states}, [torch.zeros(())])
 
 
 @needs_compiler
@@ -58,26 +53,24 @@ class Other(Options):
         ("adagrad", (), ()),
         ("adam", ("exp_avg", "exp_avg_sq"), (0.9, 0.999)),
         ("adam", ("exp_avg",), (0.9, 0.999, 1e-8)),
-        ("sgd", ("a", "b"), (0.9, 0.0, 0.0)),
+        ("sgd", ("a", "b"), (0.9, 0.0)),
         ("lion", (), (0.9, 0.99)),
         ("lion", ("exp_avg",), (0.9, 0.99, 0.0)),
     ],
 )
 def test_a_compiled_loop_that_does_not_know_the_row_is_an_error_and_changes_nothing(kernel, states, numbers):
-    options = Other(0.1, 0.0, False, False, states, numbers)
-    batch = batch_of(options)
-    row = OptimizerRow(options=lambda group: options, eager=TABLE[Lion].eager, native=kernel)
+    batch = batch_of(states)
+    row = Row(reads=(), states=lambda _: states, law=TABLE[Lion].law, native=kernel, numbers=lambda _: numbers)
     with pytest.raises(LookupError, match=rf"'{kernel}' with {len(numbers)} numbers and the states"):
-        update(row, batch, options, None, FALSE, Scratch(), IMPLEMENTATIONS)
+        update(row, batch, GROUP, None, FALSE, Scratch(), IMPLEMENTATIONS)
     assert batch.weights[0].tolist() == [1.0] * 3
     assert batch.steps[0] == 0
 
 
 def test_a_batch_that_no_implementation_takes_is_an_error():
-    options = options_of(Lion([Parameter(torch.ones(3))]))
     table = {"fused": IMPLEMENTATIONS["fused"]}
     with pytest.raises(LookupError, match=r"none of the implementations \['fused'\] can update parameters of"):
-        update(TABLE[Lion], batch_of(options), options, None, FALSE, Scratch(), table)
+        update(TABLE[Lion], batch_of(["exp_avg"]), GROUP, None, FALSE, Scratch(), table)
 
 
 def test_a_row_is_for_a_class_and_not_for_its_subclasses():
@@ -115,27 +108,52 @@ def varied(cls, cases):
     }
 
 
+class Noting(dict):
+    """A param group that notes which of its options are read."""
+
+    def __init__(self, group, read):
+        super().__init__(group)
+        self.read = read
+
+    def __getitem__(self, name):
+        self.read.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name, default=None):
+        self.read.add(name)
+        return super().get(name, default)
+
+
+@pytest.mark.parametrize("cls", TABLE)
+def test_a_row_lists_what_its_law_reads(cls):
+    row, read = TABLE[cls], set()
+    for each, options in OWN + WHOLE:
+        if TABLE[each] is row:
+            group = Noting(each([Parameter(torch.ones(1))], **options).param_groups[0], read)
+            names = row.states(group)
+            states = {name: [torch.zeros(() if name in row.scalars else 1)] for name in names}
+            list(row.law(Batch("full", [torch.ones(1)], [], [torch.ones(1)], states, [torch.ones(())]), group))
+            row.factors([group], [torch.ones(1)], None)
+            if row.native:
+                row.options(group)
+    assert read == {*row.reads}
+
+
 @pytest.mark.parametrize("cls", TABLE)
 def test_each_option_is_tried_or_listed_as_one_that_the_row_does_not_know(cls):
     """In tests/optim/cases.py: in OWN or WHOLE, or in OWN_STEP; those in KERNELS change no number."""
-    read = _Read(cls([Parameter(torch.ones(1))]).param_groups[0])
-    TABLE[cls].options(read)
     defaults = {*cls([Parameter(torch.ones(1))]).defaults}
     listed = {name for each, options in OWN_STEP if each is cls for name in options}
-    assert listed == defaults - KERNELS - read.names, "list in OWN_STEP the options that the row does not read"
-    assert read.names & defaults - varied(cls, OWN + WHOLE) == set(), "give these options another value in some case"
+    read = {*TABLE[cls].reads}
+    assert listed - read == defaults - KERNELS - read, "list in OWN_STEP the options that the row does not read"
+    assert read & defaults - varied(cls, OWN + WHOLE) == set(), "give these options another value in some case"
 
 
 @pytest.fixture
 def forgetful(monkeypatch):
     """The row of AdamW does not know eps and amsgrad."""
-
-    names = ("lr", "betas", "weight_decay", "maximize", "decoupled_weight_decay")
-
-    def options(group):
-        return adam.options({"eps": 1e-8, "amsgrad": False, **{name: group[name] for name in names}})
-
-    monkeypatch.setitem(TABLE, AdamW, replace(TABLE[AdamW], options=options))
+    reads = ("lr", "betas", "weight_decay", "maximize", "decoupled_weight_decay")
+    monkeypatch.setitem(TABLE, AdamW, replace(TABLE[AdamW], reads=reads))
 
 
 def test_an_option_that_a_row_forgets_is_left_to_the_optimizers_own_step_and_named(forgetful, caplog):

@@ -7,8 +7,7 @@ from torch.nn import functional as F
 
 import halfstep
 from halfstep.errors import SessionError
-from halfstep.optim.lamb import Lamb
-from halfstep.optim.lion import Lion
+from halfstep.optim.optimizers import Lamb, Lion
 from halfstep.optim.update_watch import UpdateWatch
 from tests.contracts.cases import batch, every_plan, make, train
 
@@ -21,7 +20,6 @@ OPTIMIZERS = {
     "AdamW": (torch.optim.AdamW, {"weight_decay": 0.1, "amsgrad": True}),
     "Adam": (torch.optim.Adam, {"weight_decay": 0.01, "maximize": True}),
     "SGD": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
-    "dampened": (torch.optim.SGD, {"momentum": 0.9, "dampening": 0.5}),
     "plain": (torch.optim.SGD, {}),
     "Lion": (Lion, {"weight_decay": 0.1}),
     "Lamb": (Lamb, {"weight_decay": 0.1}),  # whose weights are whole
@@ -99,17 +97,6 @@ def test_a_foreign_optimizer_without_masters_shows_what_the_weight_cannot_hold()
     assert torch.equal(before, stored)
     assert update.abs().min() > 0
     assert session._parts[0].stepper.unrounded is None
-
-
-def test_dampening_waits_for_the_first_step_that_is_not_skipped():
-    model, opt = make(0, torch.optim.SGD, lr=0.01, momentum=0.9, dampening=0.5)
-    session = halfstep.initialize(model, opt, "O1", low="bf16")
-    train(session, model, opt, [0], poison=[0])
-    opt.zero_grad()
-    inputs, targets = batch(1)
-    session.backward(F.mse_loss(model(inputs), targets))
-    ((_, update),) = updates(session)[model.head.bias]
-    torch.testing.assert_close(update, -0.01 * model.head.bias.grad.double(), rtol=1e-6, atol=0)
 
 
 def test_a_large_weight_comes_in_parts_or_as_a_sample():

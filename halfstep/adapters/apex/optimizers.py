@@ -9,10 +9,8 @@ from typing import Any
 from torch.optim import SGD, Adagrad, Adam, Optimizer
 
 from halfstep.errors import SetupError
-from halfstep.optim import adam
-from halfstep.optim.lamb import Lamb
-from halfstep.optim.novograd import NovoGrad
-from halfstep.optim.own_step import own_step
+from halfstep.optim.laws import ADAM
+from halfstep.optim.optimizers import Lamb, NovoGrad, own_step
 
 __all__ = ["FusedAdagrad", "FusedAdam", "FusedLAMB", "FusedNovoGrad", "FusedSGD"]
 
@@ -95,7 +93,7 @@ class FusedAdam(_Fused, Adam):
         """Calls `closure`, if any, and updates the parameters that have a gradient; returns the closure's result."""
         if all(group["bias_correction"] for group in self.param_groups):
             return super().step(closure)
-        return own_step(self, adam.options, adam.eager, closure, counts=True)
+        return own_step(self, ADAM, closure)
 
 
 class FusedSGD(_Fused, SGD):
@@ -122,7 +120,7 @@ class FusedSGD(_Fused, SGD):
 
 
 class FusedLAMB(_Fused, Lamb):
-    """`halfstep.optim.lamb.Lamb` with apex's arguments; `max_grad_norm` limits the gradient norm over all groups."""
+    """`halfstep.Lamb` with apex's arguments; `max_grad_norm` limits the gradient norm over all groups."""
 
     updates_as = Lamb
     takes = _signature(
@@ -132,7 +130,7 @@ class FusedLAMB(_Fused, Lamb):
 
 
 class FusedNovoGrad(_Fused, NovoGrad):
-    """`halfstep.optim.novograd.NovoGrad` with apex's arguments."""
+    """`halfstep.NovoGrad` with apex's arguments."""
 
     updates_as = NovoGrad
     takes = _signature(

@@ -36,7 +36,7 @@ from halfstep.errors import SetupError
 from halfstep.formats import Format
 from halfstep.initialize import initialize
 from halfstep.machine import read_facts
-from halfstep.optim.guard import forbid_step, original_step, send_step
+from halfstep.optim.hooks import forbid_step, original_step, send_step
 from halfstep.optim.steppers import needs_closure
 from halfstep.plan.io import choose_plan, to_dict
 from halfstep.plan.matching import first_device
