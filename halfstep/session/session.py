@@ -378,15 +378,15 @@ class Session:
             SessionError: the session is closed or for inference, or `loss` is not a scalar that requires a gradient.
         """
         self._check_training()
-        if self._parts:
-            check_loss(loss, kwargs)
-        with self.scaling(loss, loss_id=loss_id) as scale:
+        if not self._parts:
+            raise SessionError(NO_OPTIMIZER)
+        check_loss(loss, kwargs)
+        with self._scaling((loss,), loss_id, unscale=True) as scale:
             sent = scaled(loss, scale) if self._scales.active or self._replicas.joining else loss
             begin_pass(partial(sent.backward, **kwargs))
 
-    @contextmanager
-    def scaling(self, *losses: Tensor, loss_id: int = 0, unscale: bool = True) -> Iterator[Tensor]:
-        """Yields the loss scale (0-dim fp32 tensor) for a backward pass that the caller runs inside the `with` block.
+    def scaling(self, *losses: Tensor, loss_id: int = 0, unscale: bool = True) -> AbstractContextManager[Tensor]:
+        """Returns a context that yields the loss scale (0-dim fp32), for a backward pass that the caller runs in it.
 
         For loops that call `backward` themselves: `with session.scaling(loss) as scale: (loss * scale).backward()`.
         `losses` are the unscaled losses of that pass; if one is not finite, the next step is skipped.
@@ -401,6 +401,10 @@ class Session:
         if not self._parts:
             raise SessionError(NO_OPTIMIZER)
         check_losses(losses)
+        return self._scaling(losses, loss_id, unscale=unscale)
+
+    @contextmanager
+    def _scaling(self, losses: Sequence[Tensor], loss_id: int, *, unscale: bool) -> Iterator[Tensor]:
         scale = self._scales.of(loss_id)
         if any(needs_scale(loss.dtype) for loss in losses):
             scale.limit(FP16_LOSS_CEILING)
