@@ -23,7 +23,7 @@ except ImportError:  # as a script
         """Stands for hatchling's."""
 
 
-KERNELS = Path(__file__).resolve().parent / "halfstep" / "kernels"
+KERNELS = Path(__file__).resolve().parent / "halfstep" / "train" / "kernels"
 X86 = {name: [f"-march={name}"] for name in ("x86-64-v3", "x86-64-v4")}
 CLASSES = {"x86_64": X86, "amd64": X86, "aarch64": {"aarch64": []}, "arm64": {"aarch64": []}}
 # Without the two that drop errno and traps, square roots are not vectorised; without contraction the loops give the

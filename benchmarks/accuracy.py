@@ -24,14 +24,14 @@ from statistics import mean, stdev
 import msgspec
 import torch
 
-from halfstep.bench.bench import bench
-from halfstep.bench.variants import entries
 from halfstep.errors import HalfstepError
+from halfstep.explain.report.json import to_json
 from halfstep.formats import BF16, FP16
+from halfstep.lab.bench.bench import bench
+from halfstep.lab.bench.variants import entries
+from halfstep.lab.workloads.load import load_workload
 from halfstep.machine import read_facts
 from halfstep.measurements import BenchResult, BenchRun
-from halfstep.report.json import to_json
-from halfstep.workloads.load import load_workload
 
 RESULTS = Path(__file__).resolve().parent / "results" / "accuracy"
 SEEDS = (0, 1, 2)

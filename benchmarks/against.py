@@ -86,7 +86,7 @@ def _layers(level: str, low: str, width: int, batch: int) -> Callable[[], None]:
 
 def _workload(row: str, level: str, low: str, data: str | None) -> Callable[[], None]:
     import halfstep
-    from halfstep.workloads.load import load_workload
+    from halfstep.lab.workloads.load import load_workload
 
     settings, _ = ROWS[row]
     name = "char_lm" if row == PROBE else row

@@ -30,7 +30,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import halfstep
-from halfstep.workloads.cifar_resnet import Basic, ResNet
+from halfstep.lab.workloads.cifar_resnet import Basic, ResNet
 
 F = nn.functional
 FP32, AMP = "fp32", "torch.amp bf16"

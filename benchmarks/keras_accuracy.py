@@ -23,12 +23,12 @@ import torch
 
 from halfstep.adapters.keras import LossScaleOptimizer, apply_plan, set_plan
 from halfstep.edits import FULL, Rule
+from halfstep.explain.report.lines import plain
+from halfstep.lab.workloads.cifar_resnet import normalize, read_images
+from halfstep.lab.workloads.imdb_lstm import encode, read_reviews, tokenize, vocabulary
 from halfstep.machine import read_machine
 from halfstep.plan.levels import level
 from halfstep.plan.plan import Plan
-from halfstep.report.lines import plain
-from halfstep.workloads.cifar_resnet import normalize, read_images
-from halfstep.workloads.imdb_lstm import encode, read_reviews, tokenize, vocabulary
 
 SEEDS = (0, 1, 2)
 WORDS, LENGTH = 5000, 60

@@ -26,8 +26,8 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import halfstep
+from halfstep.lab.workloads.char_lm import CharLM, read_text
 from halfstep.machine import read_machine
-from halfstep.workloads.char_lm import CharLM, read_text
 
 ROWS = {"fp32": None, "bf16": None, "halfstep O2": "O2", "halfstep O1": "O1"}
 POINTS = 10  # of each curve, beside its start

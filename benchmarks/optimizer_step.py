@@ -33,9 +33,9 @@ from torch import Tensor, nn
 
 import halfstep
 from halfstep.machine import read_machine
-from halfstep.optim.implementations import IMPLEMENTATIONS
-from halfstep.scale.norm import READERS
 from halfstep.timing import speedup, spread
+from halfstep.train.optim.implementations import IMPLEMENTATIONS
+from halfstep.train.scale.norm import READERS
 
 LR, DECAY, MAX_NORM, SCALE = 1e-4, 0.01, 1.0, 1024.0
 SMALL, BILLION = 50_000_000, 1_000_000_000

@@ -25,10 +25,10 @@ from statistics import median
 import torch
 
 import halfstep
+from halfstep.lab.workloads.char_lm import CharLM
 from halfstep.machine import read_machine
-from halfstep.observe.probe import Probe
 from halfstep.records import TENSOR_KINDS, UPDATE
-from halfstep.workloads.char_lm import CharLM
+from halfstep.train.probe.probe import Probe
 
 RESULTS = Path(__file__).resolve().parent / "results"
 SAMPLE = 2**14

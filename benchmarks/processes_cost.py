@@ -32,9 +32,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import halfstep
+from halfstep.lab.workloads.char_lm import GPT, CharLM
 from halfstep.machine import read_machine
 from halfstep.timing import spread
-from halfstep.workloads.char_lm import GPT, CharLM
 
 PROCESSES, WARM_UP, LOW = 2, 5, "bf16"
 ENGINES, LEVELS = ("DDP", "FSDP2"), ("O1", "O2")

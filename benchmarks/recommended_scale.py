@@ -34,8 +34,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import halfstep
+from halfstep.lab.workloads.workload import seeded, shuffled
 from halfstep.machine import read_machine
-from halfstep.workloads.workload import seeded, shuffled
 
 BATCH, LR, WEIGHT = 128, 1e-3, 0.0005
 STEPS = 150

@@ -25,14 +25,14 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from docs.browser import Browser
+from halfstep.explain.report.html import page_html
+from halfstep.explain.report.log import RunLog
+from halfstep.explain.report.run import read_log
 from halfstep.formats import FP16
 from halfstep.machine import read_machine
 from halfstep.plan.io import to_dict
 from halfstep.plan.levels import level
 from halfstep.records import TENSOR_KINDS, Observation, SessionStart, StepRecord, TensorStats
-from halfstep.report.html import page_html
-from halfstep.report.log import RunLog
-from halfstep.report.run import read_log
 
 VALUES = 10_000  # of each tensor
 

@@ -33,7 +33,7 @@ from time import perf_counter
 
 import torch
 {head}
-from halfstep.workloads.load import load_workload, parse_settings
+from halfstep.lab.workloads.load import load_workload, parse_settings
 
 torch.set_num_threads(1)
 job = load_workload("char_lm", parse_settings(sys.argv[1:]))

@@ -24,12 +24,12 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from halfstep.bench.bench import bench
-from halfstep.bench.remote import Origin
-from halfstep.bench.variants import PEER, Entry
 from halfstep.formats import BF16
+from halfstep.lab.bench.bench import bench
+from halfstep.lab.bench.remote import Origin
+from halfstep.lab.bench.variants import PEER, Entry
+from halfstep.lab.workloads.regression import Regression
 from halfstep.measurements import BenchResult
-from halfstep.workloads.regression import Regression
 
 CPU = torch.device("cpu")
 

@@ -15,9 +15,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from docs.browser import Browser, find_browser
-from halfstep.bench.sweep import read_sweep
 from halfstep.cli.options import check_page, write_page
-from halfstep.report.sweep import sweep_sheet
+from halfstep.explain.report.sweep import sweep_sheet
+from halfstep.lab.bench.sweep import read_sweep
 
 # Each chart becomes one SVG, which takes the width that there is; what drew it goes, and the styles that it brought.
 DRAW = """

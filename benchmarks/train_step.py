@@ -25,18 +25,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from halfstep.bench.bench import bench
-from halfstep.bench.remote import Origin
-from halfstep.bench.variants import Entry, SessionVariant, Variant, entries
+from halfstep.explain.report.json import to_json
 from halfstep.formats import BF16, FP32, Format, as_format
+from halfstep.lab.bench.bench import bench
+from halfstep.lab.bench.remote import Origin
+from halfstep.lab.bench.variants import Entry, SessionVariant, Variant, entries
+from halfstep.lab.workloads.char_lm import Block
+from halfstep.lab.workloads.cifar_resnet import Bottleneck, ResNet
+from halfstep.lab.workloads.workload import Batch, Workload, seeded
 from halfstep.machine import DeviceFacts, read_facts
 from halfstep.measurements import BenchResult, BenchRun
 from halfstep.plan.levels import level
-from halfstep.report.json import to_json
 from halfstep.timing import speedup
-from halfstep.workloads.char_lm import Block
-from halfstep.workloads.cifar_resnet import Bottleneck, ResNet
-from halfstep.workloads.workload import Batch, Workload, seeded
 
 CLASSES = 1000
 SHRINKABLE = ("layers", "context", "vocabulary")

@@ -33,10 +33,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from halfstep.cast.opregistry import REGISTRY
+from halfstep.lab.workloads.char_lm import CharLM
 from halfstep.machine import read_machine
 from halfstep.timing import spread
-from halfstep.workloads.char_lm import CharLM
+from halfstep.train.cast.opregistry import REGISTRY
 
 WARM_UP = 3
 HAND = "halfstep by hand"

@@ -38,12 +38,12 @@ from torch import Tensor
 
 import halfstep
 from halfstep.errors import HalfstepError
-from halfstep.forecast.backward import TensorName, step
+from halfstep.explain.forecast.backward import TensorName, step
 from halfstep.formats import as_format
+from halfstep.lab.workloads.load import load_workload
+from halfstep.lab.workloads.workload import Workload, to_device_of
 from halfstep.machine import read_machine
 from halfstep.records import TENSOR_KINDS
-from halfstep.workloads.load import load_workload
-from halfstep.workloads.workload import Workload, to_device_of
 
 RESULTS = Path(__file__).resolve().parent / "results" / "whatif"
 WORKLOADS = {"char_lm": None, "cifar_resnet": "cifar10", "imdb_lstm": "imdb", "regression": None}

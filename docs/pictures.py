@@ -19,9 +19,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import halfstep
 from docs.browser import Browser
+from halfstep.explain.report.html import page_html
+from halfstep.lab.workloads.load import load_workload
 from halfstep.records import TENSOR_KINDS, UPDATE
-from halfstep.report.html import page_html
-from halfstep.workloads.load import load_workload
 
 HERE = Path(__file__).resolve().parent
 STEPS, EVERY = 300, 10

@@ -52,7 +52,7 @@ def read(file):
         return file.read_text(encoding="utf-8")
     import halfstep
 
-    (shipped,) = (Path(halfstep.__file__).parent / "workloads" / "data").glob("*shakespeare*")
+    (shipped,) = (Path(halfstep.__file__).parent / "lab" / "workloads" / "data").glob("*shakespeare*")
     return gzip.decompress(shipped.read_bytes()).decode()
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from halfstep.errors import DataError
-from halfstep.workloads.cifar_resnet import normalize, read_images
+from halfstep.lab.workloads.cifar_resnet import normalize, read_images
 
 FASHION = "https://github.com/zalandoresearch/fashion-mnist"
 IMDB = "https://ai.stanford.edu/~amaas/data/sentiment (a line per review in a gzip file: 1 or 0, a tab, the text)"

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from halfstep.adapters.lightning import Halfstep
-from halfstep.workloads.char_lm import GPT, read_text
+from halfstep.lab.workloads.char_lm import GPT, read_text
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--text", type=Path, help="a text file; Tiny Shakespeare by default, which comes with halfstep")

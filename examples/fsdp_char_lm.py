@@ -56,7 +56,7 @@ class GPT(nn.Module):
 
 
 def shakespeare():
-    (shipped,) = (Path(halfstep.__file__).parent / "workloads" / "data").glob("*shakespeare*")
+    (shipped,) = (Path(halfstep.__file__).parent / "lab" / "workloads" / "data").glob("*shakespeare*")
     text = gzip.decompress(shipped.read_bytes()).decode()
     characters = sorted(set(text))
     numbers = {character: number for number, character in enumerate(characters)}

@@ -49,7 +49,7 @@ class GPT(nn.Module):
 def read(file):
     if file is not None:
         return file.read_text(encoding="utf-8")
-    (shipped,) = (Path(halfstep.__file__).parent / "workloads" / "data").glob("*shakespeare*")
+    (shipped,) = (Path(halfstep.__file__).parent / "lab" / "workloads" / "data").glob("*shakespeare*")
     return gzip.decompress(shipped.read_bytes()).decode()
 
 

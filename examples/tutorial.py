@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 import halfstep
 
-text = gzip.decompress((files("halfstep") / "workloads/data/tinyshakespeare.txt.gz").read_bytes()).decode()
+text = gzip.decompress((files("halfstep") / "lab/workloads/data/tinyshakespeare.txt.gz").read_bytes()).decode()
 letters = sorted(set(text))
 numbers = torch.tensor([letters.index(letter) for letter in text[:200_000]])
 

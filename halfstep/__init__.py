@@ -2,9 +2,6 @@
 
 from typing import TYPE_CHECKING
 
-from halfstep.cast.autocast import autocast
-from halfstep.diagnose.blame import blame
-from halfstep.diagnose.gathered import on_gathered_copy
 from halfstep.edits import FULL, LOW, Edit, OpChange, OpChanges, Policy, Rule, Scaling
 from halfstep.errors import (
     FormatError,
@@ -18,20 +15,20 @@ from halfstep.errors import (
     StateError,
     WorkloadError,
 )
-from halfstep.forecast.whatif import whatif
+from halfstep.explain.diagnose.blame import blame
+from halfstep.explain.diagnose.gathered import on_gathered_copy
+from halfstep.explain.forecast.whatif import whatif
+from halfstep.explain.preflight.check import check
+from halfstep.explain.report.log import RunLog
+from halfstep.explain.report.run import Run, read_log
 from halfstep.formats import BF16, E4M3, E5M2, FP16, FP32, TF32, Format
 from halfstep.initialize import initialize
 from halfstep.kinds import Kind
 from halfstep.measurements import Inspection
-from halfstep.observe.probe import Probe
-from halfstep.observe.rows import measure
-from halfstep.optim.optimizers import Lamb, Lion, NovoGrad
 from halfstep.plan.io import edit_from_dict, load_plan, save_plan
 from halfstep.plan.levels import level
 from halfstep.plan.plan import Plan
 from halfstep.plan.resolve import Assignment, ModuleFormats, resolve
-from halfstep.preflight.check import check
-from halfstep.processes.fsdp import fsdp_policy
 from halfstep.records import (
     AbsorbedOverflow,
     Finding,
@@ -48,20 +45,23 @@ from halfstep.records import (
     Verdict,
     WhatIf,
 )
-from halfstep.report.log import RunLog
-from halfstep.report.run import Run, read_log
-from halfstep.scale.grad_scaler import GradScaler
-from halfstep.session.session import Session
+from halfstep.train.cast.autocast import autocast
+from halfstep.train.optim.optimizers import Lamb, Lion, NovoGrad
+from halfstep.train.probe.probe import Probe
+from halfstep.train.probe.rows import measure
+from halfstep.train.processes.fsdp import fsdp_policy
+from halfstep.train.scale.grad_scaler import GradScaler
+from halfstep.train.session.session import Session
 from halfstep.version import __version__
 
 if TYPE_CHECKING:
-    from halfstep.inspection.inspect import inspect
+    from halfstep.lab.inspection.inspect import inspect
 else:  # loaded when it is first asked for, as it only measures
 
     def __getattr__(name: str) -> object:
         if name != "inspect":
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from halfstep.inspection.inspect import inspect
+        from halfstep.lab.inspection.inspect import inspect
 
         return inspect
 

@@ -11,21 +11,21 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from halfstep.diagnose.guardian import Guardian, OnFailure
 from halfstep.edits import OpChanges, Rule, Scaling, Width
 from halfstep.errors import SetupError
+from halfstep.explain.diagnose.guardian import Guardian, OnFailure
+from halfstep.explain.tape.overflows import watch_absorbed
 from halfstep.formats import Format
 from halfstep.machine import read_facts
 from halfstep.modes import ordinary_tensors
-from halfstep.observe.overflows import watch_absorbed
 from halfstep.plan.io import choose_plan
 from halfstep.plan.levels import customize
 from halfstep.plan.matching import first_device
 from halfstep.plan.plan import Master, Plan, PlanInput
-from halfstep.processes.collectives import agreed, telling_of_errors
-from halfstep.session.decide import Stepping
-from halfstep.session.open import open_session
-from halfstep.session.session import Session, Sink
+from halfstep.train.processes.collectives import agreed, telling_of_errors
+from halfstep.train.session.decide import Stepping
+from halfstep.train.session.open import open_session
+from halfstep.train.session.session import Session, Sink
 from halfstep.validate import as_list, short
 
 

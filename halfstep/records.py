@@ -176,8 +176,8 @@ class TensorStats:
     magnitude of the finite elements. The other fields are numbers of elements.
     """
 
-    # These fields decide which statistics exist: the rows of kernels/stats.py, the lines of a log and `a + b` are
-    # derived from them, and kernels/stats.cpp is checked against them when it is loaded.
+    # These fields decide which statistics exist: the rows of train/kernels/stats.py, the lines of a log and `a + b` are
+    # derived from them, and train/kernels/stats.cpp is checked against them when it is loaded.
 
     count: int = _stat("elements, finite or not")
     zeros: int = _stat("elements that are zero")
@@ -223,7 +223,7 @@ class TensorStats:
         exponents, so it recognises such values only if they are the largest (`amax`), as in the gradient of a mean,
         where all are equal. Otherwise they count as kept.
 
-        >>> from halfstep.observe.rows import measure
+        >>> from halfstep.train.probe.rows import measure
         >>> gradients = measure(torch.tensor([1.0, 1e-3, 1e-8, 1e-8]))
         >>> gradients.lost("fp16"), gradients.lost("fp16", scale=1024.0)
         (0.5, 0.0)

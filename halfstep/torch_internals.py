@@ -34,12 +34,12 @@ WORKS_WITH = "2.13"
 """The release of torch that the whole test suite passes on; docs/support.md says what was tried on others."""
 
 # What differs between releases, and what provides for it:
-# 2.12  casts to e4m3 saturate, and gave NaN before: forecast/backward.py
+# 2.12  casts to e4m3 saturate, and gave NaN before: explain/forecast/backward.py
 # 2.13  the tag of compiled code is set for one context, and was for all threads: `_process_wide_tag`
 # 2.13  FSDP2 has several groups of parameters a module, and had one: `_held_by`
-# 2.13  low layer norms on a CPU sum the gradients of fp32 parameters low: `_LOW_SUMS_ON_CPU` in cast/opkernels.py
-# 2.13  reading of its TF32 switch warns: forecast/backward.py
-# 2.15  torch.compile cannot copy an OrderedDict: cast/tree.py
+# 2.13  low layer norms on a CPU sum the gradients of fp32 parameters low: `_LOW_SUMS_ON_CPU` in train/cast/opkernels.py
+# 2.13  reading of its TF32 switch warns: explain/forecast/backward.py
+# 2.15  torch.compile cannot copy an OrderedDict: train/cast/tree.py
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

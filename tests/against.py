@@ -207,8 +207,9 @@ def compare(commit: str, runs: int, seed: int, faults: bool) -> int:
         other, rooms = Path(folder) / "other", [Path(folder) / "a", Path(folder) / "b"]
         subprocess.run(["git", "-C", HERE, "worktree", "add", "--quiet", "--detach", other, commit], check=True)
         try:
-            for loops in (HERE / "halfstep/kernels").glob("*.so"):  # each is named after its sources
-                shutil.copy(loops, other / "halfstep/kernels")
+            for loops in (HERE / "halfstep").rglob("loops-*.so"):  # each is named after its sources
+                if (folder := other / loops.parent.relative_to(HERE)).is_dir():
+                    shutil.copy(loops, folder)
             if (other / "hatch_build.py").exists():  # of other sources, which the other side has to build
                 subprocess.run([sys.executable, other / "hatch_build.py"], stdout=subprocess.DEVNULL, check=True)
             for room in rooms:

@@ -16,10 +16,10 @@ from hypothesis import settings
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode
 
 from halfstep import machine
-from halfstep.bench import bench
-from halfstep.bench.lane import Deal, Local
-from halfstep.session import decide
-from halfstep.session.session import Session
+from halfstep.lab.bench import bench
+from halfstep.lab.bench.lane import Deal, Local
+from halfstep.train.session import decide
+from halfstep.train.session.session import Session
 
 # The examples of a property are the same in every run, and a busy machine fails none of them.
 settings.register_profile("house", deadline=None, derandomize=True)

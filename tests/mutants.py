@@ -1,6 +1,6 @@
 """Changes the house in small ways, one at a time, and asks whether a test notices: proof for deleted tests.
 
-    python tests/mutants.py halfstep/optim --tests tests/optim tests/contracts/test_skip.py --save optim.json
+    python tests/mutants.py halfstep/train/optim --tests tests/optim tests/contracts/test_skip.py --save optim.json
     python tests/mutants.py --again optim.json    after tests were deleted: which mutants live now; exit code 1
 
 A mutant is one condition negated, one comparison or operator swapped, one call left out, one `return None`, inside a

@@ -33,8 +33,8 @@ from torch.utils.checkpoint import checkpoint
 import halfstep
 from halfstep import NumericsError
 from halfstep.errors import HalfstepError, SessionError
-from halfstep.processes.shards import reshard
 from halfstep.sharded import is_sharded
+from halfstep.train.processes.shards import reshard
 from tests.replicas import Sent, digest
 
 LEVELS = ("O1", "O2", "O3")
@@ -616,7 +616,7 @@ def not_gathered(rank):
     def fails(whole, model):
         raise KeyError("its own")
 
-    with patch("halfstep.diagnose.gathered.free_bytes", lambda device: 1000):
+    with patch("halfstep.explain.diagnose.gathered.free_bytes", lambda device: 1000):
         small = ask(made)
     found = {
         "small": small,

@@ -3,7 +3,8 @@
     python tests/size.py            a table; exit code 1 where a room is over its budget
     python tests/size.py --lower    lowers the budget of each room that has become smaller; never raises one
 
-A room is a folder of `halfstep/`; its files outside of folders are the room "base", all tests are "tests". Statements
+A room is a folder of `halfstep/`, and each folder of train, explain and lab is counted for itself too; files outside of
+folders are the room "base", all tests are "tests". Statements
 are counted by Python's own parser, without docstrings, since lines can be had by longer lines; C++ has lines alone.
 """
 
@@ -27,6 +28,7 @@ else:
 HOUSE = Path(__file__).resolve().parents[1]
 BUDGET = HOUSE / "size.toml"
 KINDS = ("lines", "statements", "files")
+SPLIT = ("train", "explain", "lab")
 SUFFIXES = (".py", ".cpp", ".h", ".js", ".css", ".html")
 
 Size = dict[str, int]
@@ -43,23 +45,24 @@ def statements(text: str) -> int:
     return sum(isinstance(n, ast.stmt) for n in nodes) - sum(ast.get_docstring(n) is not None for n in holders)
 
 
-def rooms(house: Path) -> Iterator[tuple[str, Path]]:
-    """Yields each source file of a checkout with the name of its room."""
+def rooms(house: Path) -> Iterator[tuple[list[str], Path]]:
+    """Yields each source file of a checkout with the names that it is counted under."""
     for path in sorted((house / "halfstep").rglob("*")):
         if path.suffix in SUFFIXES:
-            inside = path.relative_to(house / "halfstep").parts
-            yield inside[0] if len(inside) > 1 else "base", path
+            folders = path.relative_to(house / "halfstep").parts[:-1]
+            names = [folders[0] if folders else "base", "halfstep"]
+            yield names + ["/".join(folders[:2])] * (len(folders) > 1 and folders[0] in SPLIT), path
     for path in sorted((house / "tests").rglob("*.py")):
-        yield "tests", path
+        yield ["tests"], path
 
 
 def count(house: Path) -> dict[str, Size]:
     """Returns lines, statements and files of each room, and of all of `halfstep/`."""
     found: dict[str, Size] = defaultdict(lambda: dict.fromkeys(KINDS, 0))
-    for room, path in rooms(house):
+    for names, path in rooms(house):
         text = path.read_text(encoding="utf-8")
         counted = text.count("\n"), statements(text) if path.suffix == ".py" else 0, 1
-        for name in (room,) if room == "tests" else (room, "halfstep"):
+        for name in names:
             for kind, number in zip(KINDS, counted, strict=True):
                 found[name][kind] += number
     return dict(found)

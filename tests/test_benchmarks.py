@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from docs.browser import find_browser
-from halfstep.bench.sweep import read_sweep
+from halfstep.explain.report.sweep import sweep_sheet
 from halfstep.formats import BF16, FP16
+from halfstep.lab.bench.sweep import read_sweep
 from halfstep.machine import AVX512_BF16, DeviceFacts, cpu_flags
-from halfstep.report.sweep import sweep_sheet
 
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
 
@@ -49,6 +49,7 @@ def main(monkeypatch, peers_here):
     return run
 
 
+@pytest.mark.slow
 def test_the_cost_of_an_open_session_is_measured_beside_processes_without_one(tmp_path):
     path = tmp_path / "found.json"
     done = run(FOLDER / "open_session.py", "--only", "softmax", "--rounds", 1, "--json", path)
@@ -155,6 +156,7 @@ def test_a_gpu_has_rows_with_and_without_tf32_and_a_compiled_peer():
     assert len([row for row in train.rows([BF16], DeviceFacts("cpu"), compiled=[])]) == 5
 
 
+@pytest.mark.slow
 def test_the_training_step_measures_every_level(tmp_path, main, on_processor):
     on_processor(AVX512_BF16)
     path = tmp_path / "step.json"

@@ -18,8 +18,15 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "halfstep"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 PACKAGES = [path for path in MODULES if path.name == "__init__.py"]
-TALKERS = ("cli", "report", "__main__.py", "adapters")  # what a person sees is printed here, and what apex printed
-TRAINING = ("kernels", "cast", "scale", "optim", "observe", "session")  # torch's defaults are the user's to set
+TALKERS = (
+    "cli",
+    "explain/report",
+    "__main__.py",
+    "adapters",
+)  # what a person sees is printed here, and what apex printed
+TRAINING = tuple(
+    f"train/{each}" for each in ("kernels", "cast", "scale", "optim", "probe", "session")
+)  # torch's defaults are the user's to set
 ALLOWED_IMPORTS = {"halfstep", "torch", "numpy", "msgspec", "tomli", "tomli_w"}
 
 
@@ -34,7 +41,7 @@ def tree_of(path):
 
 
 def modules_except(floors):
-    return [path for path in MODULES if path.relative_to(PACKAGE).parts[0] not in floors]
+    return [path for path in MODULES if not path.relative_to(PACKAGE).as_posix().startswith(floors)]
 
 
 def places_where(paths, condition):
@@ -136,7 +143,7 @@ def test_what_training_makes_says_its_dtype_and_device():
         given = {keyword.arg for keyword in node.keywords}
         return "device" not in given or (ast.unparse(node.func) in makers and "dtype" not in given)
 
-    training = [path for path in MODULES if path.relative_to(PACKAGE).parts[0] in TRAINING]
+    training = [path for path in MODULES if path.relative_to(PACKAGE).as_posix().startswith(TRAINING)]
     assert places_where(training, left_to_defaults) == []
 
 
@@ -165,7 +172,7 @@ def test_import_loads_neither_the_compiler_nor_the_stand_in_of_apex_nor_what_onl
 
 
 def test_what_is_loaded_when_asked_for_is_there():
-    assert halfstep.inspect is importlib.import_module("halfstep.inspection.inspect").inspect
+    assert halfstep.inspect is importlib.import_module("halfstep.lab.inspection.inspect").inspect
     assert set(halfstep.__all__) <= set(dir(halfstep))
     with pytest.raises(AttributeError, match="module 'halfstep' has no attribute 'inspekt'"):
         halfstep.inspekt  # noqa: B018
@@ -183,3 +190,23 @@ def test_the_licence_is_shipped_in_full():
     assert "Apache License" in text
     assert "END OF TERMS AND CONDITIONS" in text
     assert (PACKAGE / "py.typed").exists()
+
+
+def imports_of(path):
+    nodes = [node for node in ast.walk(tree_of(path)) if isinstance(node, ast.ImportFrom)]
+    return {node.module for node in nodes} | {f"{node.module}.{alias.name}" for node in nodes for alias in node.names}
+
+
+def walks():
+    text = (ROOT / "docs/design.md").read_text(encoding="utf-8").split("## Six walks")[1].split("\n## ")[0]
+    return [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ") and "`" in line]
+
+
+@pytest.mark.parametrize(("name", "files", "counts"), walks(), ids=[name for name, *_ in walks()])
+def test_a_walk_of_the_design_page_follows_the_imports(name, files, counts):
+    walked = [PACKAGE / each for each in re.findall(r"`([\w/]+\.py)`", files)]
+    given = {PACKAGE / each for each in re.findall(r"\*`([\w/]+\.py)`\*", files)}
+    assert f"{len(walked)} / {len({path.parent for path in walked})}" == counts
+    for at, path in enumerate(walked[1:], 1):
+        near = [name_of(path) in imports_of(each) or name_of(each) in imports_of(path) for each in walked[:at]]
+        assert path in given or any(near), f"{path} is reached from no file before it"

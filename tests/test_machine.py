@@ -33,8 +33,8 @@ from halfstep.machine import (
     read_processor,
     units,
 )
-from halfstep.processes import collectives
-from halfstep.processes.collectives import agreed
+from halfstep.train.processes import collectives
+from halfstep.train.processes.collectives import agreed
 from halfstep.version import __version__
 
 needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed here")

@@ -10,8 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep import FP16
-from halfstep.cast.emulate import Emulation
 from halfstep.modes import as_called, run_uncompiled, uncompiled
+from halfstep.train.cast.emulate import Emulation
 from tests.preflight.planted import product
 
 

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import halfstep
 from halfstep.adapters.apex import uninstall
-from halfstep.workloads.load import load_workload
+from halfstep.lab.workloads.load import load_workload
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]

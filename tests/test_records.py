@@ -8,8 +8,8 @@ import torch
 from halfstep.edits import Edit, Scaling
 from halfstep.errors import FormatError
 from halfstep.formats import BF16, E4M3, E5M2, FP16, FP32, round_nearest
-from halfstep.observe.rows import measure
 from halfstep.records import Finding, NumericsError, ScaleRange, Verdict, WhatIf
+from halfstep.train.probe.rows import measure
 
 FORMATS = [FP16, BF16, E4M3, E5M2]
 

@@ -36,12 +36,17 @@ def test_a_room_without_a_budget_is_named() -> None:
 
 
 def test_a_checkout_is_counted_by_room(tmp_path: Path) -> None:
-    for name, text in (("halfstep/a.py", "x = 1\n"), ("halfstep/cast/b.py", "y = 1\nz = 2\n"), ("tests/c.py", "\n")):
+    for name, text in (
+        ("halfstep/a.py", "x = 1\n"),
+        ("halfstep/train/cast/b.py", "y = 1\nz = 2\n"),
+        ("tests/c.py", "\n"),
+    ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     assert count(tmp_path) == {
         "base": {"lines": 1, "statements": 1, "files": 1},
-        "cast": {"lines": 2, "statements": 2, "files": 1},
+        "train": {"lines": 2, "statements": 2, "files": 1},
+        "train/cast": {"lines": 2, "statements": 2, "files": 1},
         "halfstep": {"lines": 3, "statements": 3, "files": 2},
         "tests": {"lines": 1, "statements": 0, "files": 1},
     }

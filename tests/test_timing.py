@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from halfstep.bench.tally import mean_of_last
+from halfstep.lab.bench.tally import mean_of_last
 from halfstep.measurements import Spread
 from halfstep.timing import speedup, spread, take_turns
 

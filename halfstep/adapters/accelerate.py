@@ -16,10 +16,10 @@ from torch.optim import Optimizer
 from halfstep.adapters.versions import extra
 from halfstep.errors import SessionError, SetupError
 from halfstep.initialize import initialize
-from halfstep.optim.steppers import needs_closure
 from halfstep.plan.plan import Plan
 from halfstep.records import StepRecord
-from halfstep.session.session import Session
+from halfstep.train.optim.steppers import needs_closure
+from halfstep.train.session.session import Session
 
 with extra("accelerate", first="1.14", below="1.16"):
     from accelerate import Accelerator, DistributedType

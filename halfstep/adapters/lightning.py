@@ -22,9 +22,9 @@ from halfstep.initialize import initialize
 from halfstep.plan.matching import unwrap
 from halfstep.plan.plan import Plan
 from halfstep.records import StepRecord
-from halfstep.scale.loss import wide
-from halfstep.session.session import Session, Sink
 from halfstep.sharded import is_sharded
+from halfstep.train.scale.loss import wide
+from halfstep.train.session.session import Session, Sink
 
 with extra("lightning", first="2.6", below="2.7"):
     from lightning.fabric import Fabric

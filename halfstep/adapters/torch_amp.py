@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.cast.autocast import Emulators, autocast
-from halfstep.scale.grad_scaler import GradScaler
+from halfstep.train.cast.autocast import Emulators, autocast
+from halfstep.train.scale.grad_scaler import GradScaler
 
 
 class CudaAutocast(autocast):

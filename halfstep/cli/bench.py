@@ -11,12 +11,6 @@ from typing import Annotated
 import torch
 import typer
 
-from halfstep.bench.bench import STEPS
-from halfstep.bench.bench import bench as run_bench
-from halfstep.bench.budget import SLOW, TIMED
-from halfstep.bench.remote import Origin
-from halfstep.bench.sweep import Asked, check_same, largest_batches, read_sweep, sweep
-from halfstep.bench.variants import Entry, entries
 from halfstep.cli.options import (
     Data,
     Device,
@@ -33,13 +27,19 @@ from halfstep.cli.options import (
 )
 from halfstep.cli.screen import INTERRUPTED, end, progress_bar, stderr, stdout
 from halfstep.errors import WorkloadError
+from halfstep.explain.report.bench import bench_table
+from halfstep.explain.report.json import to_json
+from halfstep.explain.report.sweep import largest_sheet, sheet_text, sweep_sheet
 from halfstep.formats import as_format
+from halfstep.lab.bench.bench import STEPS
+from halfstep.lab.bench.bench import bench as run_bench
+from halfstep.lab.bench.budget import SLOW, TIMED
+from halfstep.lab.bench.remote import Origin
+from halfstep.lab.bench.sweep import Asked, check_same, largest_batches, read_sweep, sweep
+from halfstep.lab.bench.variants import Entry, entries
+from halfstep.lab.workloads.load import MODELS, WORKLOADS, load_workload, parse_settings
 from halfstep.machine import read_facts, read_machine
 from halfstep.measurements import Sweep
-from halfstep.report.bench import bench_table
-from halfstep.report.json import to_json
-from halfstep.report.sweep import largest_sheet, sheet_text, sweep_sheet
-from halfstep.workloads.load import MODELS, WORKLOADS, load_workload, parse_settings
 
 DEFAULT = "char_lm"
 COMPILE = {"off": (False,), "on": (True,), "both": (False, True)}

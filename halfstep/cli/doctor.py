@@ -8,9 +8,9 @@ import typer
 
 from halfstep.cli.options import Device, Json, check_writable, device_of, write_json
 from halfstep.cli.screen import stderr, stdout
-from halfstep.doctor.doctor import examine
-from halfstep.report.doctor import doctor_report
-from halfstep.report.json import to_json
+from halfstep.explain.report.doctor import doctor_report
+from halfstep.explain.report.json import to_json
+from halfstep.lab.doctor.doctor import examine
 
 Save = Annotated[bool, typer.Option("--save", help="Save the measurements; later sessions on this machine use them.")]
 

@@ -13,11 +13,11 @@ import torch
 import typer
 from torch import nn
 
-from halfstep.bench.tally import foreseen
 from halfstep.errors import WorkloadError
-from halfstep.report.sweep import Sheet
-from halfstep.workloads.load import WORKLOADS, load_workload, parse_settings
-from halfstep.workloads.workload import Workload
+from halfstep.explain.report.sweep import Sheet
+from halfstep.lab.bench.tally import foreseen
+from halfstep.lab.workloads.load import WORKLOADS, load_workload, parse_settings
+from halfstep.lab.workloads.workload import Workload
 
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 DEVICES = ("auto", "cpu", "cuda")
@@ -117,7 +117,7 @@ def write_json(path: Path | None, text: str) -> None:
 def html_pages(asked: str) -> ModuleType:
     """Returns the module that makes HTML pages; `asked` is the option that needs a page."""
     try:
-        import halfstep.report.html as pages
+        import halfstep.explain.report.html as pages
     except ModuleNotFoundError as error:
         raise WorkloadError(f"{asked} needs {error.name}; run: pip install 'halfstep[report]'") from None
     return pages

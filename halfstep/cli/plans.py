@@ -9,10 +9,10 @@ import typer
 
 from halfstep.cli.screen import stdout
 from halfstep.errors import PlanError
+from halfstep.explain.report.tables import level_table, op_table
 from halfstep.machine import read_facts
 from halfstep.plan.io import choose_plan
 from halfstep.plan.levels import LEVELS
-from halfstep.report.tables import level_table, op_table
 
 Text = Annotated[str, typer.Argument(metavar="TEXT", help="Only ops whose name contains this.")]
 PlanName = Annotated[str, typer.Option("--plan", help="The level, or plan file, whose treatment of each op is shown.")]

@@ -10,8 +10,8 @@ import typer
 from halfstep.cli.options import html_pages
 from halfstep.cli.screen import stdout
 from halfstep.errors import LogError
-from halfstep.report.run import PROCESSES, first_overflow, read_log, rows_of, shown
-from halfstep.report.tables import table
+from halfstep.explain.report.run import PROCESSES, first_overflow, read_log, rows_of, shown
+from halfstep.explain.report.tables import table
 
 Logs = Annotated[
     list[Path],

@@ -14,9 +14,9 @@ from halfstep.adapters.script.run import Ran, own
 from halfstep.adapters.script.run import run as run_script
 from halfstep.cli.options import Low, html_pages
 from halfstep.errors import LogError, PlanError
-from halfstep.report.log import LOG_NAME, RunLog
-from halfstep.report.run import read_log, shown
-from halfstep.session.session import Sink
+from halfstep.explain.report.log import LOG_NAME, RunLog
+from halfstep.explain.report.run import read_log, shown
+from halfstep.train.session.session import Sink
 
 Script = Annotated[
     list[str], typer.Argument(metavar="SCRIPT [ARGS]...", help="The script, or with -m the module, and its arguments.")

@@ -7,16 +7,16 @@ from typing import Annotated
 import typer
 from torch import Tensor
 
-from halfstep.bench.tally import first_batch, foreseen
 from halfstep.cli.options import Data, Device, Json, Low, Name, Seed, Settings, names, open_job, write_json
 from halfstep.cli.screen import FAILED, stdout
-from halfstep.forecast.whatif import whatif as predict
+from halfstep.explain.forecast.whatif import whatif as predict
+from halfstep.explain.preflight.check import check as run_check
+from halfstep.explain.report.json import to_json
+from halfstep.explain.report.step import check_text, inspection_report, whatif_report
 from halfstep.initialize import initialize
-from halfstep.inspection.inspect import inspect as run_inspect
-from halfstep.preflight.check import check as run_check
-from halfstep.report.json import to_json
-from halfstep.report.step import check_text, inspection_report, whatif_report
-from halfstep.workloads.workload import to_device_of
+from halfstep.lab.bench.tally import first_batch, foreseen
+from halfstep.lab.inspection.inspect import inspect as run_inspect
+from halfstep.lab.workloads.workload import to_device_of
 
 HORIZON = 100  # steps of a training whose first ones are made, for the schedule of the learning rate
 

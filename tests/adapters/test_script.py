@@ -331,7 +331,9 @@ torch.save({}, sys.argv[1])
     assert (ran.brings, ran.trained.level, ran.trained.steps) == ("a halfstep session", "O2", 1)
 
 
-@pytest.mark.parametrize(("file", "counts"), [("adapters/accelerate.py", True), ("diagnose/rehearsal.py", False)])
+@pytest.mark.parametrize(
+    ("file", "counts"), [("adapters/accelerate.py", True), ("explain/diagnose/rehearsal.py", False)]
+)
 def test_a_session_that_the_adapter_of_a_trainer_opens_is_the_scripts(file, counts, tmp_path):
     text = f"""
 import sys, torch, halfstep

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam
 
-from halfstep.session.session import Session
+from halfstep.train.session.session import Session
 from tests.adapters.under_run import under_run
 
 SETTINGS = [("O1", "bf16"), ("O1", "fp16"), ("O2", "bf16"), ("O2", "fp16")]

@@ -13,8 +13,8 @@ from torch import nn
 
 import halfstep
 from halfstep.adapters.torch_amp import PLACES, install
-from halfstep.cast.opregistry import REGISTRY
 from halfstep.machine import AVX2, AVX512_BF16
+from halfstep.train.cast.opregistry import REGISTRY
 
 # Operations of each of torch's lists, with the formats of what they are given.
 OPERATIONS = {

@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import nn
 
-from halfstep.bench.bench import bench
-from halfstep.bench.variants import Entry, Facts, entries
 from halfstep.errors import DataError, OpError, SetupError, WorkloadError
 from halfstep.formats import BF16, FP32
+from halfstep.lab.bench.bench import bench
+from halfstep.lab.bench.variants import Entry, Facts, entries
+from halfstep.lab.workloads.imdb_lstm import ImdbLSTM
+from halfstep.lab.workloads.regression import Regression
 from halfstep.machine import AVX512_BF16, DeviceFacts
-from halfstep.workloads.imdb_lstm import ImdbLSTM
-from halfstep.workloads.regression import Regression
 
 FACTS = DeviceFacts("cpu", processor=AVX512_BF16)
 CPU = torch.device("cpu")

@@ -8,18 +8,18 @@ import pytest
 import torch
 from rich.console import Console
 
-from halfstep.bench import bench as bench_module
-from halfstep.bench.bench import bench
-from halfstep.bench.budget import SLOW, Course, course, turn_of, warmup
-from halfstep.bench.lane import Begun, Step
-from halfstep.bench.remote import Origin, Remote, Task
-from halfstep.bench.tally import End
-from halfstep.bench.variants import AmpVariant, Entry
 from halfstep.errors import WorkloadError
+from halfstep.explain.report.bench import bench_table
 from halfstep.formats import BF16, FP32
 from halfstep.initialize import initialize
-from halfstep.report.bench import bench_table
-from halfstep.workloads.regression import Regression
+from halfstep.lab.bench import bench as bench_module
+from halfstep.lab.bench.bench import bench
+from halfstep.lab.bench.budget import SLOW, Course, course, turn_of, warmup
+from halfstep.lab.bench.lane import Begun, Step
+from halfstep.lab.bench.remote import Origin, Remote, Task
+from halfstep.lab.bench.tally import End
+from halfstep.lab.bench.variants import AmpVariant, Entry
+from halfstep.lab.workloads.regression import Regression
 
 CPU = torch.device("cpu")
 SMALL = Regression(batch=4, d_in=8, d_out=8, layers=1)
@@ -218,7 +218,7 @@ def test_a_peer_trains_in_its_own_process_and_not_here(monkeypatch):
 
 OPENS = """
 import halfstep
-from halfstep.workloads.regression import Regression
+from halfstep.lab.workloads.regression import Regression
 
 kept = []
 

@@ -11,15 +11,15 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from halfstep.__main__ import app
-from halfstep.bench import sweep as sweep_module
-from halfstep.bench.remote import OutOfMemory, Remote
-from halfstep.bench.sweep import Asked, largest, largest_batches
-from halfstep.bench.variants import Entry
 from halfstep.errors import WorkloadError
+from halfstep.explain.report.sweep import largest_sheet, sheet_text
 from halfstep.formats import BF16, FP32
+from halfstep.lab.bench import sweep as sweep_module
+from halfstep.lab.bench.remote import OutOfMemory, Remote
+from halfstep.lab.bench.sweep import Asked, largest, largest_batches
+from halfstep.lab.bench.variants import Entry
+from halfstep.lab.workloads.load import load_workload
 from halfstep.measurements import Largest
-from halfstep.report.sweep import largest_sheet, sheet_text
-from halfstep.workloads.load import load_workload
 from tests.bench.test_sweep import Played
 
 CPU = torch.device("cpu")
@@ -28,7 +28,7 @@ ASKED = Asked(("regression",), (), (O0, O2), 1, CPU, {"d_in": "4", "d_out": "4"}
 MIB = 2**20
 HUNGRY = """
 import torch
-from halfstep.workloads.regression import Regression
+from halfstep.lab.workloads.regression import Regression
 
 
 class Hungry(Regression):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from halfstep.bench.memory import CpuBytes, CudaBytes, counting
+from halfstep.lab.bench.memory import CpuBytes, CudaBytes, counting
 from halfstep.torch_internals import onednn_takes_bf16
 
 
@@ -129,10 +129,10 @@ from pathlib import Path
 
 import torch
 
-from halfstep.bench.memory import CpuBytes
-from halfstep.bench.variants import Entry
+from halfstep.lab.bench.memory import CpuBytes
+from halfstep.lab.bench.variants import Entry
 from halfstep.formats import as_format
-from halfstep.workloads.load import load_workload
+from halfstep.lab.workloads.load import load_workload
 
 
 def status(name):

@@ -12,18 +12,18 @@ from typing import ClassVar
 import pytest
 import torch
 
-from halfstep.bench import sweep as sweep_module
-from halfstep.bench.bench import bench
-from halfstep.bench.lane import Begun, Step
-from halfstep.bench.remote import OutOfMemory, Remote
-from halfstep.bench.sweep import Asked, read_sweep, sweep
-from halfstep.bench.tally import End
-from halfstep.bench.variants import Entry
 from halfstep.cli.options import replace_text
 from halfstep.errors import DataError, WorkloadError
+from halfstep.explain.report.json import to_json
 from halfstep.formats import BF16, FP32
-from halfstep.report.json import to_json
-from halfstep.workloads.load import load_workload
+from halfstep.lab.bench import sweep as sweep_module
+from halfstep.lab.bench.bench import bench
+from halfstep.lab.bench.lane import Begun, Step
+from halfstep.lab.bench.remote import OutOfMemory, Remote
+from halfstep.lab.bench.sweep import Asked, read_sweep, sweep
+from halfstep.lab.bench.tally import End
+from halfstep.lab.bench.variants import Entry
+from halfstep.lab.workloads.load import load_workload
 
 CPU = torch.device("cpu")
 O0, O2 = Entry("O0", FP32, peer=False), Entry("O2", BF16, peer=False)
@@ -33,7 +33,7 @@ OWN = """
 import os
 import signal
 
-from halfstep.workloads.regression import Regression
+from halfstep.lab.workloads.regression import Regression
 
 
 class Own(Regression):

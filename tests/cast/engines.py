@@ -6,11 +6,11 @@ from dataclasses import replace
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from halfstep.cast.ops import OpEngine
 from halfstep.edits import OpChanges
 from halfstep.formats import as_format
 from halfstep.plan.levels import level
 from halfstep.plan.optable import effective
+from halfstep.train.cast.ops import OpEngine
 
 
 def make_engine(name="O1", low=torch.bfloat16, **changes):

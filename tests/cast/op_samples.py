@@ -2,7 +2,7 @@
 
 import torch
 
-from halfstep.cast.opregistry import find_overload
+from halfstep.train.cast.opregistry import find_overload
 
 GONE = {name for name in ("cholesky", "qr") if find_overload(name) is None}
 """What torch 2.15 has no more: `torch.cholesky` and `torch.qr` raise there."""

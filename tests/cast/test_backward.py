@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import halfstep
-from halfstep.cast.opkernels import goes_wide
 from halfstep.machine import AMX_FP16, AVX512_BF16, PROCESSORS
+from halfstep.train.cast.opkernels import goes_wide
 
 NAME = "aten::_scaled_dot_product_flash_attention_for_cpu_backward"
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from halfstep.cast.emulate import PRODUCTS, SUMS_OF_PRODUCTS, WRITERS, Emulation
 from halfstep.errors import FormatError
 from halfstep.formats import BF16, E4M3, FP16, FP32, TF32
+from halfstep.train.cast.emulate import PRODUCTS, SUMS_OF_PRODUCTS, WRITERS, Emulation
 
 aten = torch.ops.aten
 Function = Callable[..., Tensor]

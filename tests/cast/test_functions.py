@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from halfstep.cast.functions import patch_functions
 from halfstep.edits import OpChanges
 from halfstep.errors import PlanError
+from halfstep.train.cast.functions import patch_functions
 from tests.cast.engines import opened
 
 FP32, BF16 = torch.float32, torch.bfloat16

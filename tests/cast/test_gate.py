@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from halfstep.cast.gate import Calls
+from halfstep.train.cast.gate import Calls
 
 
 def hooked():

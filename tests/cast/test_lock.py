@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from halfstep.cast.opregistry import DeferringLock
+from halfstep.train.cast.opregistry import DeferringLock
 
 
 def test_work_is_done_at_once_if_nobody_holds_the_lock():

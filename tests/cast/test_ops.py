@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from halfstep.cast import opregistry
-from halfstep.cast.opkernels import OpSite
-from halfstep.cast.opregistry import MARKERS, REGISTRY
 from halfstep.errors import OpError, PlanError, SessionError
+from halfstep.train.cast import opregistry
+from halfstep.train.cast.opkernels import OpSite
+from halfstep.train.cast.opregistry import MARKERS, REGISTRY
 from tests.cast.engines import make_engine, opened
 from tests.cast.op_samples import ALLOW, DENY, PROMOTE
 from tests.cast.test_ops_rows import Tensors, run
@@ -60,7 +60,7 @@ def test_a_backward_pass_meets_the_kernels_only_if_a_checkpoint_may_repeat_them(
         return out * out  # saved, so that it is computed again up to here
 
     def look(frame, event, argument):
-        if event == "call" and "cast/op" in frame.f_code.co_filename.replace("\\", "/"):
+        if event == "call" and "train/cast/op" in frame.f_code.co_filename.replace("\\", "/"):
             entered.append(frame.f_code.co_name)
 
     with opened("O1") as engine:
@@ -113,7 +113,7 @@ def test_code_beside_an_open_engine_meets_no_kernel_of_ours():
                     finally:
                         sys.setprofile(None)
             assert {name: out.dtype for name, out in found.items()} == {n: out.dtype for n, out in plain.items()}
-    assert not [name for name in entered if "cast/op" in name.replace("\\", "/")]
+    assert not [name for name in entered if "train/cast/op" in name.replace("\\", "/")]
 
 
 def test_a_region_casts_by_the_table_and_ends():

@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import halfstep
-from halfstep.cast import opregistry
-from halfstep.cast.opregistry import MARKERS, REGISTRY, Table
+from halfstep.train.cast import opregistry
+from halfstep.train.cast.opregistry import MARKERS, REGISTRY, Table
 from tests.cast.engines import make_engine, opened
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16

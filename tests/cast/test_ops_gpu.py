@@ -6,10 +6,10 @@ from torch import nn
 from torch.utils import _pytree
 from torch.utils.checkpoint import checkpoint
 
-from halfstep.cast.ops import OpEngine
 from halfstep.formats import as_format
 from halfstep.plan.levels import level
 from halfstep.plan.optable import NORMS, ROWS, effective
+from halfstep.train.cast.ops import OpEngine
 from tests.cast.op_samples import ALLOW, DENY, IN_PLACE, PROMOTE
 from tests.cast.test_ops_rows import Tensors, run
 

@@ -5,11 +5,11 @@ import contextlib
 import pytest
 import torch
 
-from halfstep.cast.opregistry import find_overload
-from halfstep.cast.ops import OpEngine
 from halfstep.formats import as_format
 from halfstep.plan.levels import level
 from halfstep.plan.optable import ROWS, effective
+from halfstep.train.cast.opregistry import find_overload
+from halfstep.train.cast.ops import OpEngine
 from tests.cast.op_samples import ALLOW, DENY, GONE, IN_PLACE, INFER, PROMOTE, UNREACHABLE
 
 # deprecated ops say so, rnns in other formats than their weights too

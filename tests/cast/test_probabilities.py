@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import halfstep
-from halfstep.cast.probabilities import SMALL
+from halfstep.train.cast.probabilities import SMALL
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),

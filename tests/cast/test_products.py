@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from halfstep.cast import products
-from halfstep.cast.emulate import Emulation
-from halfstep.cast.ops import OpEngine
-from halfstep.cast.products import EMULATED, KEEP_LOW_FROM
 from halfstep.formats import BF16, FP16, Format
 from halfstep.plan.levels import level
 from halfstep.plan.optable import effective
+from halfstep.train.cast import products
+from halfstep.train.cast.emulate import Emulation
+from halfstep.train.cast.ops import OpEngine
+from halfstep.train.cast.products import EMULATED, KEEP_LOW_FROM
 from tests.cast.test_emulate import PRODUCT_CASES, same_bits
 
 Function = Callable[..., Tensor]
@@ -204,7 +204,8 @@ def test_a_recurrent_layer_is_one_fp32_operation(kind: Any, fmt: Format) -> None
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler's own
-@pytest.mark.parametrize("fmt", [pytest.param(FP16, marks=pytest.mark.slow), BF16], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("fmt", [FP16, BF16], ids=str)
 def test_compiled_code_has_the_bits_of_eager_code(fmt: Format) -> None:
     """Compiled code leaves out a rounding that is followed by a cast back, unless it is arithmetic."""
     torch.compiler.reset()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
-from halfstep.cast.tree import cast_floats, first_float_dtype, map_tensors
+from halfstep.train.cast.tree import cast_floats, first_float_dtype, map_tensors
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 Point = namedtuple("Point", ["x", "tag"])

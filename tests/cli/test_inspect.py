@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from halfstep.doctor import doctor as examination
+from halfstep.lab.doctor import doctor as examination
 
 SMALL = ["--set", "d_in=8", "--set", "d_out=8", "--set", "batch=4"]
 

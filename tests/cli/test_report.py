@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from halfstep.report.log import RunLog
+from halfstep.explain.report.log import RunLog
 from tests.report.logs import START, seen, step, write
 
 
@@ -95,7 +95,7 @@ def test_what_cannot_be_done_is_one_message(report, log, tmp_path, arguments, me
 
 @pytest.mark.parametrize("package", ["plotly", "jinja2"])
 def test_a_missing_extra_is_named(report, log, monkeypatch, package):
-    monkeypatch.delitem(sys.modules, "halfstep.report.html", raising=False)
+    monkeypatch.delitem(sys.modules, "halfstep.explain.report.html", raising=False)
     for name in [name for name in sys.modules if name.partition(".")[0] == package]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "meta_path", [Absent(package), *sys.meta_path])

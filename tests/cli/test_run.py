@@ -12,8 +12,8 @@ import torch
 
 from halfstep.adapters.script.run import Ran
 from halfstep.cli.run import summary
+from halfstep.explain.report.run import read_log
 from halfstep.records import Status
-from halfstep.report.run import read_log
 
 SCRIPTS = Path(__file__).parents[1] / "adapters" / "scripts"
 

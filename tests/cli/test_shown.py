@@ -18,9 +18,9 @@ import halfstep as library
 from docs import pictures
 from docs.browser import find_browser
 from halfstep.__main__ import app
-from halfstep.doctor.doctor import recommend
-from halfstep.workloads.char_lm import CharLM
-from halfstep.workloads.regression import Regression
+from halfstep.lab.doctor.doctor import recommend
+from halfstep.lab.workloads.char_lm import CharLM
+from halfstep.lab.workloads.regression import Regression
 from tests.doctor.test_doctor import rated
 from tests.report.logs import START, step, write
 from tests.test_benchmarks import load
@@ -291,7 +291,7 @@ def test_the_script_makes_every_picture(tmp_path, monkeypatch):
 
 OWN = """\
 import torch
-from halfstep.workloads.regression import Regression
+from halfstep.lab.workloads.regression import Regression
 
 
 class Attention(torch.nn.Linear):

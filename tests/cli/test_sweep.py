@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from halfstep.bench import sweep as sweep_module
+from halfstep.lab.bench import sweep as sweep_module
 from tests.bench.test_sweep import Played
 
 SMALL = ["--set", "d_in=4", "--set", "d_out=4", "--steps", 2, "--levels", "O0,O2", "--low", "bf16", "--no-peer"]
@@ -46,7 +46,7 @@ def test_a_results_file_does_not_say_where_anyone_s_home_is(halfstep, played, tm
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
     source = tmp_path / "own.py"
     source.write_text(
-        "from halfstep.workloads.regression import Regression\n\n\n"
+        "from halfstep.lab.workloads.regression import Regression\n\n\n"
         "def mine(data=None, batch='2'):\n    return Regression(batch=int(batch))\n"
     )
     (tmp_path / "a").mkdir()

@@ -6,7 +6,7 @@ from torch import nn
 
 import halfstep
 from halfstep import FULL, LOW, OpChange, OpChanges, PlanError, Rule, Scaling, SessionError, SetupError
-from halfstep.session.decide import _say_that_it_steps_itself
+from halfstep.train.session.decide import _say_that_it_steps_itself
 from tests.contracts.cases import Net, backward_and_step, batch, make, start
 from tests.contracts.test_close import fingerprint
 

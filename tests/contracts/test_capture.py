@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from halfstep.optim.implementations import IMPLEMENTATIONS
-from halfstep.scale.norm import READERS
+from halfstep.train.optim.implementations import IMPLEMENTATIONS
+from halfstep.train.scale.norm import READERS
 from tests.contracts.cases import batch, differing, mixed_plans, snapshot, start
 
 POISONED = (3, 5)

@@ -11,8 +11,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep
-from halfstep.kernels import library
 from halfstep.torch_internals import WORKS_WITH
+from halfstep.train.kernels import library
 from tests.models.zoo import TASKS
 
 FILE = Path(__file__).with_name("counts.json")

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import halfstep
 from halfstep import FULL, LOW, Rule
-from halfstep.cast.enter import put_in_place
+from halfstep.train.cast.enter import put_in_place
 from tests.contracts.cases import mixed_plans
 
 F = nn.functional

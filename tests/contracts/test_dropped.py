@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import halfstep
 from halfstep import Rule
-from halfstep.cast.opregistry import MARKERS, REGISTRY
-from halfstep.diagnose.counter import WINDOW
+from halfstep.explain.diagnose.counter import WINDOW
+from halfstep.train.cast.opregistry import MARKERS, REGISTRY
 from tests.contracts.cases import PLANS, Net, every_plan, start, train
 from tests.contracts.test_close import HOOKS
 

@@ -64,7 +64,7 @@ def state_of_thread():
 
 @pytest.mark.slow_but("every-third-of-casting-O2")
 @pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize(("part", "every"), [("cast", 3), ("", 1)], ids=["every-third-of-casting", "every"])
+@pytest.mark.parametrize(("part", "every"), [("train/cast", 3), ("", 1)], ids=["every-third-of-casting", "every"])
 def test_ctrl_c_at_any_bytecode_of_a_step_leaves_autocast_as_it_was(level, part, every):
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

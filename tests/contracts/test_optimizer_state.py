@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn, optim
 
 import halfstep
-from halfstep.optim.table import TABLE
+from halfstep.train.optim.table import TABLE
 from tests.contracts.cases import backward_and_step, differing, snapshot
 
 OPTIMIZERS = {

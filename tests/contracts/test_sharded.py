@@ -136,7 +136,7 @@ def test_a_layer_that_is_replaced_in_a_session(name, how, steps):
 @pytest.mark.parametrize("name", ["O0", "O2"])
 def test_what_has_no_gradient_is_not_taken_for_replaced_and_is_looked_at_once(name, monkeypatch):
     looked = []
-    monkeypatch.setattr("halfstep.session.parts.reshard", lambda roots: looked.append(roots))
+    monkeypatch.setattr("halfstep.train.session.parts.reshard", lambda roots: looked.append(roots))
     model = network()
     optimizer = torch.optim.AdamW(model[0].parameters())  # the others are trainable, and are no one's
     with halfstep.initialize(model, optimizer, name, low="bf16") as session:

@@ -8,10 +8,10 @@ from rich.console import Console
 
 import halfstep
 from halfstep.errors import SetupError
+from halfstep.explain.report.live import LiveLine
+from halfstep.explain.report.log import RunLog
+from halfstep.explain.report.run import read_log
 from halfstep.records import Finding, Recorder, SessionStart
-from halfstep.report.live import LiveLine
-from halfstep.report.log import RunLog
-from halfstep.report.run import read_log
 from tests.contracts.cases import Kept, backward_and_step
 
 
@@ -69,7 +69,7 @@ def test_a_recorder_is_told_what_opens_and_what_it_is_given_and_a_function_is_no
 
 
 def test_log_live_line_and_tensorboard_take_all_that_a_session_gives(tmp_path):
-    tensorboard = pytest.importorskip("halfstep.report.tensorboard")
+    tensorboard = pytest.importorskip("halfstep.explain.report.tensorboard")
     console = Console(file=io.StringIO(), force_terminal=True, width=100)
     sinks = [RunLog(tmp_path / "log"), LiveLine(console=console), tensorboard.TensorBoard(tmp_path / "board")]
     assert all(isinstance(sink, Recorder) for sink in sinks)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import halfstep
-from halfstep.scale.buffers import BufferGuard
+from halfstep.train.scale.buffers import BufferGuard
 from tests.contracts.cases import backward_and_step, differing, mixed_plans, snapshot, start, train
 
 OPTIMIZERS = {

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import halfstep
-from halfstep.diagnose.counter import WINDOW, Counter
+from halfstep.explain.diagnose.counter import WINDOW, Counter
 from tests.contracts.cases import backward_and_step
 from tests.diagnose.faults.hosts import Cnn, Transformer, images, targets, words
 from tests.diagnose.faults.plants import CustomBackward, Gain

@@ -10,7 +10,7 @@ from torch import nn
 
 import halfstep
 from halfstep import FULL, Rule, SessionError
-from halfstep.diagnose.cures import FULL_OUT
+from halfstep.explain.diagnose.cures import FULL_OUT
 from tests.contracts.cases import backward_and_step, differing, snapshot
 from tests.diagnose.closures import LABELS, opened, tower, verdict_on
 from tests.diagnose.faults.hosts import Cnn, Stacked, rows

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from halfstep import later
-from halfstep.diagnose import counter
-from halfstep.diagnose.counter import WINDOW, Counter
+from halfstep.explain.diagnose import counter
+from halfstep.explain.diagnose.counter import WINDOW, Counter
 
 PARTS = (object(),)
 

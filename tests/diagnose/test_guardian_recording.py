@@ -9,11 +9,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 import halfstep
 from halfstep import FP16, Scaling
-from halfstep.cast.emulate import Emulation
-from halfstep.diagnose import guardian
-from halfstep.diagnose.counter import WINDOW
-from halfstep.observe.absorbed import OverflowTrail
-from halfstep.observe.recorder import OpRecorder
+from halfstep.explain.diagnose import guardian
+from halfstep.explain.diagnose.counter import WINDOW
+from halfstep.explain.tape.absorbed import OverflowTrail
+from halfstep.explain.tape.recorder import OpRecorder
+from halfstep.train.cast.emulate import Emulation
 from tests.contracts.cases import differing, mixed_plans, snapshot, start, train
 from tests.diagnose.closures import alarm, closure_of, cross_entropy, run, session_on, train_on
 from tests.diagnose.faults.hosts import Cnn, images

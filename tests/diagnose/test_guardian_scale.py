@@ -6,7 +6,7 @@ from torch import nn
 
 import halfstep
 from halfstep import FULL, Rule, Scaling
-from halfstep.diagnose.counter import WINDOW
+from halfstep.explain.diagnose.counter import WINDOW
 from tests.diagnose.closures import alarm, run, session_on, train_on
 from tests.diagnose.faults.hosts import Cnn
 from tests.diagnose.faults.plants import CustomBackward

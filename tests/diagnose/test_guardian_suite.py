@@ -3,7 +3,7 @@
 import pytest
 
 from halfstep import NumericsError
-from halfstep.diagnose.counter import WINDOW
+from halfstep.explain.diagnose.counter import WINDOW
 from tests.diagnose.test_blame_suite import FAULTS, opened
 
 PLANTED = [fault for fault in FAULTS if fault.expect is not None and not fault.stale and not fault.compiled]

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import halfstep
-from halfstep.diagnose.counter import WINDOW
+from halfstep.explain.diagnose.counter import WINDOW
 from tests.contracts.cases import backward_and_step
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 import halfstep
 from halfstep import NumericsError, Scaling, SetupError
-from halfstep.diagnose.counter import WINDOW
+from halfstep.explain.diagnose.counter import WINDOW
 
 DDP = nn.parallel.DistributedDataParallel
 ACCUMULATED = [("O0", "bf16"), ("O1", "bf16"), ("O2", "bf16"), ("O2", "fp16"), ("O3", "fp16")]

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from halfstep import machine, saved
-from halfstep.doctor import doctor, rates, settings
-from halfstep.doctor.rates import ATTENTION, CONVOLUTION, EMULATED, NATIVE, PRODUCT
 from halfstep.errors import HalfstepError
+from halfstep.explain.report.doctor import doctor_report
+from halfstep.explain.report.json import to_json
+from halfstep.lab.doctor import doctor, rates, settings
+from halfstep.lab.doctor.rates import ATTENTION, CONVOLUTION, EMULATED, NATIVE, PRODUCT
 from halfstep.measurements import Examination, Rate, Setting
-from halfstep.report.doctor import doctor_report
-from halfstep.report.json import to_json
 
 CPU = torch.device("cpu")
 

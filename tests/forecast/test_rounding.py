@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from halfstep.forecast.backward import rounded
+from halfstep.explain.forecast.backward import rounded
 from halfstep.formats import BF16, E4M3, E5M2, FP16, TF32, round_nearest
 
 

@@ -10,10 +10,10 @@ from torch import nn
 
 import halfstep
 from halfstep import FULL, OpChange, Rule
-from halfstep.inspection import meter, savings
-from halfstep.inspection.meter import Call, Shape
-from halfstep.inspection.replay import gain_of_casts
-from halfstep.report.step import inspection_report
+from halfstep.explain.report.step import inspection_report
+from halfstep.lab.inspection import meter, savings
+from halfstep.lab.inspection.meter import Call, Shape
+from halfstep.lab.inspection.replay import gain_of_casts
 
 
 def kept(ctx, inputs, output):
@@ -214,7 +214,7 @@ def test_a_gain_is_held_against_autocast_as_it_was_and_counts_the_casts_of_the_i
         now[0] += 0.001
         return value.to(dtype)
 
-    monkeypatch.setattr("halfstep.cast.tree.cast_at_boundary", cast)
+    monkeypatch.setattr("halfstep.train.cast.tree.cast_at_boundary", cast)
     given = (Shape.of(torch.ones(3)),)
     made = Call(call, None, (), (), 0, 0, 0.004, args=given, kwargs={}, autocast=torch.bfloat16)
     assert gain_of_casts(made, torch.bfloat16) == pytest.approx(0.002)

@@ -16,13 +16,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import halfstep
 from halfstep import FULL, OpChange, Rule
-from halfstep.inspection import meter, replay, savings
-from halfstep.inspection.kernels import kernel_rows
-from halfstep.inspection.meter import Call, Shape
-from halfstep.inspection.replay import gain, narrowed, padded
+from halfstep.explain.report.json import to_json
+from halfstep.explain.report.step import inspection_report
+from halfstep.lab.inspection import meter, replay, savings
+from halfstep.lab.inspection.kernels import kernel_rows
+from halfstep.lab.inspection.meter import Call, Shape
+from halfstep.lab.inspection.replay import gain, narrowed, padded
 from halfstep.machine import AVX2, AVX512_BF16
-from halfstep.report.json import to_json
-from halfstep.report.step import inspection_report
 from tests.models.zoo import TASKS
 
 LEVELS = [("O0", "bf16"), ("O1", "bf16"), ("O2", "bf16"), ("O3", "bf16"), ("O1", "fp16"), ("O2", "fp16")]
@@ -325,6 +325,7 @@ class Buffers(nn.Module):
         return total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sources", "tick", "calls"),
     [(1, 0, 2 + 3 * 2), (3, 0, 2 + 3 * 4), (5, 0, 2 + 3 * 4), (1, 60, 2 + 2), (5, 60, 2 + 4)],

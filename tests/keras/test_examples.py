@@ -4,8 +4,8 @@ import pytest
 
 pytest.importorskip("keras", reason="Keras is not installed; run ./dev adapters keras")
 
-from halfstep.report.html import page_html
-from halfstep.report.run import read_log
+from halfstep.explain.report.html import page_html
+from halfstep.explain.report.run import read_log
 from tests.keras.common import BACKEND
 from tests.test_examples import data, run  # noqa: F401
 

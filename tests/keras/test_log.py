@@ -10,11 +10,11 @@ pytest.importorskip("keras", reason="Keras is not installed; run ./dev adapters 
 from halfstep.adapters.keras import LogCallback, LossScaleOptimizer, StepLog, apply_plan, set_plan
 from halfstep.edits import Scaling
 from halfstep.errors import PlanError, SetupError
+from halfstep.explain.report.html import page_html
+from halfstep.explain.report.run import read_log
 from halfstep.kinds import Kind
 from halfstep.plan.levels import level
 from halfstep.records import NumericsError
-from halfstep.report.html import page_html
-from halfstep.report.run import read_log
 from tests.keras.common import BACKEND, keras, numbers, on, seed
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -6,7 +6,7 @@ import pytest
 pytest.importorskip("keras", reason="Keras is not installed; run ./dev adapters keras")
 
 from halfstep.adapters.keras import LossScaleOptimizer
-from halfstep.report.run import read_log
+from halfstep.explain.report.run import read_log
 from tests.keras.common import keras, numbers, on
 from tests.test_readme import BLOCKS
 

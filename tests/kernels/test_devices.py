@@ -6,8 +6,8 @@ import types
 import pytest
 import torch
 
-from halfstep.kernels import devices
-from halfstep.kernels.batch import Batch
+from halfstep.train.kernels import devices
+from halfstep.train.kernels.batch import Batch
 
 CPU = torch.device("cpu")
 
@@ -21,7 +21,7 @@ def fresh_memory():
 
 def replace_import(monkeypatch, found):
     def import_module(name):
-        assert name == "halfstep.kernels.triton"
+        assert name == "halfstep.train.kernels.triton"
         if isinstance(found, Exception):
             raise found
         return found

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import hatch_build
-from halfstep.doctor.settings import read_tools
-from halfstep.kernels import library, native
-from halfstep.optim.implementations import IMPLEMENTATIONS
+from halfstep.lab.doctor.settings import read_tools
+from halfstep.train.kernels import library, native
+from halfstep.train.optim.implementations import IMPLEMENTATIONS
 
 ROOT = Path(hatch_build.__file__).parent
 
@@ -21,10 +21,10 @@ ROOT = Path(hatch_build.__file__).parent
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A copy of the package's kernels, without a library, that is searched in place of it."""
-    here = tmp_path / "halfstep" / "kernels"
+    here = tmp_path / "halfstep" / "train" / "kernels"
     ignored = shutil.ignore_patterns("*.so", "__pycache__")
-    shutil.copytree(ROOT / "halfstep" / "kernels", here, ignore=ignored)
-    shutil.copy(ROOT / "halfstep" / "version.py", here.parent)
+    shutil.copytree(ROOT / "halfstep" / "train" / "kernels", here, ignore=ignored)
+    shutil.copy(ROOT / "halfstep" / "version.py", here.parents[1])
     monkeypatch.setattr(library, "_HERE", here)
     monkeypatch.setattr(hatch_build, "KERNELS", here)
     for cached in (library.find, library.load):
@@ -71,7 +71,7 @@ def test_the_best_for_the_processor_is_found(folder, monkeypatch, machine, capab
         lambda path: path.write_bytes(path.read_bytes()[:5]),  # as a full disk leaves it
         lambda path: path.write_bytes(b"another's"),
         lambda path: (path.parent / "step.cpp").write_text("// changed since"),
-        lambda path: (path.parents[1] / "version.py").write_text("__version__ = '9'"),
+        lambda path: (path.parents[2] / "version.py").write_text("__version__ = '9'"),
         lambda path: path.unlink(),
     ],
     ids=["truncated", "foreign", "other sources", "another version", "none"],

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch.optim import SGD, AdamW
 
-from halfstep.kernels import library, native
-from halfstep.kernels.batch import Batch
-from halfstep.scale.norm import read_with_torch
+from halfstep.train.kernels import library, native
+from halfstep.train.kernels.batch import Batch
+from halfstep.train.scale.norm import read_with_torch
 from hatch_build import FLAGS
 from tests.optim.cases import ADAMS, FALSE, OWN, TRUE, assert_same_bits, has_kernel, options_of, own_run
 

@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from halfstep.errors import HalfstepError
-from halfstep.kernels import library, native, stats
-from halfstep.kernels.native import WIDTH
-from halfstep.kernels.stats import RUN, add_stats, empty_rows, is_sampled
 from halfstep.records import BINS, COUNTS
+from halfstep.train.kernels import library, native, stats
+from halfstep.train.kernels.native import WIDTH
+from halfstep.train.kernels.stats import RUN, add_stats, empty_rows, is_sampled
 from tests.scale.sync import no_cuda_sync
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]

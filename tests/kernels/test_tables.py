@@ -5,8 +5,8 @@ from array import array
 import pytest
 import torch
 
-from halfstep.kernels.batch import _MOST_KEPT, Scratch
-from halfstep.kernels.tables import Group, Tables, addresses, block_ends, filled, groups
+from halfstep.train.kernels.batch import _MOST_KEPT, Scratch
+from halfstep.train.kernels.tables import Group, Tables, addresses, block_ends, filled, groups
 
 CPU = torch.device("cpu")
 

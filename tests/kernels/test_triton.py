@@ -11,8 +11,8 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 import torch
 
-from halfstep.kernels.batch import Batch, Scratch
-from halfstep.optim.implementations import update
+from halfstep.train.kernels.batch import Batch, Scratch
+from halfstep.train.optim.implementations import update
 from tests.kernels import triton_cases as cases
 from tests.kernels.triton_cases import OPTIONS, STORAGES
 from tests.scale.reads import global_norm
@@ -224,7 +224,7 @@ BEYOND_INT32 = 2**31 + 5000
 
 @pytest.mark.gpu
 def test_a_tensor_of_more_elements_than_an_int32_counts_is_updated_and_read_to_its_end():
-    from halfstep.kernels import triton as kernels
+    from halfstep.train.kernels import triton as kernels
 
     if torch.cuda.get_device_properties(0).total_memory < 20 * 2**30:
         pytest.skip("needs 20 GB of GPU memory")

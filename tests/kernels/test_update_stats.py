@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.optim import SGD, Adam, AdamW
 
-from halfstep.kernels import library
-from halfstep.kernels.stats import add_stats, empty_rows, in_last_places, takes_updates
-from halfstep.optim.update_watch import UpdateWatch
 from halfstep.records import BINS, COUNTS, DOUBLES
+from halfstep.train.kernels import library
+from halfstep.train.kernels.stats import add_stats, empty_rows, in_last_places, takes_updates
+from halfstep.train.optim.update_watch import UpdateWatch
 from tests.kernels.test_native import every_layout, grads_of, run_of
 from tests.optim.cases import FALSE, TRUE, assert_same_bits, own_run
 

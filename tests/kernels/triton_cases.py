@@ -8,16 +8,17 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from torch.optim import SGD, Adam
 
-from halfstep.kernels.batch import Batch, Scratch, is_dense
-from halfstep.optim import laws
-from halfstep.optim.implementations import IMPLEMENTATIONS, update
-from halfstep.optim.split import join, split
+from halfstep.train.kernels.batch import Batch, Scratch, is_dense
+from halfstep.train.optim import laws
+from halfstep.train.optim.implementations import IMPLEMENTATIONS, update
+from halfstep.train.optim.split import join, split
 
-_ADAM = {**Adam([torch.zeros(1)], lr=1e-2).param_groups[0], "decoupled_weight_decay": False}
+# Param groups, written out: an optimizer that is made imports Triton, before its interpreter is chosen.
+_ADAM = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "decoupled_weight_decay": False}
+_ADAM |= {"amsgrad": False, "maximize": False}
 _ADAMW = {**_ADAM, "decoupled_weight_decay": True}
-_SGD = SGD([torch.zeros(1)], lr=0.1).param_groups[0]
+_SGD = {"lr": 0.1, "weight_decay": 0.0, "maximize": False, "momentum": 0.0, "nesterov": False}
 OPTIONS = {
     "adam": _ADAM,
     "adam-l2-amsgrad": {**_ADAM, "weight_decay": 0.1, "amsgrad": True},
@@ -50,7 +51,7 @@ def row_of(options):
 
 
 def implementation():
-    from halfstep.kernels import triton as kernels
+    from halfstep.train.kernels import triton as kernels
 
     def run(row, batch, group):
         return partial(kernels.update, row.triton, batch, row.options(group)) if kernels.fits(batch) else None
@@ -122,7 +123,7 @@ def values(batch):
 
 def compare(options_name, storage, steps, device="cpu"):
     """Updates by the kernels and by the reference; the largest distance of anything that they write."""
-    from halfstep.kernels import triton as kernels
+    from halfstep.train.kernels import triton as kernels
 
     options = OPTIONS[options_name]
     lr = options["lr"]
@@ -190,7 +191,7 @@ def written(batch):
 
 def read(tensors, device="cpu"):
     """Norm, test and flags of the read pass, and whether the gradients are as they were; as Python values."""
-    from halfstep.kernels import triton as kernels
+    from halfstep.train.kernels import triton as kernels
 
     held = [t.to(device) for t in tensors]
     if is_dense(held[-1]):
@@ -208,8 +209,8 @@ def read(tensors, device="cpu"):
 
 def session_bits(name, low, tables, device="cpu"):
     """What some steps of a session leave behind, one of them skipped, under other tables of updates and readers."""
-    from halfstep.kernels import triton as kernels
-    from halfstep.scale.norm import READERS, Reader
+    from halfstep.train.kernels import triton as kernels
+    from halfstep.train.scale.norm import READERS, Reader
     from tests.contracts import cases
 
     rows = {"triton": implementation(), "eager": IMPLEMENTATIONS["eager"]}
@@ -297,7 +298,7 @@ PTX = {}
 
 def compiled(settings, storage="split", lengths=(2000,)):
     """The PTX of each variant that updates under these options, and a read, compile, by kernel."""
-    from halfstep.kernels import triton as kernels
+    from halfstep.train.kernels import triton as kernels
 
     PTX.clear()
     layout, low, dtypes = STORAGES[storage]

@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from halfstep.cast.emulate import Emulation
+from halfstep.explain.tape.recorder import OpRecorder
 from halfstep.formats import FP16
 from halfstep.modes import Above
-from halfstep.observe.recorder import OpRecorder
 from halfstep.torch_internals import tree_leaves
+from halfstep.train.cast.emulate import Emulation
 
 LOW = torch.float16
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from halfstep.observe.locator import Locator, storage_of
-from halfstep.observe.recorder import OpRecorder
-from halfstep.workloads.char_lm import CharLM
+from halfstep.explain.tape.locator import Locator, storage_of
+from halfstep.explain.tape.recorder import OpRecorder
+from halfstep.lab.workloads.char_lm import CharLM
 
 
 def looked_up(model):

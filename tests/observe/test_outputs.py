@@ -6,7 +6,7 @@ import dataclasses
 import torch
 from torch import nn
 
-from halfstep.observe.hooks import tensors_in
+from halfstep.train.probe.hooks import tensors_in
 
 
 @dataclasses.dataclass

@@ -14,11 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils.checkpoint import checkpoint
 
 import halfstep
+from halfstep.explain.report.live import LiveLine
+from halfstep.explain.report.log import RunLog
+from halfstep.explain.report.page import page_of
+from halfstep.explain.report.run import read_log
 from halfstep.records import ABSORBED
-from halfstep.report.live import LiveLine
-from halfstep.report.log import RunLog
-from halfstep.report.page import page_of
-from halfstep.report.run import read_log
 from tests.preflight.test_absorbed import PLANTED, WIDE, Does, Fixed, checked, classifier, inputs
 
 PLANS = pytest.mark.parametrize("plan", ["O1", "O2"])
@@ -246,7 +246,7 @@ def test_what_goes_wrong_in_the_watch_ends_it_and_not_the_step(monkeypatch, capl
     def broken(*_):
         raise RuntimeError("planted")
 
-    monkeypatch.setattr("halfstep.observe.absorbed.OverflowTrail._follow", broken)
+    monkeypatch.setattr("halfstep.explain.tape.absorbed.OverflowTrail._follow", broken)
     assert observed(PLANTED["RMS norm"][0], "O2", WIDE) == []
     assert "planted" in caplog.text
 

@@ -13,12 +13,12 @@ from torch.utils.checkpoint import checkpoint
 
 import halfstep
 from halfstep.errors import ObserveError, SessionError
-from halfstep.kernels import stats as kernel
 from halfstep.machine import AVX512_BF16
-from halfstep.observe import probe as probe_module
-from halfstep.observe.rows import measure
-from halfstep.optim import update_watch
 from halfstep.records import TENSOR_KINDS
+from halfstep.train.kernels import stats as kernel
+from halfstep.train.optim import update_watch
+from halfstep.train.probe import probe as probe_module
+from halfstep.train.probe.rows import measure
 from tests.contracts.cases import Kept, backward_and_step, batch, every_plan, mixed_plans, start, train
 from tests.scale.sync import NoSync
 
@@ -493,7 +493,7 @@ def test_copies_and_pickles_of_an_observed_model_are_not_observed():
         assert torch.equal(twin(torch.ones(7, 4)), twin(torch.ones(7, 4)))
     step(model, session)
     assert by_subject(probe.flush(), "activation")["first", ""].stats.count == 30
-    assert b"halfstep.observe" not in pickle.dumps(model)
+    assert b"halfstep.train.probe" not in pickle.dumps(model)
 
 
 def test_observations_go_to_the_log_and_to_recorders_and_stay_for_flush():

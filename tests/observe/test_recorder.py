@@ -8,12 +8,12 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from halfstep.cast.emulate import Emulation
-from halfstep.diagnose.diagnosis import find_origin
+from halfstep.explain.diagnose.diagnosis import find_origin
+from halfstep.explain.tape.nonfinite import NonFinite, finite_range, nonfinite
+from halfstep.explain.tape.recorder import OpRecorder, is_brought_in
 from halfstep.formats import FP16
 from halfstep.modes import Above
-from halfstep.observe.nonfinite import NonFinite, finite_range, nonfinite
-from halfstep.observe.recorder import OpRecorder, is_brought_in
+from halfstep.train.cast.emulate import Emulation
 
 INF, NAN = torch.inf, torch.nan
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from halfstep.observe.rows import StepRows, Subject, measure
+from halfstep.train.probe.rows import StepRows, Subject, measure
 
 
 def read(rows):

@@ -6,12 +6,12 @@ from functools import partial
 import torch
 from torch.optim import SGD, Adam, AdamW
 
-from halfstep.kernels.batch import Batch
-from halfstep.optim.implementations import IMPLEMENTATIONS
-from halfstep.optim.masters import MasterStore
-from halfstep.optim.optimizers import Lamb, Lion, NovoGrad
-from halfstep.optim.step import OnePassStepper
-from halfstep.optim.table import TABLE
+from halfstep.train.kernels.batch import Batch
+from halfstep.train.optim.implementations import IMPLEMENTATIONS
+from halfstep.train.optim.masters import MasterStore
+from halfstep.train.optim.optimizers import Lamb, Lion, NovoGrad
+from halfstep.train.optim.step import OnePassStepper
+from halfstep.train.optim.table import TABLE
 
 ADAMS = [
     (Adam, {"lr": 1e-2}),

@@ -9,8 +9,8 @@ import torch
 from torch.optim import SGD, AdamW
 
 from halfstep.errors import SessionError
-from halfstep.optim.masters import MasterStore
 from halfstep.torch_internals import StorageWeakRef
+from halfstep.train.optim.masters import MasterStore
 from tests.optim.cases import FALSE, assert_same_bits, gradients, one_pass, own_run
 
 LR = {"lr": 1e-2}

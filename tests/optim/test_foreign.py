@@ -3,8 +3,8 @@ import torch
 from torch import optim
 from torch.nn import Parameter
 
-from halfstep.optim.masters import MasterStore
-from halfstep.optim.steppers import ForeignStepper
+from halfstep.train.optim.masters import MasterStore
+from halfstep.train.optim.steppers import ForeignStepper
 from tests.optim.cases import FALSE, TRUE, assert_same_bits, bits, gradients, parameters
 
 BF16, FP16 = torch.bfloat16, torch.float16

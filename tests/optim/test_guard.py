@@ -6,9 +6,9 @@ import torch
 from torch.optim import SGD, AdamW, lr_scheduler
 
 from halfstep.errors import SessionError
-from halfstep.optim.hooks import forbid_step, original_step
-from halfstep.optim.masters import MasterStore
-from halfstep.optim.steppers import make_stepper
+from halfstep.train.optim.hooks import forbid_step, original_step
+from halfstep.train.optim.masters import MasterStore
+from halfstep.train.optim.steppers import make_stepper
 
 MESSAGE = "call session.step()"
 SCHEDULERS = {

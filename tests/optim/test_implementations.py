@@ -5,10 +5,10 @@ import torch
 from torch.optim import SGD
 
 import halfstep
-from halfstep.kernels.batch import Scratch
-from halfstep.optim.implementations import IMPLEMENTATIONS
-from halfstep.optim.masters import MasterStore
-from halfstep.optim.split import round_half_away
+from halfstep.train.kernels.batch import Scratch
+from halfstep.train.optim.implementations import IMPLEMENTATIONS
+from halfstep.train.optim.masters import MasterStore
+from halfstep.train.optim.split import round_half_away
 from tests.optim.cases import (
     ADAMS,
     FALSE,

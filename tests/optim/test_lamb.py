@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from halfstep.optim.masters import MasterStore
-from halfstep.optim.optimizers import Lamb
-from halfstep.optim.step import OnePassStepper
-from halfstep.optim.table import TABLE
+from halfstep.train.optim.masters import MasterStore
+from halfstep.train.optim.optimizers import Lamb
+from halfstep.train.optim.step import OnePassStepper
+from halfstep.train.optim.table import TABLE
 from tests.optim.cases import FALSE, LAMBS, gradients, own_run
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from halfstep.optim.optimizers import Lion
+from halfstep.train.optim.optimizers import Lion
 from tests.optim.cases import HERE, assert_same_bits, own_run
 
 

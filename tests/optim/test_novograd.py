@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from halfstep.optim.optimizers import NovoGrad
+from halfstep.train.optim.optimizers import NovoGrad
 from tests.optim.cases import NOVOGRADS, gradients, own_run
 
 

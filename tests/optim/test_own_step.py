@@ -8,9 +8,9 @@ from torch.nn import Parameter
 
 import halfstep
 from halfstep.errors import StateError
-from halfstep.optim.masters import MasterStore
-from halfstep.optim.optimizers import Lamb, Lion, NovoGrad
-from halfstep.optim.steppers import ForeignStepper, make_stepper
+from halfstep.train.optim.masters import MasterStore
+from halfstep.train.optim.optimizers import Lamb, Lion, NovoGrad
+from halfstep.train.optim.steppers import ForeignStepper, make_stepper
 from tests.contracts.cases import assert_trains_skips_and_resumes, every_plan
 from tests.optim.cases import LAMBS, LIONS, NOVOGRADS, gradients, own_run, parameters
 

@@ -7,10 +7,10 @@ from torch import optim
 from torch.nn import Parameter
 
 from halfstep.errors import StateError
-from halfstep.optim.masters import MasterStore
-from halfstep.optim.optimizers import Lion
-from halfstep.optim.state import exact_state_loading
-from halfstep.optim.steppers import make_stepper
+from halfstep.train.optim.masters import MasterStore
+from halfstep.train.optim.optimizers import Lion
+from halfstep.train.optim.state import exact_state_loading
+from halfstep.train.optim.steppers import make_stepper
 from tests.optim.cases import FALSE, assert_same_bits, bits, gradients, parameters
 
 BF16 = torch.bfloat16

@@ -5,7 +5,7 @@ from torch.optim import SGD, Adam, AdamW
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from halfstep.errors import SessionError
-from halfstep.optim.masters import MasterStore
+from halfstep.train.optim.masters import MasterStore
 from tests.optim.cases import FALSE, OWN, TRUE, assert_same_bits, gradients, one_pass, own_run, parameters
 from tests.scale.sync import NoSync, no_cuda_sync
 

@@ -3,10 +3,10 @@ import torch
 from torch import optim
 from torch.nn import Parameter
 
-from halfstep.optim.masters import MasterStore
-from halfstep.optim.step import OnePassStepper
-from halfstep.optim.steppers import ForeignStepper, PlainStepper, make_stepper, needs_closure
-from halfstep.optim.table import row_of
+from halfstep.train.optim.masters import MasterStore
+from halfstep.train.optim.step import OnePassStepper
+from halfstep.train.optim.steppers import ForeignStepper, PlainStepper, make_stepper, needs_closure
+from halfstep.train.optim.table import row_of
 
 STORE = MasterStore("none", torch.bfloat16)
 

@@ -10,14 +10,14 @@ from torch.optim import SGD, Adam, AdamW
 
 import halfstep
 from halfstep.errors import SessionError
-from halfstep.kernels import library
-from halfstep.kernels.batch import Batch, Scratch
-from halfstep.optim.implementations import IMPLEMENTATIONS, update
-from halfstep.optim.laws import Row
-from halfstep.optim.masters import MasterStore
-from halfstep.optim.optimizers import Lamb, Lion
-from halfstep.optim.step import OnePassStepper
-from halfstep.optim.table import KERNELS, TABLE, row_of, unsupported_options
+from halfstep.train.kernels import library
+from halfstep.train.kernels.batch import Batch, Scratch
+from halfstep.train.optim.implementations import IMPLEMENTATIONS, update
+from halfstep.train.optim.laws import Row
+from halfstep.train.optim.masters import MasterStore
+from halfstep.train.optim.optimizers import Lamb, Lion
+from halfstep.train.optim.step import OnePassStepper
+from halfstep.train.optim.table import KERNELS, TABLE, row_of, unsupported_options
 from tests.optim.cases import FALSE, OWN, OWN_STEP, WHOLE, has_kernel
 
 BF16 = torch.bfloat16

@@ -7,8 +7,8 @@ from torch.nn import functional as F
 
 import halfstep
 from halfstep.errors import SessionError
-from halfstep.optim.optimizers import Lamb, Lion
-from halfstep.optim.update_watch import UpdateWatch
+from halfstep.train.optim.optimizers import Lamb, Lion
+from halfstep.train.optim.update_watch import UpdateWatch
 from tests.contracts.cases import batch, every_plan, make, train
 
 

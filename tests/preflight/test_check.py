@@ -8,11 +8,11 @@ from torch import nn
 
 import halfstep
 from halfstep import LOW, Rule
-from halfstep.diagnose.cures import FULL_OUT
 from halfstep.errors import SessionError
+from halfstep.explain.diagnose.cures import FULL_OUT
+from halfstep.explain.preflight.check import Part, Setup, _shapes
 from halfstep.machine import DeviceFacts
-from halfstep.optim.masters import fit
-from halfstep.preflight.check import Part, Setup, _shapes
+from halfstep.train.optim.masters import fit
 from tests.contracts.cases import backward_and_step
 from tests.preflight.planted import Does, Two, checked, loss_of, notes, only, opened
 
@@ -283,11 +283,15 @@ def test_sizes_that_tensor_cores_pad_are_a_note_on_a_device_that_has_them(monkey
     assignment = halfstep.resolve(plan, model)
     parts = tuple(Part(f.name, m, f) for (_, m), f in zip(model.named_modules(), assignment.modules, strict=True))
     setup = Setup(plan, parts, (), torch.device("cuda"), traced=False, scaler=None, fit=partial(fit, low=torch.float16))
-    monkeypatch.setattr("halfstep.preflight.check.read_facts", lambda device: DeviceFacts("cuda", capability=(8, 0)))
+    monkeypatch.setattr(
+        "halfstep.explain.preflight.check.read_facts", lambda device: DeviceFacts("cuda", capability=(8, 0))
+    )
     assert [(f.severity, f.evidence) for f in _shapes(setup)] == [
         ("note", "weights with sizes that are not multiples of 8: 1 of shape (65, 16)")
     ]
-    monkeypatch.setattr("halfstep.preflight.check.read_facts", lambda device: DeviceFacts("cuda", capability=(6, 0)))
+    monkeypatch.setattr(
+        "halfstep.explain.preflight.check.read_facts", lambda device: DeviceFacts("cuda", capability=(6, 0))
+    )
     assert list(_shapes(setup)) == []
 
 

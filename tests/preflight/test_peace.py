@@ -7,11 +7,11 @@ from torch.nn import functional as F
 
 import halfstep
 from halfstep import FULL, Rule
-from halfstep.workloads.char_lm import CharLM
-from halfstep.workloads.cifar_resnet import CifarResNet
-from halfstep.workloads.imdb_lstm import ImdbLSTM, SentimentLSTM
-from halfstep.workloads.load import load_workload
-from halfstep.workloads.regression import Regression
+from halfstep.lab.workloads.char_lm import CharLM
+from halfstep.lab.workloads.cifar_resnet import CifarResNet
+from halfstep.lab.workloads.imdb_lstm import ImdbLSTM, SentimentLSTM
+from halfstep.lab.workloads.load import load_workload
+from halfstep.lab.workloads.regression import Regression
 from tests.contracts.cases import batch, differing, every_plan, snapshot, start
 from tests.models.zoo import TASKS
 from tests.preflight.planted import Does, Two, opened

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import torch
 
+from halfstep.explain.report.log import RunLog
 from halfstep.formats import FP16
 from halfstep.plan.io import to_dict
 from halfstep.plan.levels import level
 from halfstep.records import COUNTS, DOUBLES, Observation, SessionStart, StepRecord, TensorStats
-from halfstep.report.log import RunLog
 
 START = SessionStart(to_dict(level("O2", FP16)), "cpu", emulated=True)
 

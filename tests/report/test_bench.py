@@ -8,10 +8,10 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from halfstep.explain.report.bench import bench_table, over_seeds
+from halfstep.explain.report.json import to_json
 from halfstep.machine import Machine
 from halfstep.measurements import BenchResult, BenchRun, Spread
-from halfstep.report.bench import bench_table, over_seeds
-from halfstep.report.json import to_json
 
 MACHINE = Machine("cpu", "Some Chip", 2, 2, ("fp32", "bf16"), "Linux", "3.11.7", "2.13.0", "0.1.0", "abc")
 O0 = BenchRun(

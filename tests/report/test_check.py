@@ -1,8 +1,8 @@
 """The findings of a check as text."""
 
 from halfstep.edits import FULL, Rule
+from halfstep.explain.report.step import check_text
 from halfstep.records import Finding
-from halfstep.report.step import check_text
 
 ERROR = Finding("error", "mixed formats", "a.b", "[seen] it", "do that", (Rule("a.b", FULL),))
 NOTE = Finding("note", "no loss scale", "O3", "lost", "take one")

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from halfstep.explain.report.gather import CHUNK, COLUMNS, FIRST, MEASURES, NETWORK, gather
 from halfstep.formats import BF16, E4M3, FP16
-from halfstep.report.gather import CHUNK, COLUMNS, FIRST, MEASURES, NETWORK, gather
 from tests.report.logs import seen, stats
 
 

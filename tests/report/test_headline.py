@@ -5,15 +5,15 @@ import math
 
 import pytest
 
+from halfstep.explain.report.gather import gather
+from halfstep.explain.report.headline import headline, sentence
+from halfstep.explain.report.log import RunLog
+from halfstep.explain.report.run import read_log
 from halfstep.formats import BF16, FP16
 from halfstep.kinds import Kind
 from halfstep.plan.io import to_dict
 from halfstep.plan.levels import level
 from halfstep.records import Finding, OpCall, SessionStart, StepRecord, Verdict
-from halfstep.report.gather import gather
-from halfstep.report.headline import headline, sentence
-from halfstep.report.log import RunLog
-from halfstep.report.run import read_log
 from tests.report.logs import seen, step
 
 INF, NAN = math.inf, math.nan
@@ -246,7 +246,9 @@ def test_what_ended_it(say, error, text, tone):
 
 
 def test_resumed(tmp_path, monkeypatch):
-    monkeypatch.setattr("halfstep.report.log._now", lambda: 1e9)  # processes that start within one tick of the clock
+    monkeypatch.setattr(
+        "halfstep.explain.report.log._now", lambda: 1e9
+    )  # processes that start within one tick of the clock
     said(tmp_path / "log", O2, *steps(1, 9), killed=True)
     found = said(tmp_path / "log", O2, *steps(8, 20))
     assert found.text.startswith("Healthy: 20 steps, none skipped")

@@ -8,14 +8,14 @@ from dataclasses import replace
 
 import pytest
 
-import halfstep.report.html
-import halfstep.report.page
+import halfstep.explain.report.html
+import halfstep.explain.report.page
 from docs.browser import Browser, find_browser
 from halfstep import FULL, Rule
+from halfstep.explain.report.async_reader import COLUMNS
+from halfstep.explain.report.html import page_html
+from halfstep.explain.report.run import read_log
 from halfstep.records import Finding, Verdict
-from halfstep.report.async_reader import COLUMNS
-from halfstep.report.html import page_html
-from halfstep.report.run import read_log
 from tests.report.logs import START, seen, step, write
 
 pytestmark = pytest.mark.skipif(find_browser() is None, reason="no Chromium is installed here")
@@ -112,7 +112,7 @@ def test_every_chart_is_drawn_without_an_error_or_a_request(run_page):
 
 
 def test_a_number_of_the_steps_that_has_no_chart_gets_one_below_the_others(show, monkeypatch):
-    monkeypatch.setattr(halfstep.report.page, "COLUMNS", (*COLUMNS, "step"))
+    monkeypatch.setattr(halfstep.explain.report.page, "COLUMNS", (*COLUMNS, "step"))
     browser = show(START, *(step(number, loss=1.0) for number in (1, 2)))
     assert browser.errors == []
     assert words_of(browser, ".g-y4title") == ["step"]

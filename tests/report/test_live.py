@@ -8,10 +8,10 @@ import pytest
 from rich.console import Console
 from rich.logging import RichHandler
 
-import halfstep.report.live
+import halfstep.explain.report.live
 from halfstep.errors import LogError
+from halfstep.explain.report.live import LiveLine
 from halfstep.records import Finding
-from halfstep.report.live import LiveLine
 from tests.report.logs import START, seen, step
 
 
@@ -20,7 +20,7 @@ class Clock:
 
     def __init__(self, monkeypatch):
         self.now = 100.0
-        monkeypatch.setattr(halfstep.report.live.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(halfstep.explain.report.live.time, "monotonic", lambda: self.now)
 
 
 def screen(*, terminal=True):

@@ -18,13 +18,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import halfstep
-import halfstep.report.log
+import halfstep.explain.report.log
 from halfstep.errors import LogError
+from halfstep.explain.report.async_reader import AsyncReader
+from halfstep.explain.report.lines import Event, decode, encode
+from halfstep.explain.report.log import RunLog
+from halfstep.explain.report.run import read_log
 from halfstep.records import Finding, Observation, OpCall, StepRecord, StepValues, Verdict
-from halfstep.report.async_reader import AsyncReader
-from halfstep.report.lines import Event, decode, encode
-from halfstep.report.log import RunLog
-from halfstep.report.run import read_log
 from tests.contracts.cases import backward_and_step
 from tests.report import logs
 from tests.report.logs import step
@@ -258,7 +258,7 @@ def late(monkeypatch):
             events.append(Arrival())
             self._coming[-1][-1]._done = [events[-1]]
 
-    monkeypatch.setattr(halfstep.report.log, "AsyncReader", Reader)
+    monkeypatch.setattr(halfstep.explain.report.log, "AsyncReader", Reader)
     return events
 
 

@@ -11,10 +11,10 @@ import pytest
 
 import halfstep
 from halfstep.errors import FormatError, LogError
+from halfstep.explain.report.page import POINTS, page_of, thin
+from halfstep.explain.report.run import read_log
 from halfstep.formats import E4M3
 from halfstep.records import Finding, Verdict
-from halfstep.report.page import POINTS, page_of, thin
-from halfstep.report.run import read_log
 from tests.report.logs import START, seen, stats, step, write
 
 

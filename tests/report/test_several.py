@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 
 from halfstep.errors import LogError
+from halfstep.explain.report.run import PROCESSES, first_overflow, read_log, rows_of
+from halfstep.explain.report.tables import cells
 from halfstep.kinds import Kind
 from halfstep.plan.io import to_dict
 from halfstep.plan.levels import level
 from halfstep.records import Verdict
-from halfstep.report.run import PROCESSES, first_overflow, read_log, rows_of
-from halfstep.report.tables import cells
 from tests.report.logs import START, seen, step, write
 
 

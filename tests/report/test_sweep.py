@@ -8,11 +8,11 @@ import pytest
 from rich.console import Console
 
 from docs.browser import Browser, find_browser
+from halfstep.explain.report.bench import recommendation
+from halfstep.explain.report.html import sheet_html
+from halfstep.explain.report.sweep import sheet_text, sweep_sheet
 from halfstep.machine import Machine
 from halfstep.measurements import BenchResult, BenchRun, Point, Spread, Sweep
-from halfstep.report.bench import recommendation
-from halfstep.report.html import sheet_html
-from halfstep.report.sweep import sheet_text, sweep_sheet
 
 MACHINE = Machine("cpu", "Some Chip", 2, 2, ("fp32",), "Linux", "3.13", "2.13", "0.1", None)
 MIB = 2**20

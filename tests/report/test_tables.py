@@ -6,10 +6,10 @@ import pytest
 from rich.console import Console
 
 from halfstep.edits import OpChanges
+from halfstep.explain.report.tables import WORDS, level_table, op_table
 from halfstep.formats import BF16, FP16
 from halfstep.plan.levels import LEVELS, level
 from halfstep.plan.optable import effective
-from halfstep.report.tables import WORDS, level_table, op_table
 
 
 def lines(table):

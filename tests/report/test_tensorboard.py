@@ -16,7 +16,7 @@ pytest.importorskip("tensorboard", reason="tensorboard is not installed")
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from halfstep.report.tensorboard import TensorBoard
+from halfstep.explain.report.tensorboard import TensorBoard
 
 
 def read(folder):
@@ -113,7 +113,7 @@ def test_findings_are_texts(tmp_path):
 
 
 def test_without_the_package_the_extra_is_named(monkeypatch):
-    monkeypatch.delitem(sys.modules, "halfstep.report.tensorboard")
+    monkeypatch.delitem(sys.modules, "halfstep.explain.report.tensorboard")
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(ImportError, match=r"pip install 'halfstep\[tensorboard\]'"):
-        import halfstep.report.tensorboard  # noqa: F401
+        import halfstep.explain.report.tensorboard  # noqa: F401

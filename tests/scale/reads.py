@@ -1,6 +1,6 @@
 """A read of gradients as the two numbers that most tests look at."""
 
-from halfstep.scale.norm import read
+from halfstep.train.scale.norm import read
 
 
 def global_norm(grads):

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from halfstep.edits import Scaling
-from halfstep.scale.accumulator import GradientAccumulator
-from halfstep.scale.scaling import make_scale
+from halfstep.train.scale.accumulator import GradientAccumulator
+from halfstep.train.scale.scaling import make_scale
 from tests.scale.reads import global_norm
 from tests.scale.sync import NoSync
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from halfstep.scale.buffers import BufferGuard
+from halfstep.train.scale.buffers import BufferGuard
 from tests.scale.sync import NoSync, no_cuda_sync
 
 SKIPPED, STEPPED = torch.tensor(True), torch.tensor(False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from halfstep.scale.norm import Clip
+from halfstep.train.scale.norm import Clip
 
 BITS = torch.arange(0, 2**32, 2**32 // 65_521, dtype=torch.int64).to(torch.int32).view(torch.float32)
 NORMS = torch.cat(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from halfstep.errors import PlanError, StateError
-from halfstep.scale.grad_scaler import GradScaler
+from halfstep.train.scale.grad_scaler import GradScaler
 from tests.scale.sync import NoSync, no_cuda_sync
 
 Torch = torch.amp.GradScaler

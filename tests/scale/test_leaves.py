@@ -2,7 +2,7 @@
 
 import torch
 
-from halfstep.scale.loss import leaves_of, unscaled_leaves
+from halfstep.train.scale.loss import leaves_of, unscaled_leaves
 
 
 def test_leaves_are_those_that_autograd_writes_to_each_once():

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from halfstep.scale import norm
-from halfstep.scale.norm import _one_pass, read_with_torch
+from halfstep.train.scale import norm
+from halfstep.train.scale.norm import _one_pass, read_with_torch
 from tests.scale.reads import global_norm
 from tests.scale.sync import NoSync, no_cuda_sync
 

@@ -5,8 +5,8 @@ import torch
 
 from halfstep.edits import Scaling
 from halfstep.errors import SessionError, StateError
-from halfstep.scale.accumulator import Collected
-from halfstep.scale.scales import LossScales
+from halfstep.train.scale.accumulator import Collected
+from halfstep.train.scale.scales import LossScales
 
 CPU = torch.device("cpu")
 

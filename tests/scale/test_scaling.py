@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from halfstep.edits import Scaling
 from halfstep.errors import SessionError, StateError
-from halfstep.scale.scaling import DynamicScale, Schedule, _adapt_any_, adapt_, make_scale
+from halfstep.train.scale.scaling import DynamicScale, Schedule, _adapt_any_, adapt_, make_scale
 from tests.scale.sync import NoSync
 
 CPU = torch.device("cpu")

@@ -9,8 +9,8 @@ from torch import nn
 
 import halfstep
 from halfstep.errors import SessionError, SetupError
-from halfstep.optim.hooks import has_hooks
 from halfstep.torch_internals import GLOBAL_STEP_PRE_HOOKS
+from halfstep.train.optim.hooks import has_hooks
 
 SETTINGS = [("O0", "bf16"), *((level, low) for level in ("O1", "O2", "O3") for low in ("bf16", "fp16"))]
 

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from halfstep.session.parts import memory_of
+from halfstep.train.session.parts import memory_of
 
 
 def test_the_bytes_of_weights_masters_gradients_and_state():

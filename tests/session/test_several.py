@@ -9,11 +9,11 @@ from torch import nn
 
 import halfstep
 from halfstep import NumericsError
-from halfstep.diagnose import guardian
-from halfstep.diagnose.counter import WINDOW
 from halfstep.errors import SessionError, SetupError
-from halfstep.observe.probe import LONGEST
-from halfstep.session.decide import _say_that_it_steps_itself
+from halfstep.explain.diagnose import guardian
+from halfstep.explain.diagnose.counter import WINDOW
+from halfstep.train.probe.probe import LONGEST
+from halfstep.train.session.decide import _say_that_it_steps_itself
 
 
 def several(count, on_failure="warn", plan="O1", low="fp16"):

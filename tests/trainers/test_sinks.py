@@ -11,9 +11,9 @@ mlflow = pytest.importorskip("mlflow", reason="MLflow is not installed; run ./de
 from wandb.proto import wandb_internal_pb2  # noqa: E402
 
 from halfstep.errors import LogError  # noqa: E402
+from halfstep.explain.report.mlflow import MLflow  # noqa: E402
+from halfstep.explain.report.wandb import WandB  # noqa: E402
 from halfstep.records import Finding  # noqa: E402
-from halfstep.report.mlflow import MLflow  # noqa: E402
-from halfstep.report.wandb import WandB  # noqa: E402
 from tests.report.logs import START, seen, step  # noqa: E402
 from tests.scale.sync import NoSync  # noqa: E402
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from halfstep.errors import DataError, WorkloadError
-from halfstep.workloads.char_lm import GPT, CharLM, read_text
+from halfstep.lab.workloads.char_lm import GPT, CharLM, read_text
 
 TINY = {"d": 16, "layers": 1, "heads": 2, "length": 16, "batch": 4}
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from halfstep.errors import DataError, WorkloadError
-from halfstep.workloads.cifar_resnet import CifarResNet, augment, normalize, read_images
+from halfstep.lab.workloads.cifar_resnet import CifarResNet, augment, normalize, read_images
 
 
 def pixels(count, seed):

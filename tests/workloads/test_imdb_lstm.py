@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from halfstep.errors import DataError
-from halfstep.workloads.imdb_lstm import ImdbLSTM, encode, read_reviews, vocabulary
+from halfstep.lab.workloads.imdb_lstm import ImdbLSTM, encode, read_reviews, vocabulary
 
 TRAIN = [("0", "dull and slow"), ("1", "a joy\tto see"), ("0", "slow")]
 TEST = [("1", "joy")]

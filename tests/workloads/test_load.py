@@ -3,12 +3,12 @@
 import pytest
 
 from halfstep.errors import DataError, WorkloadError
-from halfstep.workloads.char_lm import CharLM
-from halfstep.workloads.load import load_workload, parse_settings
-from halfstep.workloads.regression import Regression
+from halfstep.lab.workloads.char_lm import CharLM
+from halfstep.lab.workloads.load import load_workload, parse_settings
+from halfstep.lab.workloads.regression import Regression
 
 OWN = """
-from halfstep.workloads.regression import Regression
+from halfstep.lab.workloads.regression import Regression
 
 def small(batch="8", data=None):
     return Regression(batch=int(batch), data=data)
@@ -72,7 +72,7 @@ def test_a_users_function_gets_its_settings_and_data(own, tmp_path):
     [
         ("missing", {}, "has no function 'missing'"),
         ("number", {}, "has no function 'number'"),
-        ("wrong", {}, "returned int; it must return a halfstep.workloads.Workload"),
+        ("wrong", {}, "returned int; it must return a halfstep.lab.workloads.Workload"),
         ("boom", {}, r"own\.py:boom raised RuntimeError: no model today"),
         ("small", {"batch": "x"}, r"own\.py:small raised ValueError: invalid literal"),
         ("small", {"width": "3"}, "has no setting width; it has batch"),

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from halfstep.errors import WorkloadError
-from halfstep.workloads.load import WORKLOADS
-from halfstep.workloads.regression import Regression
-from halfstep.workloads.workload import Workload, seeded, shuffled
+from halfstep.lab.workloads.load import WORKLOADS
+from halfstep.lab.workloads.regression import Regression
+from halfstep.lab.workloads.workload import Workload, seeded, shuffled
 
-SOURCES = Path(__file__).resolve().parents[2] / "halfstep" / "workloads"
+SOURCES = Path(__file__).resolve().parents[2] / "halfstep" / "lab" / "workloads"
 
 
 @dataclass(frozen=True, kw_only=True)

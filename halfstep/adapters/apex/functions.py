@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 import torch
 
 from halfstep.adapters.apex.state import STATE
-from halfstep.cast.functions import call_as
 from halfstep.edits import OpChange, OpList
 from halfstep.errors import PlanError
 from halfstep.plan.optable import find
+from halfstep.train.cast.functions import call_as
 
 __all__ = [
     "disable_casts",

@@ -16,7 +16,7 @@ import torch
 from halfstep.adapters.apex import gone
 from halfstep.adapters.apex.state import STATE
 from halfstep.formats import FP16, LOW_FORMATS, Format, as_format
-from halfstep.session.session import Session
+from halfstep.train.session.session import Session
 from halfstep.validate import one_of
 
 _HERE = "halfstep.adapters.apex"

@@ -9,8 +9,8 @@ from typing import Any
 from torch.optim import SGD, Adagrad, Adam, Optimizer
 
 from halfstep.errors import SetupError
-from halfstep.optim.laws import ADAM
-from halfstep.optim.optimizers import Lamb, NovoGrad, own_step
+from halfstep.train.optim.laws import ADAM
+from halfstep.train.optim.optimizers import Lamb, NovoGrad, own_step
 
 __all__ = ["FusedAdagrad", "FusedAdam", "FusedLAMB", "FusedNovoGrad", "FusedSGD"]
 

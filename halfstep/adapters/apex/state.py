@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfstep.adapters.apex.properties import Properties
-from halfstep.cast.casting import Casting
 from halfstep.edits import OpChange
 from halfstep.later import Later, is_capturing
 from halfstep.records import StepRecord
-from halfstep.session.parts import Part
-from halfstep.session.session import Session
+from halfstep.train.cast.casting import Casting
+from halfstep.train.session.parts import Part
+from halfstep.train.session.session import Session
 
 __all__ = ["_amp_state", "master_params", "maybe_print", "warn_or_err"]
 

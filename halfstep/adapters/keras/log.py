@@ -17,11 +17,11 @@ from halfstep.adapters.keras.installed import keras
 from halfstep.adapters.keras.policies import describe, layers_of, own_variables
 from halfstep.adapters.keras.scale import LossScaleOptimizer
 from halfstep.errors import PlanError, SetupError
-from halfstep.observe.rows import format_name, measure
+from halfstep.explain.report.log import RunLog
 from halfstep.plan.io import to_dict
 from halfstep.plan.plan import Plan
 from halfstep.records import NumericsError, Observation, SessionStart, StepRecord, Verdict
-from halfstep.report.log import RunLog
+from halfstep.train.probe.rows import format_name, measure
 
 ops = keras.ops
 _LOG = logging.getLogger("halfstep")

@@ -10,8 +10,8 @@ import torch
 from halfstep.adapters.keras.backend import Backend, Run
 from halfstep.adapters.keras.installed import keras
 from halfstep.adapters.keras.modules import seen_as_modules
-from halfstep.diagnose.blame import blame
 from halfstep.errors import HalfstepError
+from halfstep.explain.diagnose.blame import blame
 from halfstep.initialize import initialize
 from halfstep.records import Verdict
 

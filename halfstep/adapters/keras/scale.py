@@ -13,7 +13,7 @@ from halfstep.adapters.keras.installed import keras
 from halfstep.edits import Scaling
 from halfstep.errors import SetupError
 from halfstep.plan.levels import as_scaling
-from halfstep.scale.scaling import next_state
+from halfstep.train.scale.scaling import next_state
 
 ops = keras.ops
 _AS_KERAS = Scaling("dynamic", init=2.0**15)  # its first scale is half that of plans

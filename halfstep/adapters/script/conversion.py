@@ -29,24 +29,24 @@ from halfstep.adapters.script.found import (
     trained_by,
     unowned,
 )
-from halfstep.cast.copies import CheckpointHook
-from halfstep.cast.modules import owners
 from halfstep.edits import FULL, Rule
 from halfstep.errors import SetupError
 from halfstep.formats import Format
 from halfstep.initialize import initialize
 from halfstep.machine import read_facts
-from halfstep.optim.hooks import forbid_step, original_step, send_step
-from halfstep.optim.steppers import needs_closure
 from halfstep.plan.io import choose_plan, to_dict
 from halfstep.plan.matching import first_device
 from halfstep.plan.plan import Plan
-from halfstep.processes.shards import own_number
 from halfstep.records import Status, StepRecord
-from halfstep.scale.loss import unscaled_leaves
-from halfstep.session.session import Session, Sink
 from halfstep.stack import begin_pass
 from halfstep.torch_internals import in_backward, in_functorch, outside_of_transforms
+from halfstep.train.cast.copies import CheckpointHook
+from halfstep.train.cast.modules import owners
+from halfstep.train.optim.hooks import forbid_step, original_step, send_step
+from halfstep.train.optim.steppers import needs_closure
+from halfstep.train.processes.shards import own_number
+from halfstep.train.scale.loss import unscaled_leaves
+from halfstep.train.session.session import Session, Sink
 
 BY_HAND = (
     "the script trains {model} without an optimizer; at {level} weights are stored in {low}, and updates by hand "

@@ -13,8 +13,8 @@ from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
 from halfstep.errors import SessionError
-from halfstep.scale.loss import leaves_of, pair_outputs
 from halfstep.torch_internals import is_tracing, parameters_of
+from halfstep.train.scale.loss import leaves_of, pair_outputs
 
 
 class CallWatch:

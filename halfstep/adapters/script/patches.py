@@ -23,12 +23,12 @@ from halfstep.adapters.apex import amp
 from halfstep.adapters.apex.install import install as install_apex
 from halfstep.adapters.apex.install import uninstall as uninstall_apex
 from halfstep.adapters.script.conversion import Conversion
-from halfstep.cast.autocast import autocast
 from halfstep.formats import Format
 from halfstep.initialize import initialize
-from halfstep.session.open import open_session
-from halfstep.session.session import Session
 from halfstep.torch_internals import FOLDER, in_backward, in_functorch, is_compiling_here
+from halfstep.train.cast.autocast import autocast
+from halfstep.train.session.open import open_session
+from halfstep.train.session.session import Session
 
 HALFSTEP = str(Path(torch_amp.__file__).parents[1]) + os.sep
 ADAPTERS = Path(torch_amp.__file__).parent  # those of trainers open sessions that scripts ask for

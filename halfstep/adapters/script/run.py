@@ -24,7 +24,7 @@ from halfstep.errors import HalfstepError, ScriptError
 from halfstep.formats import Format
 from halfstep.plan.plan import Plan
 from halfstep.records import Status
-from halfstep.session.session import Sink
+from halfstep.train.session.session import Sink
 
 _LOG = logging.getLogger("halfstep")
 

@@ -5,9 +5,9 @@ import contextlib
 import torch
 from torch import nn
 
-from halfstep.cast.emulate import Emulation
 from halfstep.formats import as_format
 from halfstep.machine import needs_emulation, read_facts
+from halfstep.train.cast.emulate import Emulation
 
 LEVELS = ("O0", "O1", "O2", "O3")
 

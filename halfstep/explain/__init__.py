@@ -1,0 +1,1 @@
+"""Explanation: what broke, where and why, what would, and the reports."""

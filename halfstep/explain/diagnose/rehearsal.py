@@ -1,0 +1,297 @@
+"""Rehearsals: run a closure repeatedly, on a session's models or on copies under another plan, and undo its effects."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import set_detect_anomaly
+
+from halfstep.errors import SessionError, SetupError
+from halfstep.explain.diagnose.rewind import CONTAINERS, attributes, give_attributes, is_readable, untouched
+from halfstep.explain.tape.nonfinite import unwrapped
+from halfstep.modes import uncompiled
+from halfstep.plan.plan import Plan
+from halfstep.stack import begin_pass
+from halfstep.torch_internals import compiled_module, hooks_of, parameters_of, tree_leaves, without_modes
+from halfstep.train.cast.enter import put_in_place
+from halfstep.train.processes.shards import reshard, sharded_parameters
+from halfstep.train.scale.loss import leaves_of
+from halfstep.train.session.session import Session
+
+_NEAR = 0.05  # of the largest element: how far equal inputs may differ if a model computed them in low precision
+
+_CLOSURE = "pass a function without arguments that computes the loss and returns it: lambda: loss_fn(model(x), y)"
+
+
+def check_closure(function: str, closure: object) -> None:
+    """Checks that the public function named `function` can call the closure that was passed to it."""
+    if not callable(closure):
+        raise SessionError(
+            f"{function}() takes a function that returns the loss, not {type(closure).__name__}; {_CLOSURE}"
+        )
+    try:
+        inspect.signature(closure).bind()
+    except ValueError:  # a builtin without a signature
+        pass
+    except TypeError as error:
+        raise SessionError(f"{function}() calls the closure without arguments, but it is {error}; {_CLOSURE}") from None
+
+
+def compute_loss(closure: Callable[[], Any], params: Sequence[nn.Parameter]) -> Tensor:
+    """Calls the closure and returns the loss that it computed."""
+    loss = begin_pass(closure)
+    if not isinstance(loss, Tensor):
+        raise SessionError(f"the closure returned {type(loss).__name__}, not the loss; {_CLOSURE}")
+    if loss.numel() != 1 or loss.is_complex():
+        raise SessionError(
+            f"the closure returned a tensor of shape {tuple(loss.shape)}, not one real number; {_CLOSURE}"
+        )
+    if any(param.grad is not None for param in params):
+        raise SessionError(
+            "the closure ran the backward pass; remove that call: a closure only computes and returns the loss, and "
+            "halfstep runs the backward pass"
+        )
+    if not loss.requires_grad:
+        raise SessionError(
+            "the loss of the closure requires no gradient: it was detached, or computed under torch.no_grad() or from "
+            "nothing trainable; compute it with gradients enabled, from parameters that require them"
+        )
+    return loss
+
+
+@contextmanager
+def leaves_kept(loss: Tensor, params: list[nn.Parameter]) -> Iterator[list[Tensor]]:
+    """Yields all leaves that a backward pass writes gradients of; puts back those of leaves outside of `params`."""
+    leaves = {id(leaf): leaf for leaf in [*params, *leaves_of([loss])]}
+    own = {id(p) for p in params}
+    kept = [(leaf, leaf.grad) for leaf in leaves.values() if id(leaf) not in own]
+    for leaf, _ in kept:
+        leaf.grad = None
+    try:
+        yield list(leaves.values())
+    finally:
+        for leaf, grad in kept:
+            leaf.grad = grad
+
+
+class Inputs:
+    """Compares the inputs of the first module that each run of a closure calls.
+
+    `same` is True if these inputs were equal in all runs: then all runs got the same batch.
+    """
+
+    def __init__(self) -> None:
+        self.same = True
+        self._first: list[Tensor] | None = None
+        self._noted = False
+
+    def begin_run(self) -> None:
+        """Marks the start of another run."""
+        self._noted = False
+
+    def note(self, given: Any) -> None:
+        """Compares the inputs of the first module called in this run with those of the first run."""
+        if self._noted:
+            return
+        self._noted = True
+        with without_modes(), torch.no_grad():
+            tensors = [unwrapped(leaf) for leaf in tree_leaves(given) if is_readable(leaf)]
+            if self._first is None:
+                self._first = [t.clone() for t in tensors]
+            elif len(tensors) != len(self._first) or not all(map(_is_same, tensors, self._first)):
+                self.same = False
+
+
+@contextmanager
+def noting_inputs(roots: Sequence[nn.Module]) -> Iterator[Inputs]:
+    """Yields an `Inputs` that observes, through hooks, what the runs of a closure pass to the modules."""
+    inputs = Inputs()
+
+    def note(module: nn.Module, args: Any, kwargs: Any) -> None:  # a function, which copies of the modules share
+        inputs.note((args, kwargs))
+
+    modules = {id(module): module for root in roots for module in root.modules()}.values()
+    with ExitStack() as stack:
+        for module in modules:
+            stack.callback(module.register_forward_pre_hook(note, prepend=True, with_kwargs=True).remove)
+        yield inputs
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape or one.device != other.device:
+        return False
+    if not (one.is_floating_point() and other.is_floating_point()):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    one, other = one.float(), other.float()
+    finite = other[torch.isfinite(other)]
+    room = _NEAR * float(finite.abs().max()) if finite.numel() else 0.0
+    return torch.allclose(one, other, rtol=0.0, atol=room, equal_nan=True)
+
+
+class Rehearsal:
+    """Runs a closure on a session's models; made by `rehearsing`, which undoes at the end what the runs changed.
+
+    `params` are the trainable parameters; `inputs` tells whether all runs got the same inputs. Inside `at_scale(scale)`
+    the closure's calls of `session.grad` use that loss scale. Inside `recording(recorder)` a recorder sees the
+    operations. `reads_originals` is True if the models are copies, and the last loss depends on low weights of the
+    originals.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        closure: Callable[[], Any],
+        rewind: Callable[[], None],
+        inputs: Inputs,
+        *,
+        originals: Sequence[nn.Parameter] = (),
+    ) -> None:
+        self.plan, self.roots, self.full = session.plan, session.runtime.roots, session.runtime.full
+        self.recording, self.at_scale = session.runtime.recording, session.runtime.scales.held_at
+        self.params = trainable(self.roots)
+        self._session, self._closure = session, closure
+        self._rewind, self.inputs = rewind, inputs
+        self._originals = {id(p) for p in originals if p.dtype is self.plan.low.dtype}
+        self.reads_originals = False
+
+    def rewind(self) -> None:
+        """Restores the initial state before another run."""
+        self._rewind()
+        self.inputs.begin_run()
+
+    def loss(self) -> Tensor:
+        """Returns the loss that the closure computes."""
+        loss = compute_loss(self._closure, self.params)
+        self.reads_originals = any(id(leaf) in self._originals for leaf in leaves_of([loss]))
+        return loss
+
+    @contextmanager
+    def gradients(self, loss: Tensor, scale: float | None) -> Iterator[list[Tensor]]:
+        """Runs the backward pass at a loss scale (None: unscaled) and yields the gradients of all leaves of the loss.
+
+        Gradients of leaves other than the models' parameters are restored at the end of the `with` block.
+        """
+        with leaves_kept(loss, self.params) as leaves:
+            for leaf in leaves:
+                leaf.grad = None
+            self._session.runtime.backward(loss, scale)
+            yield [leaf.grad for leaf in leaves if leaf.grad is not None]
+
+    @contextmanager
+    def under(self, plan: Plan) -> Iterator[Rehearsal]:
+        """Yields a rehearsal under another plan; when the closure calls the models, copies of them run instead."""
+        with (
+            self._session.trial(plan) as trial,
+            trial.runtime.whole_products(),
+            _standing_in(self.roots, trial.runtime.roots),
+        ):
+            yield Rehearsal(trial, self._closure, self._rewind, self.inputs, originals=self.params)
+
+
+def check_given(function: str, session: object, closure: object) -> None:
+    """Checks the session and the closure that were passed to the public function named `function`."""
+    if not isinstance(session, Session) or session.closed:
+        what = "a closed session" if isinstance(session, Session) else type(session).__name__
+        raise SessionError(f"{function}() takes an open session, not {what}; call it after halfstep.initialize")
+    check_closure(function, closure)
+    reshard(session.runtime.roots)  # after an evaluation they hold whole weights
+    if sharded_parameters(session.runtime.roots):
+        raise SetupError(
+            f"the model is sharded over processes, and {function}() runs the closure on copies of the model, which "
+            "FSDP2 cannot make. Use a copy that one process gathers: define build(), which returns the model without "
+            "fully_shard, and call in all processes halfstep.on_gathered_copy(session, build, lambda whole, model: "
+            f"halfstep.{function}(whole, lambda: loss_fn(model(inputs), targets)))"
+        )
+
+
+@contextmanager
+def rehearsing(session: Session, closure: Callable[[], Any]) -> Iterator[Rehearsal]:
+    """Yields a rehearsal of a closure; restores weights, buffers, gradients and random state when it ends."""
+    roots = session.runtime.roots
+    with (
+        session.rehearsing(),
+        session.runtime.whole_products(),
+        untouched(roots, trainable(roots)) as rewind,
+        noting_inputs(roots) as inputs,
+        uncompiled(),
+        set_detect_anomaly(False),  # anomaly detection would raise at the failure to be examined
+    ):
+        yield Rehearsal(session, closure, rewind, inputs)
+
+
+def trainable(roots: Sequence[nn.Module]) -> list[nn.Parameter]:
+    """Returns the parameters of models that require a gradient, each once."""
+    return list({id(p): p for root in roots for p in root.parameters() if p.requires_grad}.values())
+
+
+@contextmanager
+def _standing_in(models: Sequence[nn.Module], twins: Sequence[nn.Module]) -> Iterator[None]:
+    """Redirects calls of the models' modules to the modules of their copies, the `twins`."""
+    found = {
+        id(own): (own, twin)
+        for model, copied in zip(models, twins, strict=True)
+        for own, twin in zip(model.modules(), copied.modules(), strict=True)
+    }
+    pairs = [pair for pair in found.values() if compiled_module(pair[0]) is None]  # calls go on to what it compiled
+    for own, _ in pairs:
+        if "forward" in vars(own):
+            raise RuntimeError(f"{type(own).__name__} has a forward of its own, which cannot be redirected to a copy")
+    calls = _Calls(pairs)
+    with ExitStack() as stack:
+        for own, twin in pairs:
+            stack.callback(give_attributes, own, attributes(own))
+            for name, param in parameters_of(own).items():
+                stack.callback(_share_hooks(param, parameters_of(twin).get(name)))
+        stack.callback(put_in_place((own, partial(calls.run, twin)) for own, twin in pairs))
+        yield
+
+
+class _Calls:
+    """Runs copies of modules in place of the modules, and keeps the attributes of both the same.
+
+    Changed attributes are copied to the copies before the outermost call, and back to the modules after it.
+    """
+
+    def __init__(self, pairs: Sequence[tuple[nn.Module, nn.Module]]) -> None:
+        self._pairs = [(own, twin, attributes(own), attributes(twin)) for own, twin in pairs]
+        self._running = 0
+
+    def run(self, twin: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if self._running == 0:
+            self._take_over()
+        self._running += 1
+        try:
+            return type(twin).forward(twin, *args, **kwargs)
+        finally:
+            self._running -= 1
+            if self._running == 0:
+                self._hand_over()
+
+    def _take_over(self) -> None:
+        for own, twin, before, _ in self._pairs:
+            new = {name: value for name, value in attributes(own).items() if before.get(name, self) is not value}
+            if new:
+                give_attributes(twin, attributes(twin) | new)
+
+    def _hand_over(self) -> None:
+        for own, twin, _, before in self._pairs:
+            now = attributes(twin)
+            new = {n: v for n, v in now.items() if before.get(n, self) is not v or isinstance(v, CONTAINERS)}
+            if new:
+                give_attributes(own, attributes(own) | new)
+
+
+def _share_hooks(param: nn.Parameter | None, twin: nn.Parameter | None) -> Callable[[], None]:
+    hooks = None if param is None else hooks_of(param)
+    if not hooks or twin is None or hooks_of(twin):  # hooks on the twin: shared by two modules and already done
+        return lambda: None
+    with ExitStack() as stack:
+        for hook in list(hooks.values()):
+            stack.callback(twin.register_hook(hook).remove)  # type: ignore[no-untyped-call]
+        return stack.pop_all().close

@@ -1,0 +1,319 @@
+"""Runs a closure under a recorder, and tries plans and edits on copies of the models until it runs as it should."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from typing import Any, TypeAlias
+
+from torch import Tensor, nn
+
+from halfstep.edits import Edit, OpChange, spell
+from halfstep.errors import HalfstepError
+from halfstep.explain.diagnose.cures import (
+    WHOLE,
+    candidates,
+    edited,
+    is_op,
+    is_whole,
+    narrow_candidates,
+    rules_around,
+    with_edits,
+)
+from halfstep.explain.diagnose.diagnosis import Diagnosis, diagnose, find_origin, last_origin
+from halfstep.explain.diagnose.rehearsal import Rehearsal
+from halfstep.explain.diagnose.words import place_of, which_model
+from halfstep.explain.tape.absorbed import Absorbed
+from halfstep.explain.tape.nonfinite import finite_range, nonfinite
+from halfstep.explain.tape.recorder import Note, OpRecorder
+from halfstep.formats import Format
+from halfstep.plan.plan import Plan
+from halfstep.records import Finding
+
+_OF_NUMBERS = (ValueError, ArithmeticError, AssertionError, RuntimeError)  # what code raises when it checks its numbers
+_NOT_REACHED = (
+    "no gradient reached the copies of the session's models, so the closure does not call these models, or uses "
+    "their weights directly"
+)
+_READS_ORIGINALS = (
+    "edits are tried on copies of the models, but the code also reads weights of the original ones, for example in a "
+    "lambda that refers to a module: read them in a method of the module instead, or as weight.float()"
+)
+_TRIES = 24  # plans that are tried on the closure, one run each
+_FAULTS = 4  # places that are cured one after the other, if the closure fails in several
+_CLOSE = 0.5  # of the loss in fp32: how far the loss under a cure may differ from it
+_OF_RANGE = 4.0  # an output this many times as large as on this batch must still fit
+_OF_FLOOR = (
+    2.0  # times the lowest loss scale: a dynamic scale at its floor skips each time it tries the next larger one
+)
+_CASTS = ("_to_copy", "copy_")
+
+Works = Callable[[Rehearsal], bool]
+_UNTRIED = "so no edit could be tried"
+
+
+@dataclass
+class Run:
+    """One run of the closure: its loss, what was recorded, and the failure that was `found` (None: all is finite)."""
+
+    loss: float
+    recorder: OpRecorder
+    found: Diagnosis | None
+    scale: float  # the loss scale at which the run failed, or passed
+    lower: float | None = None  # a lower scale at which all is finite, if the run failed and one was found
+    has_room: bool = True  # False: values come so close to their formats' limits that the next batch may overflow
+
+    @property
+    def met_data(self) -> bool:
+        """Whether the run met bad data: a non-finite tensor that is not part of the models."""
+        met = (leaf for note in self.recorder.notes for leaf in note.leaves if not leaf.masked)
+        return any(leaf.kind in ("data", "unseen") for leaf in met)
+
+
+def first_run(rehearsal: Rehearsal, scale: float, *, least: float = 1.0, recorder: OpRecorder | None = None) -> Run:
+    """Runs the closure under a recorder; if its backward pass overflows, repeats that pass at lower loss scales."""
+    # If the backward pass fails there too, the failure at `least` is reported, because failures that occur only at
+    # higher scales would be cured by a dynamic scale.
+    recorder = recorder or OpRecorder(rehearsal.roots)
+    with rehearsal.recording(recorder):
+        try:
+            loss = rehearsal.loss()
+            recorder.trail.end([loss])
+        except HalfstepError:
+            raise
+        except _OF_NUMBERS as error:
+            return Run(math.nan, recorder, _before(rehearsal, recorder, error), scale)
+        finite = nonfinite(loss) is None
+        found = _look(rehearsal, recorder, loss, scale) if finite else _of_sinks(rehearsal, recorder, [loss])
+    run = Run(float(loss.detach()), recorder, found, scale)
+    if found is None or not found.may_be_scale or not finite:
+        return run
+    lower = _passing_scale(rehearsal, loss, scale, least)
+    if lower is not None or scale <= least:
+        return replace(run, lower=lower)
+    with rehearsal.recording(recorder):
+        below = _look(rehearsal, recorder, loss, least)
+    return run if below is None else replace(run, found=below, scale=least)
+
+
+def _before(rehearsal: Rehearsal, recorder: OpRecorder, error: Exception) -> Diagnosis:
+    """Returns the diagnosis of the last non-finite value before the closure raised `error`."""
+    origin = last_origin(recorder)
+    if origin is None:
+        raise error
+    return replace(diagnose(recorder, origin, rehearsal.plan, rehearsal.full), raised=error)
+
+
+def _look(rehearsal: Rehearsal, recorder: OpRecorder, loss: Tensor, scale: float) -> Diagnosis | None:
+    """Runs the backward pass of a loss and returns the diagnosis of its gradients; None if all are finite."""
+    with rehearsal.gradients(loss, scale) as gradients:
+        return _of_sinks(rehearsal, recorder, gradients)
+
+
+def _of_sinks(rehearsal: Rehearsal, recorder: OpRecorder, sinks: Sequence[Tensor]) -> Diagnosis | None:
+    origin = find_origin(recorder, sinks)
+    return None if origin is None else diagnose(recorder, origin, rehearsal.plan, rehearsal.full)
+
+
+def _passing_scale(rehearsal: Rehearsal, loss: Tensor, scale: float, least: float) -> float | None:
+    """Halves the loss scale, down to `least`, until all gradients are finite; returns that scale, or None."""
+    while scale > least:
+        scale = max(scale / 2, least)
+        if is_finite_at(rehearsal, loss, scale):
+            return scale
+    return None
+
+
+def is_finite_at(rehearsal: Rehearsal, loss: Tensor, scale: float) -> bool:
+    """Tells whether all gradients of a loss are finite at a loss scale."""
+    with rehearsal.gradients(loss, scale) as gradients:
+        return all(nonfinite(gradient) is None for gradient in gradients)
+
+
+class CastRecorder(OpRecorder):
+    """A recorder that also keeps, as `largest`, the largest magnitude cast to `low` in the forward pass."""
+
+    def __init__(self, roots: Sequence[nn.Module], low: Format) -> None:
+        super().__init__(roots)
+        self._low = low
+        self.largest = 0.0
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the values that were cast could be several times as large and still fit."""
+        return self.largest * _OF_RANGE <= self._low.max
+
+    def after(self, note: Note, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        """Looks at the result of a cast."""
+        if note.aten in _CASTS and note.phase == "forward" and isinstance(result, Tensor):
+            span = finite_range(result) if result.dtype is self._low.dtype else None
+            if span is not None:
+                below = 0.0 if span[0] == -self._low.max else -span[0]  # the value of a mask
+                self.largest = max(self.largest, span[1], below)
+
+
+@dataclass(frozen=True)
+class _Cure:
+    """Edits under which all numbers are finite, the loss under them, and whether the formats leave room to spare."""
+
+    edits: tuple[Edit, ...]
+    loss: float
+    has_room: bool
+
+
+@dataclass
+class Search:
+    """Searches for edits under which the closure's numbers are finite, the smallest changes first.
+
+    Edits that leave room (values stay well below the limits of their formats, and the loss scale well above its floor)
+    are preferred to edits that only just work.
+    """
+
+    rehearsal: Rehearsal
+    scale: float  # the session's loss scale
+    full_loss: float  # in fp32, to which the loss under the edits must be close
+    left: int = _TRIES  # how many more edits may be tried
+
+    def narrow(self, found: Diagnosis) -> _Cure | None:
+        """Returns edits that cure the failure and leave part of the model low, or None."""
+        return self._within(found, (), _FAULTS)
+
+    def whole(self, found: Diagnosis) -> _Cure | None:
+        """Returns the edit that keeps the whole model full, if it cures the failure; otherwise None."""
+        run = self._run(WHOLE) if WHOLE in candidates(self.rehearsal.plan, found, self.rehearsal.roots) else None
+        return None if run is None or run.found is not None else self._cure(WHOLE, run)
+
+    def _within(self, found: Diagnosis, kept: tuple[Edit, ...], faults: int) -> _Cure | None:
+        moved: tuple[tuple[Edit, ...], Diagnosis] | None = None
+        tight: _Cure | None = None
+        for more in narrow_candidates(self.rehearsal.plan, found, self.rehearsal.roots):
+            edits = with_edits(kept, more)
+            run = None if is_whole(edits) else self._run(edits)
+            if run is None:
+                continue
+            is_close = abs(run.loss - self.full_loss) <= _CLOSE * max(abs(self.full_loss), 1e-3)
+            if run.found is None and is_close:
+                cure = self._cure(edits, run)
+                if cure.has_room:
+                    return cure
+                tight = tight or cure
+            if moved is None and run.found is not None and run.found.module not in (found.module, None):
+                moved = edits, run.found
+        if tight is not None or moved is None or faults <= 1:
+            return tight
+        return self._within(moved[1], moved[0], faults - 1)
+
+    def _cure(self, edits: tuple[Edit, ...], run: Run) -> _Cure:
+        """Returns a `_Cure` with these edits and what their `run` showed."""
+        scaled = edits if run.lower is None else (*edits, replace(self.rehearsal.plan.scale, init=run.lower))
+        return _Cure(scaled, run.loss, run.has_room)
+
+    def _run(self, edits: tuple[Edit, ...]) -> Run | None:
+        self.left -= 1
+        plans = edited(self.rehearsal.plan, [edits] if self.left >= 0 else [])
+        runs = (tried(self.rehearsal, plan, self.scale) for _, plan in plans)
+        return next((run for run in runs if isinstance(run, Run)), None)
+
+
+def tried(rehearsal: Rehearsal, plan: Plan, scale: float) -> Run | str:
+    """Runs the closure on copies of the models under a plan; returns the run, or the reason why it was not possible."""
+    rehearsal.rewind()
+    try:
+        with rehearsal.under(plan) as trial:
+            scaling, at, least, floor = plan.scale, plan.scale.first, plan.scale.first, 0.0
+            if scaling.adapts:  # even if it has come down to its floor, it will grow again
+                least, floor = scaling.min, min(_OF_FLOOR * scaling.min, scaling.max)
+                at = min(max(scale, _OF_FLOOR * scaling.min), scaling.max)
+            recorder = CastRecorder(trial.roots, plan.low)
+            run = first_run(trial, at, least=least, recorder=recorder)
+            if run.lower is not None:  # a scale that will come down cures it by itself
+                run = replace(run, found=None)
+            passes = at if run.lower is None else run.lower
+            run = replace(run, has_room=recorder.has_room and passes >= floor)
+            if trial.reads_originals and run.found is not None and run.found.low is plan.low:
+                return _READS_ORIGINALS
+            reached = any(p.grad is not None for p in trial.params)
+            return run if reached or run.found is not None else _NOT_REACHED
+    except Exception as error:  # whatever the code raises under another plan
+        said = str(error).partition(". ")[0].partition("\n")[0]
+        return f"a copy of the model cannot be made or run: {type(error).__name__}{said and ': '}{said}"
+
+
+def first_cure(rehearsal: Rehearsal, cures: Iterable[tuple[Edit, ...]], works: Works) -> tuple[Edit, ...]:
+    """Returns the first edits under which `works` is true for copies of the models; () if there is none."""
+    for edits, plan in edited(rehearsal.plan, cures):  # no generator expression, which would hide a StopIteration
+        if works_under(rehearsal, plan, works):
+            return edits
+    return ()
+
+
+def works_under(rehearsal: Rehearsal, plan: Plan, works: Works) -> bool:
+    """Tells whether `works` is true for copies of the models under a plan; False if the plan does not fit."""
+    rehearsal.rewind()
+    try:
+        with rehearsal.under(plan) as trial:
+            return works(trial)
+    except HalfstepError:
+        return False
+
+
+_Place: TypeAlias = tuple[str | None, str | None]  # a module and a line
+
+
+def absorbed_findings(rehearsal: Rehearsal, recorder: OpRecorder) -> list[Finding]:
+    """Returns a finding for each place where a recorded forward pass overflowed and the overflow was absorbed."""
+    places: dict[_Place, Absorbed[Note]] = {}
+    for each in recorder.trail.found:
+        places.setdefault(_place(recorder, each), each)
+    return [_said(recorder, each, *_cure(rehearsal, recorder, each)) for each in places.values()]
+
+
+def _place(recorder: OpRecorder, absorbed: Absorbed[Note]) -> _Place:
+    return absorbed.origin.module, recorder.line(absorbed.origin)
+
+
+def _cure(rehearsal: Rehearsal, recorder: OpRecorder, absorbed: Absorbed[Note]) -> tuple[tuple[Edit, ...], str]:
+    """Returns (edits, reason): edits under which the overflow is no longer absorbed, and why there are none."""
+    place, inputs = _place(recorder, absorbed), rehearsal.inputs
+
+    def works(trial: Rehearsal) -> bool:
+        again = OpRecorder(rehearsal.roots)
+        with trial.recording(again):
+            loss = trial.loss()
+        again.trail.end([loss])
+        cured = place not in {_place(again, each) for each in again.trail.found}
+        return cured and bool(loss.isfinite()) and inputs.same
+
+    try:
+        candidates = takewhile(lambda _: inputs.same, _candidates(rehearsal, recorder, absorbed))
+        edits = first_cure(rehearsal, candidates, works)
+    except StopIteration:
+        return (), f"the closure ran out of batches, {_UNTRIED}"
+    except Exception as error:  # whatever copying the model raises
+        return (), f"a copy of the model cannot be made or run ({type(error).__name__}), {_UNTRIED}"
+    if not inputs.same:
+        return (), f"the closure takes another batch each time, {_UNTRIED}"
+    return edits, "" if edits else "no edit of the plan was found that cures it"
+
+
+def _candidates(rehearsal: Rehearsal, recorder: OpRecorder, absorbed: Absorbed[Note]) -> Iterator[tuple[Edit, ...]]:
+    """Yields rules that keep the module that overflowed, or one around it, in fp32; then an edit that denies the op."""
+    yield from rules_around(absorbed.origin.module, rehearsal.plan, rehearsal.roots)
+    operator = recorder.operator(absorbed.origin)
+    if is_op(operator):
+        yield (OpChange("deny", operator),)
+
+
+def _said(recorder: OpRecorder, absorbed: Absorbed[Note], edits: tuple[Edit, ...], reason: str) -> Finding:
+    origin, by = absorbed.origin, absorbed.by
+    line, line_by = recorder.line(origin), recorder.line(by)
+    evidence = str(absorbed.said(recorder.operator(origin), line, recorder.operator(by), line_by)) + which_model(
+        origin.module
+    )
+    if edits:
+        advice = f"{spell(edits)}, under which this does not happen"
+    else:
+        advice = f"compute this in fp32, or scale the values down first; {reason}"
+    return Finding("warning", "overflow absorbed", place_of(origin.module, line), evidence, advice, edits)

@@ -1,0 +1,410 @@
+"""The check before training: finds what would go wrong in a session, from its setup and one traced step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Set
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from halfstep.edits import FULL, OpChange, Rule, Scaling
+from halfstep.errors import SessionError
+from halfstep.explain.diagnose.cures import FULL_OUT, rules_on
+from halfstep.explain.diagnose.rehearsal import check_given
+from halfstep.explain.preflight.trace import trace_step
+from halfstep.formats import CASTABLE, FP32, as_format, is_low, needs_scale
+from halfstep.machine import read_facts, units
+from halfstep.plan.matching import Site, has_running_stats, norm_kind, uncompiled
+from halfstep.plan.plan import Plan
+from halfstep.plan.resolve import ModuleFormats
+from halfstep.records import SEVERITIES, Finding
+from halfstep.torch_internals import buffers_of, parameters_of
+from halfstep.train.optim.masters import Fit
+from halfstep.train.scale.grad_scaler import GradScaler
+from halfstep.train.session.session import Session
+from halfstep.validate import named
+
+ROTARY = ("inv_freq", "freqs", "rotary", "rope", "cos", "sin", "timescale", "sinusoid")  # parts of buffer names
+PRODUCT_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+MOST_LOST = 0.1  # share of the nonzero values of a weight; initializations lose less than 0.001
+ALIGNED = 8  # elements of 16 bits: the multiple that tensor cores compute fastest with
+
+
+@dataclass(frozen=True)
+class Part:
+    """A module of a session: its name as rules spell it, and the formats that the plan gives it."""
+
+    name: str
+    module: nn.Module
+    formats: ModuleFormats
+
+    @property
+    def place(self) -> str:
+        """The module's name in findings."""
+        return self.name or "(model)"
+
+    def inside(self, name: str) -> str:
+        """Returns the name in the model of a parameter or buffer of the module."""
+        return f"{self.name}.{name}".removeprefix(".")
+
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yields the floating-point parameters of the module with their names in it."""
+        for name, parameter in parameters_of(self.module).items():
+            if parameter is not None and parameter.is_floating_point():
+                yield name, parameter
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What the checks read: a session's plan, modules, optimizers and device, and the loop's own gradient scaler."""
+
+    plan: Plan
+    parts: tuple[Part, ...]
+    optimizers: tuple[Optimizer, ...]
+    device: torch.device
+    traced: bool  # whether a step was traced
+    scaler: torch.amp.GradScaler | None  # the gradient scaler of the loop itself
+    fit: Callable[[nn.Parameter], Fit]  # how the fp32 value of a parameter fits the low format
+    rounded: Set[int] = frozenset()  # ids of the weights that the traced step cast to the low format
+
+
+def check(
+    session: Session, closure: Callable[[], Any] | None = None, *, scaler: torch.amp.GradScaler | None = None
+) -> tuple[Finding, ...]:
+    """Returns what would go wrong in a session, most severe first: places, evidence and, where known, cures.
+
+    `closure` takes a batch, computes and returns the loss, and does not call backward. One step of it is traced,
+    forward and backward, to find operations that fail and constants that vanish or overflow. To try an edit that may
+    cure a failure, the closure is called again on a copy of the model. `scaler` is the gradient scaler that the loop
+    uses, if any. Afterwards weights, gradients, buffers, random states and the loss scale are as before.
+
+    Raises:
+        SessionError: the session is closed, the model is on the meta device, or the closure returns no scalar loss.
+        SetupError: the model is sharded.
+    """
+    check_given("check", session, (lambda: None) if closure is None else closure)
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        what = type(scaler).__name__
+        raise SessionError(
+            f"scaler is of type {what}; pass the torch.amp.GradScaler that the loop uses, or leave it out"
+        )
+    if any(tensor.is_meta for module, _ in session.modules() for tensor in module.parameters(recurse=False)):
+        raise SessionError(
+            "the model is on the meta device, where no number can be read; move it with to_empty() first"
+        )
+    traced, rounded = ([], set()) if closure is None else trace_step(session, closure)
+    setup = Setup(
+        plan=session.plan,
+        parts=tuple(Part(uncompiled(formats.name), module, formats) for module, formats in session.modules()),
+        optimizers=session.optimizers,
+        device=session.runtime.device,
+        traced=closure is not None,
+        scaler=scaler,
+        fit=session.runtime.fit,
+        rounded=rounded,
+    )
+    found = [finding for look in CHECKS for finding in look(setup)] + traced
+    found.sort(key=lambda finding: -SEVERITIES.index(finding.severity))
+    for finding in found:
+        session.tell(finding)
+    return tuple(found)
+
+
+def _parameters(setup: Setup) -> Iterator[Finding]:
+    """Finds parameters stored in another dtype than the plan's, or trained low without a master."""
+    for part in setup.parts:
+        for name, parameter in part.parameters():
+            place = part.inside(name)
+            dtype = str(parameter.dtype).removeprefix("torch.")
+            expected = part.formats.stored(name) or FP32
+            if parameter.dtype is torch.float64:
+                yield Finding(
+                    "note",
+                    "float64 parameter",
+                    place,
+                    f"{place} is float64",
+                    "it stays float64, and so do the ops that use it",
+                )
+            elif parameter.requires_grad and is_low(parameter.dtype) and setup.plan.ops == "none":
+                yield Finding(
+                    "error" if needs_scale(parameter.dtype) else "warning",
+                    "low parameter at O0",
+                    place,
+                    f"trainable, stored as {dtype}, without a master and with an optimizer that works in {dtype}",
+                    "call model.float() before initialize, and use level O2 for low weights with fp32 masters",
+                )
+            elif (
+                parameter.dtype in CASTABLE
+                and parameter.dtype is not expected.dtype
+                and (part.formats.param is not None)
+            ):
+                yield Finding(
+                    "error",
+                    "parameter format",
+                    place,
+                    f"stored as {dtype}, but the plan stores it as {expected} (reason: {part.formats.reason})",
+                    "something cast the model inside the session: remove model.half() and the like, close the session, "
+                    "and initialize again",
+                )
+
+
+def _untrained(setup: Setup) -> Iterator[Finding]:
+    """Finds weights that stay in fp32 because no optimizer updates them, beside weights that are stored low."""
+    kept = [part.inside(name) for part in setup.parts for name in part.formats.kept]
+    low = next((part.place for part in setup.parts if part.formats.param is setup.plan.low), None)
+    if kept and low is not None:
+        yield Finding(
+            "note",
+            "weights without an optimizer",
+            kept[0],
+            f"no optimizer updates {named(kept)}: stored in fp32, beside weights in {setup.plan.low} such as {low}'s",
+            "an average written with lerp_ or _foreach_lerp_ raises 'expected dtype float for `end`' outside of "
+            "`with session.full_weights():`; mul_ and add_ take both formats, and so do values of model.state_dict()",
+        )
+
+
+def _weights(setup: Setup) -> Iterator[tuple[Part, str, nn.Parameter, Fit]]:
+    """Yields each floating weight with its module, its name and how its fp32 value fits the low format."""
+    for part in setup.parts:
+        for name, parameter in part.parameters():
+            if parameter.numel():
+                yield part, part.inside(name), parameter, setup.fit(parameter)
+
+
+def _values(setup: Setup) -> Iterator[Finding]:
+    """Finds weights that were not finite in fp32 before the first step."""
+    bad = [name for _, name, _, fits in _weights(setup) if fits.nonfinite]
+    if bad:
+        what, advice = f"not finite: {named(bad)}", "load or initialize them again"
+        yield Finding("error", "non-finite weights", bad[0], what, advice)
+
+
+def _ranges(setup: Setup) -> Iterator[Finding]:
+    """Finds weights whose fp32 values the low format cannot hold: too large, or too small in more than `MOST_LOST`."""
+    low, beyond, lost = setup.plan.low, {}, {}
+    for part, name, parameter, fits in _weights(setup):
+        if fits.nonfinite or not _is_rounded(setup, part, parameter):
+            continue
+        if fits.beyond:
+            beyond[name] = part
+        elif fits.lost > MOST_LOST * fits.nonzero:
+            lost[f"{name} ({fits.lost / fits.nonzero:.0%})"] = part
+    if beyond:
+        what = f"larger than {low.max:g}, the largest value of {low}: {named(list(beyond))}"
+        place, kept = next(iter(beyond)), _kept_full(setup, beyond.values())
+        yield Finding("error", "weights beyond the format", place, what, *kept)
+    if lost:
+        what = f"values other than 0 are 0 in {low}, whose smallest number is {low.smallest_subnormal:.0e}"
+        place, kept = next(iter(lost)).partition(" (")[0], _kept_full(setup, lost.values())
+        yield Finding("warning", "weights vanish", place, f"{what}: {named(list(lost))}", *kept)
+
+
+def _is_rounded(setup: Setup, part: Part, parameter: nn.Parameter) -> bool:
+    """Tells whether a weight is stored in the low format, or cast to it where it is used."""
+    low = setup.plan.low
+    cast = id(parameter) in setup.rounded or (isinstance(part.module, PRODUCT_LAYERS) and part.formats.compute is low)
+    return setup.plan.ops != "none" and (parameter.dtype is low.dtype or cast)
+
+
+def _kept_full(setup: Setup, parts: Iterable[Part]) -> tuple[str, tuple[Rule, ...]]:
+    """Returns the advice to keep modules full, and the rules that do so; there is no rule for the model itself."""
+    plan, roots = setup.plan, [part.module for part in setup.parts if not part.name]
+    names = dict.fromkeys(part.name for part in parts if part.name)
+    rules = tuple(dict.fromkeys(rule for name in names for rule in rules_on(name, FULL_OUT, plan, roots)))
+    advice = "compute in fp32, with a rule that keeps the module full, or rescale the weights"
+    if plan.param == "low" and plan.master == "none":
+        advice += f"; {plan.name} has no fp32 copies of them: load the weights again before the next initialize"
+    return advice, rules
+
+
+def _scalers(setup: Setup) -> Iterator[Finding]:
+    """Finds a gradient scaler that the training loop uses although the session already scales the loss."""
+    if setup.scaler is None or not setup.scaler.is_enabled():
+        return
+    halves = [
+        part.inside(name)
+        for part in setup.parts
+        for name, parameter in part.parameters()
+        if parameter.requires_grad and needs_scale(parameter.dtype)
+    ]
+    if halves and not isinstance(setup.scaler, GradScaler):
+        yield Finding(
+            "error",
+            "refused gradients",
+            halves[0],
+            f"{type(setup.scaler).__name__} raises 'Attempting to unscale FP16 gradients.' for fp16 parameters: "
+            f"{named(halves)}",
+            "leave the scaler out, as session.backward and session.step scale the loss; or use halfstep.GradScaler",
+        )
+    elif setup.plan.ops != "none":
+        yield Finding(
+            "warning",
+            "two scalers",
+            type(setup.scaler).__name__,
+            "both this gradient scaler and the session scale the loss: the two factors multiply",
+            "leave the scaler out: session.backward and session.step scale the loss",
+        )
+
+
+def _buffers(setup: Setup) -> Iterator[Finding]:
+    """Finds buffers that should stay full but that a rule or the user stores low, and masks that exceed the format."""
+    for part in setup.parts:
+        for name, buffer in buffers_of(part.module).items():
+            if buffer is None or not buffer.is_floating_point() or buffer.numel() == 0:
+                continue
+            place = part.inside(name)
+            if is_low(buffer.dtype):
+                yield _low_buffer(setup.plan, part, place, name, buffer)
+            elif setup.plan.ops != "none" and -FP32.max <= float(buffer.min()) < -setup.plan.low.max:
+                yield Finding(
+                    "note",
+                    "mask beyond the format",
+                    place,
+                    f"holds {float(buffer.min()):g}, which is -inf in {setup.plan.low}; the buffer itself stays {FP32}",
+                    f"if the model casts it, use torch.finfo(scores.dtype).min ({-setup.plan.low.max:g}) instead",
+                )
+
+
+def _low_buffer(plan: Plan, part: Part, place: str, name: str, buffer: Tensor) -> Finding:
+    fmt = as_format(buffer.dtype)
+    cure = _keep_buffers(plan, part)
+    how = "set buffers='keep' in the rule that stores it low" if cure else f"register it in fp32: {place}.float()"
+    if norm_kind(part.module) is not None or name.startswith("running_"):
+        why = f"a running statistic in {fmt}: with {fmt.fraction_bits + 1} significant bits, small updates are lost"
+        return Finding("warning", "running statistics stored low", place, why, how, cure)
+    if any(word in name.lower() for word in ROTARY):
+        why = f"frequencies in {fmt}: an angle at position 2048 is off by up to {2048 * fmt.eps / 2:g} radians"
+        return Finding("warning", "rotary frequencies stored low", place, why, how, cure)
+    if bool(buffer.isneginf().any()):
+        why = f"a mask in {fmt} holds -inf: a row that is masked entirely gives NaN in a softmax"
+        return Finding("warning", "mask stored low", place, why, how, cure)
+    return Finding("note", "buffer stored low", place, f"stored as {fmt}", how, cure)
+
+
+def _keep_buffers(plan: Plan, part: Part) -> tuple[Rule, ...]:
+    """Returns the plan's rules that store the buffers of a module low, changed so that buffers keep their format."""
+    rules = []
+    for rule in plan.rules:
+        site = Site(0, part.module, (part.name,))
+        around = [".".join(part.name.split(".")[:end]) for end in range(len(part.name.split(".")))]
+        if rule.buffers == "low" and (rule.matches(site.names, site.type_names) or rule.matches(around, ())):
+            statistics = rule.matches(site.names, site.type_names) and has_running_stats(part.module)
+            policy = replace(rule.policy, param="full") if statistics else rule.policy
+            rules.append(replace(rule, policy=policy, buffers="keep"))
+    return tuple(rules)
+
+
+def _constants(setup: Setup) -> Iterator[Finding]:
+    """Finds eps of optimizers and of modules that round to 0."""
+    low = setup.plan.low
+    for optimizer in setup.optimizers:
+        group = next((group for group in optimizer.param_groups if _vanishing_state(setup.plan, group)), None)
+        if group is not None:
+            dtype = next(as_format(p.dtype) for p in group["params"] if is_low(p.dtype))
+            yield Finding(
+                "warning",
+                "eps vanishes",
+                type(optimizer).__name__,
+                f"the optimizer's state is {dtype}, in which eps={group['eps']:g} is 0: a zero gradient gives 0/0",
+                f"use eps={dtype.usable_eps:g} or more, or call model.float() and use level O2, whose state is fp32",
+            )
+    if setup.traced or setup.plan.ops == "none":
+        return
+    for part in setup.parts:
+        if part.formats.compute is FP32 or type(part.module).__module__.startswith("torch.nn."):
+            continue
+        for name, value in vars(part.module).items():
+            if (
+                name.lower().strip("_").endswith(("eps", "epsilon"))
+                and isinstance(value, float)
+                and low.rounds_to_zero(value)
+            ):
+                yield Finding(
+                    "note",
+                    "eps vanishes",
+                    f"{part.place}.{name}",
+                    f"{value:g} is 0 in {low}",
+                    f"use {low.usable_eps:g} or more if it is added to {low} values; "
+                    "halfstep.check(session, closure) finds out whether it is",
+                    () if not part.name else (Rule(part.name, FULL),),
+                )
+
+
+def _vanishing_state(plan: Plan, group: dict[str, Any]) -> bool:
+    """Tells whether an optimizer keeps the state of a parameter group in a low format in which its eps is zero."""
+    if plan.ops != "none":  # then halfstep steps, or the optimizer does on fp32 copies: its state is fp32
+        return False
+    eps = group.get("eps")
+    return isinstance(eps, float) and any(
+        p.requires_grad and is_low(p.dtype) and as_format(p.dtype).rounds_to_zero(eps) for p in group["params"]
+    )
+
+
+def _losses(setup: Setup) -> Iterator[Finding]:
+    """Finds binary_cross_entropy inside the model: a session refuses it on low inputs."""
+    if setup.traced or setup.plan.ops == "none":
+        return
+    for part in setup.parts:
+        if isinstance(part.module, nn.BCELoss) and part.formats.compute is not FP32:
+            yield Finding(
+                "warning",
+                "BCE on low inputs",
+                part.place,
+                "the model contains a BCELoss, which is refused on low inputs: there a sigmoid rounds to 0 or 1",
+                "use BCEWithLogitsLoss, or deny binary_cross_entropy so that it computes in fp32",
+                (OpChange("deny", "binary_cross_entropy"),),
+            )
+
+
+def _scale(setup: Setup) -> Iterator[Finding]:
+    """Finds fp16 gradients that nothing scales."""
+    scale, low = setup.plan.scale, setup.plan.low
+    unscaled = not scale.adapts and scale.first == 1
+    if setup.plan.ops != "none" and low.needs_scale and unscaled and setup.optimizers:
+        yield Finding(
+            "note",
+            "no loss scale",
+            setup.plan.name,
+            f"{low} gradients below {low.smallest_subnormal / 2:.1e} are lost without a loss scale",
+            "use a dynamic loss scale, or the constant one that halfstep.whatif recommends",
+            (Scaling("dynamic"),),
+        )
+
+
+def _shapes(setup: Setup) -> Iterator[Finding]:
+    """Finds matrix products whose sizes tensor cores have to pad."""
+    if setup.device.type != "cuda" or units(setup.plan.low, read_facts(setup.device)) is None:
+        return
+    odd = [
+        f"{part.place} of shape {tuple(part.module.weight.shape)}"
+        for part in setup.parts
+        if isinstance(part.module, PRODUCT_LAYERS)
+        and part.formats.compute is setup.plan.low
+        and any(size % ALIGNED for size in part.module.weight.shape[:2])
+    ]
+    if odd:
+        yield Finding(
+            "note",
+            "unaligned sizes",
+            odd[0].partition(" ")[0],
+            f"weights with sizes that are not multiples of {ALIGNED}: {named(odd)}",
+            f"multiples of {ALIGNED} may be faster (pad the vocabulary, for example); measure with halfstep bench",
+        )
+
+
+CHECKS: tuple[Callable[[Setup], Iterator[Finding]], ...] = (
+    _parameters,
+    _untrained,
+    _values,
+    _ranges,
+    _scalers,
+    _buffers,
+    _constants,
+    _losses,
+    _scale,
+    _shapes,
+)
+"""The checks that run nothing; a new check is a new row."""

@@ -1,0 +1,470 @@
+"""Traces one step of a session; finds operations that fail, constants that do not fit, and absorbed overflows."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from halfstep.edits import FULL, Edit, OpChange, OpList, Rule, Scaling, spell
+from halfstep.errors import OpError, SessionError
+from halfstep.explain.diagnose.cures import is_op, rules_around, rules_on
+from halfstep.explain.diagnose.rehearsal import Rehearsal, rehearsing
+from halfstep.explain.diagnose.search import absorbed_findings, first_cure, works_under
+from halfstep.explain.diagnose.streams import Streams
+from halfstep.explain.diagnose.words import in_model, place_of, which_model
+from halfstep.explain.tape.nonfinite import finite_range, unwrapped
+from halfstep.explain.tape.recorder import Note, OpRecorder
+from halfstep.explain.tape.schemas import tensors_of
+from halfstep.formats import CASTABLE, FP32, Format, as_format, is_low, needs_scale
+from halfstep.plan.levels import level
+from halfstep.plan.optable import REFUSED
+from halfstep.plan.plan import Plan
+from halfstep.records import Finding
+from halfstep.torch_internals import BEYOND, NO_BACKWARD, backward_task, schema_of, sequence_number, tree_leaves
+from halfstep.train.cast.gate import INSIDE
+from halfstep.train.probe.hooks import dense
+from halfstep.train.scale.loss import FP16_LOSS_CEILING
+from halfstep.train.session.session import Session
+
+FLOATS = (*CASTABLE, torch.float64)
+# Operations in which a huge constant becomes a value of the result, or a tiny one keeps the result off zero.
+WRITES = (
+    *("add", "add_", "sub", "sub_", "rsub", "masked_fill", "masked_fill_", "index_fill", "index_fill_"),
+    *("fill", "fill_", "full", "full_like", "new_full", "scalar_tensor", "where"),
+)
+# Operations in which a tiny constant keeps a value off zero; in clamp only the lower bound does.
+GUARDS = (*WRITES, "clamp", "clamp_", "clamp_min", "clamp_min_", "maximum", "fmax")
+CASTS = ("_to_copy", "copy_")
+MADE = ("lift_fresh", "lift_fresh_copy", "_to_copy", "full", "scalar_tensor", "detach", "clone", "copy_")
+FROM_NUMBERS = (torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor)
+PROBABILITIES = ("sigmoid", "_softmax", "_log_softmax")
+_HINT = re.compile(rf" \(\w+: {re.escape(INSIDE)}\)")  # to make this check
+BLAME = "halfstep.blame(session, closure) finds the operation and a cure"
+UNTRIED = "so no edit could be tried; make the closure use the same batch on every call"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The error that ended the traced step, where it was raised, and the operation that raised it, if known."""
+
+    error: Exception
+    module: str | None  # in which it was raised, if known
+    line: str | None  # of the user's code, if known
+    phase: str
+    operator: str = ""
+    formats: tuple[str, ...] = ()  # of the operation's floating-point inputs
+
+
+def trace_step(session: Session, closure: Callable[[], Any]) -> tuple[list[Finding], set[int]]:
+    """Returns the findings of one forward and backward pass, and the ids of the weights that the pass casts to low."""
+    scale = session.last_step().scale
+    with rehearsing(session, closure) as rehearsal:
+        tracer = StepTracer(rehearsal.roots, rehearsal.plan)
+        with rehearsal.recording(tracer), Literals(tracer.look_at_literal):
+            failure, loss = _run(rehearsal, tracer, scale)
+        found = tracer.findings(rehearsal.roots)
+        if failure is not None:
+            found.append(_explained(rehearsal, failure))
+        elif loss is not None:
+            found += _of_results(rehearsal, loss)
+        found += absorbed_findings(rehearsal, tracer)  # last: it rewinds
+    return found, tracer.rounded
+
+
+def _run(rehearsal: Rehearsal, tracer: StepTracer, scale: float) -> tuple[Failure | None, Tensor | None]:
+    try:
+        loss = rehearsal.loss()
+        tracer.trail.end([loss])
+        if bool(torch.isfinite(loss)):
+            lower = min(scale, FP16_LOSS_CEILING) if needs_scale(loss.dtype) else scale
+            with rehearsal.gradients(loss, lower):
+                pass
+    except SessionError:
+        raise
+    except Exception as error:  # whatever the model raises is what the check is for
+        return tracer.failure(error), None
+    return None, loss
+
+
+class StepTracer(OpRecorder):
+    """Records the operations of a step, as blame does, and examines their constants, casts and failures.
+
+    `rounded` has the ids of the weights that the step cast to the plan's low format.
+    """
+
+    def __init__(self, roots: Sequence[torch.nn.Module], plan: Plan) -> None:
+        super().__init__(roots)
+        self.rounded: set[int] = set()
+        self._plan = plan
+        self._failed: tuple[Note, tuple[str, ...], Exception] | None = None
+        self._constants: dict[tuple[str, str | None, str | None, float], tuple[Note, Format, bool]] = {}
+        self._streams = Streams(self.locator)
+
+    def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Runs the operation and records it, and the first error."""
+        try:
+            return super().run(func, args, kwargs)
+        except Exception as error:
+            if self._failed is None and self.notes:
+                self._failed = (self.notes[-1], _formats(args, kwargs), error)
+            raise
+
+    def after(self, note: Note, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        """Looks at constants and streams."""
+        if backward_task() == NO_BACKWARD:  # a checkpoint's second run was seen before
+            self._look_at_constants(note, func, args, kwargs, result)
+            self._streams.look(note, tensors_of((args, kwargs)))
+
+    def _look_at_constants(
+        self, note: Note, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
+    ) -> None:
+        out = result if isinstance(result, Tensor) else None
+        if out is None or not is_low(out.dtype):
+            return
+        name, fmt = schema_of(func).name.rpartition("::")[2], as_format(out.dtype)
+        if name in CASTS:
+            self._look_at_cast(note, next((a for a in reversed(args) if isinstance(a, Tensor)), None), out, fmt)
+            return
+        if name in GUARDS:
+            args = [self._constant(note, arg, fmt) if isinstance(arg, Tensor) else arg for arg in args]
+        guards = args[:2] if name.startswith("clamp") else (*args, *(v for k, v in kwargs.items() if k != "max"))
+        for value in _numbers(guards) if name in GUARDS else ():
+            if fmt.rounds_to_zero(value):
+                self._constants[name, note.module, note.line, value] = (note, fmt, True)
+        for value in _numbers((*args, *kwargs.values())) if name in WRITES else ():
+            if fmt.max < abs(value) <= FP32.max:
+                self._constants[name, note.module, note.line, value] = (note, fmt, False)
+        if name not in WRITES and note.exact is not None and note.exact.constant:  # such as (1 - mask) * -1e9
+            self._constants[name, note.module, note.line, note.exact.value] = (note, fmt, False)
+
+    def look_at_literal(self, made: Tensor, values: Sequence[float]) -> None:
+        """Notes the largest of the numbers that a low tensor was made from, if it became 0 or overflowed."""
+        place, fmt = self.locator.here(), as_format(made.dtype)
+        note = Note(len(self.notes), "tensor", place.module, "forward", place.line, [], place.function)
+        largest = max(values, key=abs, default=0.0)
+        if fmt.rounds_to_zero(largest):
+            self._constants["tensor", note.module, note.line, largest] = (note, fmt, True)
+        if fmt.max < abs(largest) <= FP32.max:
+            self._constants["tensor", note.module, note.line, largest] = (note, fmt, False)
+
+    def _look_at_cast(self, note: Note, source: Tensor | None, out: Tensor, fmt: Format) -> None:
+        if source is None or self._is_rounded_weight(source, fmt):
+            return
+        value = _overflow(source, out)
+        if value is not None:
+            note.scalars = (value,)
+            self._constants["cast", note.module, note.line, 0.0] = (note, fmt, False)
+        lost = self._lost(note, source, fmt)
+        if lost is not None:
+            self._constants["cast", note.module, note.line, lost] = (note, fmt, True)
+
+    def _is_rounded_weight(self, tensor: Tensor, fmt: Format) -> bool:
+        """Tells whether a tensor cast to `fmt` is a weight; if so, adds its id to `rounded`, for later checks."""
+        known = self.locator.tensor(tensor)
+        if known is None or known[0] != "parameter" or self._plan.ops == "none" or fmt is not self._plan.low:
+            return False
+        self.rounded.add(id(known[2]))
+        return True
+
+    def _constant(self, note: Note, tensor: Tensor, fmt: Format) -> Tensor | float:
+        """Returns the number in a 0-dim tensor if no operation of the step computed it; otherwise the tensor."""
+        if tensor.dim() or not tensor.is_floating_point():
+            return tensor
+        if self._is_rounded_weight(tensor, fmt) or tensor.requires_grad:
+            return tensor
+        return float(tensor) if self._is_made(note, tensor) else tensor
+
+    def _is_made(self, note: Note, tensor: Tensor) -> bool:
+        """Tells whether a tensor was passed into the step or made from constants, not computed by the step."""
+        writer = self.last_writer(tensor)
+        return writer is None or writer is note or writer.aten in MADE
+
+    def _lost(self, note: Note, tensor: Tensor, fmt: Format) -> float | None:
+        """Returns the largest magnitude in a constant tensor, such as an eps in a buffer, if a cast makes it all 0."""
+        fixed = tensor.is_floating_point() and not tensor.requires_grad and self._is_made(note, tensor)
+        span = finite_range(tensor) if fixed and not is_low(tensor.dtype) else None
+        largest = 0.0 if span is None else max(map(abs, span))
+        return largest if largest > 0 and fmt.rounds_to_zero(largest) else None
+
+    def failure(self, error: Exception) -> Failure:
+        """Returns the origin of an error: the operation that raised it, or the line and module in its traceback."""
+        if self._failed is not None and self._failed[2] is error:
+            note, formats, _ = self._failed
+            return Failure(error, note.module, self.line(note), note.phase, self.operator(note), formats)
+        place = self.locator.of_error(error.__traceback__)
+        last = self.notes[-1] if self.notes else None
+        backward = last is not None and last.phase == "backward"
+        if backward and place.module is None and last is not None:
+            made = self.made_node(_node_of(error)) or [last]  # if none, the engine raised it after this operation
+            return Failure(error, made[-1].module, place.line or self.line(made[-1]), "backward")
+        return Failure(error, place.module, place.line, "backward" if backward else "forward")
+
+    def findings(self, roots: Sequence[torch.nn.Module]) -> list[Finding]:
+        """Returns a finding for each constant or cast that does not fit the format, and each fp32 `Stream`."""
+        constants = [
+            _constant(name, value or note.scalars[0], note, self, fmt, self._cure(note, roots), vanishes=vanishes)
+            for (name, _, _, value), (note, fmt, vanishes) in self._constants.items()
+        ]
+        streams = list(self._streams.findings()) if self._plan.param == "low" else []
+        return [*constants, *streams, *self._probabilities()]
+
+    def _probabilities(self) -> Iterator[Finding]:
+        """Yields a finding for each place whose low probabilities left the model, and were computed in fp32."""
+        made: dict[tuple[str, Note | None], Note] = {}
+        left: dict[str, tuple[Note, Format]] = {}
+        for note in self.notes:
+            name, source = note.aten.rstrip("_"), next(iter(note.sources), None)
+            if name not in PROBABILITIES or source is None or note.dtype is None:
+                continue
+            if is_low(note.dtype):
+                made.setdefault((name, source), note)
+                continue
+            while source is not None and source.aten in (*CASTS, "clone"):
+                source = next(iter(source.sources), None)
+            first = made.get((name, source))
+            if first is not None and first.dtype is not None:
+                left[place_of(first.module, self.line(first))] = first, as_format(first.dtype)
+        for place, (note, fmt) in left.items():
+            yield Finding(
+                "note",
+                "probability leaves the model",
+                place,
+                f"{self.operator(note)} of {fmt} values leaves the model, and is computed in fp32"
+                f"{which_model(note.module)}",
+                "nothing to change for a loss outside, though one on the logits is exact from larger logits on; code "
+                "inside the model computes with rounded values",
+            )
+
+    def _cure(self, note: Note, roots: Sequence[torch.nn.Module]) -> tuple[Rule, ...]:
+        name = in_model(note.module)[1]
+        return rules_on(name, FULL, self._plan, roots) if name and self._plan.ops != "none" else ()
+
+
+class Literals(TorchFunctionMode):
+    """Calls `tell(tensor, numbers)` for each low tensor made from numbers, which torch rounds before any operation."""
+
+    def __init__(self, tell: Callable[[Tensor, list[float]], None]) -> None:
+        super().__init__()
+        self._tell = tell
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Calls the function and examines its result."""
+        named = {} if kwargs is None else kwargs
+        result = func(*args, **named)
+        if func in FROM_NUMBERS and is_low(result.dtype):
+            self._tell(result, list(_numbers((*args, *named.values()))))
+        return result
+
+
+def _numbers(values: Sequence[Any]) -> Iterator[float]:
+    """Yields the numbers in values and in the containers among them."""
+    for leaf in tree_leaves(tuple(values)):
+        if isinstance(leaf, (int, float)) and not isinstance(leaf, bool):
+            yield float(leaf)
+
+
+def _node_of(error: Exception) -> int:
+    """Returns the number of the custom autograd node whose backward raised an error; -1 if there is none."""
+    trace, number = error.__traceback__, -1
+    while trace is not None:
+        context = trace.tb_frame.f_locals.get("ctx")
+        if isinstance(context, torch.autograd.function.BackwardCFunction):
+            number = sequence_number(context)
+        trace = trace.tb_next
+    return number
+
+
+def _constant(
+    name: str,
+    value: float,
+    note: Note,
+    tracer: StepTracer,
+    fmt: Format,
+    cure: tuple[Rule, ...],
+    *,
+    vanishes: bool,
+) -> Finding:
+    place, which = place_of(note.module, tracer.line(note)), which_model(note.module)
+    if vanishes:
+        made = {"cast": f"a cast to {fmt} of", "tensor": f"a tensor of {fmt} made from"}
+        what = made.get(name, f"{tracer.operator(note)} of {fmt} values and")
+        return Finding(
+            "warning",
+            "constant vanishes",
+            place,
+            f"{what} {value:g}, which is 0 in {fmt}: it guards against nothing{which}",
+            f"use {fmt.usable_eps:g} or more, or compute this in fp32",
+            cure,
+        )
+    what = f"a cast to {fmt}" if name == "cast" else tracer.operator(note)
+    return Finding(
+        "warning",
+        "value beyond the format",
+        place,
+        f"{what}: {value:g} becomes {'-' if value < 0 else ''}inf in {fmt}, whose largest value is {fmt.max:g}{which}",
+        "for a mask, use torch.finfo(scores.dtype).min (a row of only -inf gives NaN); otherwise compute this in fp32",
+        cure,
+    )
+
+
+def _overflow(source: Tensor, out: Tensor) -> float | None:
+    """Returns the value of largest magnitude that a cast made infinite; None if there is none."""
+    if is_low(source.dtype) or source.is_complex():
+        return None
+    source, out = unwrapped(source), unwrapped(out)
+    if source.shape != out.shape:
+        return None
+    lost = source.detach()[source.isfinite() & ~out.isfinite()]
+    return float(lost[lost.abs().argmax()]) if lost.numel() else None
+
+
+def _formats(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, ...]:
+    return tuple(str(t.dtype).removeprefix("torch.") for t in tensors_of((args, kwargs)) if t.dtype in FLOATS)
+
+
+def _explained(rehearsal: Rehearsal, failure: Failure) -> Finding:
+    """Returns a finding about a failure, with edits under which the step runs, or the reason why there are none."""
+    try:
+        if works_under(rehearsal, rehearsal.plan, _runs):
+            return _failed(failure, (), f"a second call of the closure did not fail, {UNTRIED}")
+        edits = first_cure(rehearsal, _candidates(rehearsal.plan, failure, rehearsal.roots), _runs)
+        if edits or works_under(rehearsal, level("O0", rehearsal.plan.low), _runs):
+            return _failed(failure, edits, "")
+    except StopIteration:
+        return _failed(failure, (), f"the closure ran out of batches, {UNTRIED}")
+    except Exception as error:  # such as a tensor that the model keeps from its last forward
+        return _failed(
+            failure,
+            (),
+            "cast the inputs to one format before the operation is called; no edit could be tried, because a copy of "
+            f"the model cannot be made or run: {type(error).__name__}: {error}",
+        )
+    return _failed(
+        failure, (), "it fails in fp32 as well, so the format is not the cause: fix the step, then check again"
+    )
+
+
+def _failed(failure: Failure, edits: tuple[Edit, ...], reason: str) -> Finding:
+    """Returns a failure as a finding, with the `edits` that make the step run."""
+    place = place_of(failure.module, failure.line)
+    said = _HINT.sub("", str(failure.error)).strip()
+    message = said.splitlines()[0] if said else ""
+    what = f"{failure.operator or 'the step'} ({failure.phase})"
+    if failure.formats:
+        what += f" of {', '.join(failure.formats)}"
+    evidence = f"{what} raises {type(failure.error).__name__}: {message}{which_model(failure.module)}"
+    return Finding("error", _code(failure), place, evidence, _advice(failure, edits, reason), edits)
+
+
+def _code(failure: Failure) -> str:
+    if isinstance(failure.error, OpError):
+        return "BCE on low inputs"
+    if BEYOND in str(failure.error):
+        return "value beyond the format"
+    return "mixed formats" if len(set(failure.formats)) > 1 else "step fails"
+
+
+def _advice(failure: Failure, edits: tuple[Edit, ...], reason: str) -> str:
+    if isinstance(failure.error, OpError):
+        return "use binary_cross_entropy_with_logits, or deny binary_cross_entropy so that it computes in fp32"
+    if BEYOND in str(failure.error):
+        least = "for a mask, use torch.finfo(scores.dtype).min"
+        return f"{spell(edits)}; {least} instead" if edits else least
+    if edits:
+        return f"{spell(edits)}, with which the step runs"
+    return reason or (
+        "cast the inputs to one format before the operation is called; no edit of the plan was found that cures it"
+    )
+
+
+def _candidates(plan: Plan, failure: Failure, roots: Sequence[torch.nn.Module]) -> list[tuple[Edit, ...]]:
+    """Returns edits that may let the step run, the smallest change first."""
+    if plan.ops == "none":
+        return []
+    ops = REFUSED if isinstance(failure.error, OpError) else ()
+    lists: tuple[OpList, ...] = ("promote", "deny") if is_op(failure.operator) else ()
+    changes = [*(OpChange("deny", op) for op in ops), *(OpChange(listed, failure.operator) for listed in lists)]
+    return [*((change,) for change in changes), *rules_around(failure.module, plan, roots)]
+
+
+def _runs(trial: Rehearsal) -> bool:
+    try:
+        with trial.gradients(trial.loss(), 1.0):
+            return True
+    except StopIteration:
+        raise
+    except Exception:  # the step fails under this plan as well
+        return False
+
+
+def _of_results(rehearsal: Rehearsal, loss: Tensor) -> Iterator[Finding]:
+    """Yields findings about the loss and the gradients of the step."""
+    scale, params = rehearsal.plan.scale, rehearsal.params
+    if not bool(loss.isfinite()) and not _is_finite_at_lowest(rehearsal):
+        yield Finding(
+            "error",
+            "not finite",
+            "the loss",
+            f"the loss of the traced step is {float(loss.detach())}",
+            BLAME,
+        )
+    if not bool(loss.isfinite()):
+        return
+    if needs_scale(loss.dtype) and not scale.adapts and scale.first > FP16_LOSS_CEILING:
+        yield Finding(
+            "error",
+            "scale too high",
+            "the loss",
+            f"the loss is fp16, so the backward pass starts from the scale in fp16: {scale.init:g} is too high",
+            "return the loss in fp32 (loss.float()), or use a lower scale",
+            (Scaling("static", init=FP16_LOSS_CEILING),),
+        )
+    bad = _not_finite(params)
+    if not bad:
+        return
+    lowest = scale.min if scale.adapts else Scaling("dynamic").min
+    with rehearsal.gradients(loss, lowest):  # the lowest loss scale that skipped steps lead to
+        still_bad = _not_finite(params)
+    if still_bad and scale.adapts:
+        yield Finding(
+            "error",
+            "gradients not finite",
+            "the backward pass",
+            f"{len(still_bad)} of {len(params)} gradients are not finite even at the lowest loss scale, {lowest:g}: "
+            "such a step is skipped at every loss scale",
+            BLAME,
+        )
+    elif not scale.adapts:
+        cured = scale.active and not still_bad
+        yield Finding(
+            "warning",
+            "gradients not finite",
+            "the backward pass",
+            f"{len(bad)} of {len(params)} gradients are not finite at the constant loss scale {scale.first:g}",
+            BLAME + ("; a dynamic loss scale adapts by itself" if cured else ""),
+            (Scaling("dynamic"),) if cured else (),
+        )
+
+
+def _is_finite_at_lowest(rehearsal: Rehearsal) -> bool:
+    """Tells whether the loss is finite at the lowest loss scale: it depends on the scale if it uses `session.grad`."""
+    if not rehearsal.plan.scale.adapts:
+        return False
+    rehearsal.rewind()
+    try:
+        with rehearsal.at_scale(rehearsal.plan.scale.min):
+            return bool(rehearsal.loss().isfinite()) and rehearsal.inputs.same
+    except Exception:  # of an iterator over batches, or of code that looks at its numbers
+        return False
+
+
+def _not_finite(params: Sequence[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+    return [p for p in params if p.grad is not None and not bool(dense(p.grad).isfinite().all())]

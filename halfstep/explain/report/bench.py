@@ -1,0 +1,276 @@
+"""A benchmark as one table for the terminal, and the level that it recommends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from math import exp, isfinite, log
+from statistics import fmean, mean, stdev
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from halfstep.explain.report.tables import ABSENT, MIB, Columns, cells, numbered, table
+from halfstep.measurements import BenchResult, BenchRun
+
+BEFORE: Columns = {
+    "step ms\n(quartiles)": lambda run: _step(run),
+    "speed\nx O0": lambda run: _ratio(run.vs_o0),
+    "speed x\ntorch.amp": lambda run: _ratio(run.vs_amp),
+    "peak\nMiB": lambda run: None if run.peak_bytes is None else f"{run.peak_bytes / MIB:,.1f}",
+    "bytes a\nparameter": lambda run: _bytes(run.bytes_per_parameter),
+    "train\nloss": lambda run: over_seeds(run.train_loss),
+}
+AFTER: Columns = {"skipped\nsteps": lambda run: _span(run.skipped), "final\nscale": lambda run: _span(run.scale)}
+
+
+def bench_table(result: BenchResult, *, width: int) -> Group:
+    """Returns a table with a row for each run, and notes below it."""
+    runs = [run for run in result.runs if run.error is None]
+    figures = dict.fromkeys(name for run in result.runs for name in run.validation)
+    columns = {**BEFORE, **{f"validation\n{name}": _validation(name) for name in figures}, **AFTER}
+    names = ["", *(run.name for run in runs)]
+    filled = zip(*cells(runs, columns), strict=True) if runs else [()] * len(columns)
+    parts: list[RenderableType] = []
+    for group in _fitting(names, [(header, *column) for header, column in zip(columns, filled, strict=True)], width):
+        header, *rows = zip(names, *group, strict=True)
+        parts += [table(rows, numbered(header), words=[""]), Text()]
+    return Group(Text(_title(result)), *parts, *map(Text, _below(result)))
+
+
+def _fitting(names: Sequence[str], columns: Iterable[Sequence[str]], width: int) -> Iterator[list[Sequence[str]]]:
+    """Yields the columns in groups, one for each table; with the names, a group fits into `width` characters."""
+    group: list[Sequence[str]] = []
+    for column in columns:
+        if group and sum(map(_width, (names, *group, column))) > width:
+            yield group
+            group = []
+        group.append(column)
+    yield group
+
+
+def _width(column: Sequence[str]) -> int:
+    return 2 + max(len(line) for cell in column for line in cell.split("\n"))
+
+
+def over_seeds(values: Sequence[float], digits: int = 4) -> str:
+    """Returns the mean over seeds as text, with the standard deviation if there are several seeds.
+
+    If some values are not finite, returns how many of them instead, such as "1 of 3 diverged".
+
+    >>> over_seeds([1.0, 3.0]), over_seeds([2.0]), over_seeds([])
+    ('2.0000 ± 1.4142', '2.0000', '-')
+    """
+    if not values:
+        return ABSENT
+    lost = sum(not isfinite(value) for value in values)
+    if lost:
+        return f"{lost} of {len(values)} diverged"
+    if len(values) == 1:
+        return f"{values[0]:.{digits}f}"
+    return f"{mean(values):.{digits}f} ± {stdev(values):.{digits}f}"
+
+
+def _validation(name: str) -> Callable[[BenchRun], str]:
+    return lambda run: over_seeds(run.validation.get(name, ()))
+
+
+def _step(run: BenchRun) -> str | None:
+    ms = run.step_ms
+    return None if ms is None else f"{ms.median:.1f} ({ms.low:.1f}-{ms.high:.1f})"
+
+
+def _bytes(parts: Mapping[str, float]) -> str | None:
+    return f"{sum(parts.values()):.2f}" if parts else None
+
+
+def _ratio(value: float | None) -> str | None:
+    return None if value is None else f"{value:.2f}"
+
+
+def _span(values: Sequence[float]) -> str | None:
+    """Returns the smallest and the largest of some figures, which differ by seed."""
+    return "-".join(f"{each:g}" for each in dict.fromkeys((min(values), max(values)))) if values else None
+
+
+def _title(result: BenchResult) -> str:
+    seeds = f"seed {result.seeds[0]}" if len(result.seeds) == 1 else f"{len(result.seeds)} seeds"
+    return (
+        f"{result.workload}: {result.parameters:,} parameters, {result.steps} steps, {seeds}; "
+        f"{result.machine.device}, {result.machine.processor}, {result.machine.threads} threads"
+    )
+
+
+def _below(result: BenchResult) -> Iterator[str]:
+    if not result.complete:
+        yield "Interrupted: the table shows what was measured so far, and losses after the steps made so far."
+    for run in result.runs:
+        if run.error is not None:
+            yield f"{run.name}: left out; {run.error}"
+        elif run.slow is not None:
+            count = f"{len(run.times_ms)} step{'' if len(run.times_ms) == 1 else 's'}"
+            yield f"{run.name}: timed over {count} and not trained, as a step takes {run.slow:.1f} times that of O0."
+    turn = "one step" if result.turn == 1 else f"{result.turn} steps"
+    cold = "" if result.turn == 1 else ", nor is the first fifth of a turn"
+    clock = (
+        "; CPU time, as one thread does all" if result.machine.threads == 1 and result.machine.device == "cpu" else ""
+    )
+    yield (
+        f"Speed: how many times as fast, as the median over rounds in which every run makes {turn} in turn"
+        f" (the first {result.warmup} steps are not timed{cold}{clock})."
+    )
+    yield f"Peak memory: {result.peak_method}, weights included. Bytes per parameter: memory held between two steps."
+    yield from result.notes
+    yield recommendation([result], losses=True)
+
+
+# ---- what to train at
+
+ALIKE, SAME_LOSS = 0.05, 0.02  # differences that the sentence does not speak of
+JUDGED = 50  # steps from which on a loss is no chance
+WORSE_LOSS = 0.1  # of O0's loss after the same steps: what ends higher is not recommended
+NOTHING = "Nothing to recommend: no other level could be compared with O0 throughout."
+
+LevelRun = tuple[BenchResult, BenchRun]
+
+
+def recommendation(results: Sequence[BenchResult], *, losses: bool = False) -> str:
+    """Returns one sentence that recommends what to train with, with the figures that support it.
+
+    Each result is a benchmark of one model and batch size. Its rows are configurations, such as "O1 bf16"; rows with
+    the same name are taken together over all results. The fastest O0 row, compiled or not, is compared with the fastest
+    other row, and O0 is recommended unless the other row is clearly faster.
+
+    A row is left out if one of its losses was not finite, or if, after at least `JUDGED` steps, its final loss was
+    clearly higher than O0's. An O3 row with fewer steps is recommended only if there is no other choice, since O3 has
+    no masters and its loss cannot be judged yet. The sentence also says in how many results one or both of the
+    compared rows ran out of memory; these results do not enter the comparison. `losses` adds the final losses; it is
+    for a single result only.
+    """
+    rows = _compared(results)
+    if not rows:
+        return _without_o0(results)
+    speeds = {name: exp(fmean(log(run.vs_o0 or 1.0) for _, run in seen)) for name, seen in rows.items()}
+    best = max(list(speeds)[1:], key=lambda name: (not any(_is_risky(*each) for each in rows[name]), speeds[name]))
+    full = max((name for name in speeds if name.split()[0] == "O0" and name != best), key=lambda name: speeds[name])
+    pairs = [(run, other) for (_, run), (_, other) in zip(rows[best], rows[full], strict=True)]
+    fast = _range([(run.vs_o0 or 1.0) / (other.vs_o0 or 1.0) for run, other in pairs])
+    shares = [share for pair in pairs if (share := _share(*pair)) is not None]
+    costs = f", with {_range(shares)} of its peak memory" if shares else ""
+    costs += (_end(*pairs[0]) if losses else "") + _ran_out(results, best, full)
+    speed = speeds[best] / speeds[full]
+    if speed >= 1 + ALIKE:
+        return f"Train at {best}: {fast} times as fast as {full}{costs}."
+    slower = f"about as fast as {full}{costs}"
+    if speed < 1 - ALIKE:
+        slower = f"{fast} times as fast as {full}{_units(*rows[best][0])}{costs}"
+    where = " if its memory is available" if min(shares, default=1.0) < 1 else ""
+    return f"Train at {full}{where}: the fastest other, {best}, is {slower}."
+
+
+def _compared(results: Sequence[BenchResult]) -> dict[str, list[LevelRun]]:
+    """Returns the rows that can be compared, O0 first: a dict from a row's name to its (result, run) pairs."""
+    failed = {run.name for result in results for run in result.runs if not (run.out_of_memory or _learns(result, run))}
+    judged = [result for result in results if any(_beside(result, run) for run in result.runs)]
+    rows: dict[str, list[LevelRun]] = {}
+    for result in judged:
+        full = _baseline(result)
+        for run in result.runs:
+            if run == full or (_beside(result, run) and run.name not in failed):
+                rows.setdefault(run.name, []).append((result, run))
+    whole = {name: seen for name, seen in rows.items() if len(seen) == len(judged)}
+    return whole if len(whole) > 1 else {}
+
+
+def _beside(result: BenchResult, run: BenchRun) -> bool:
+    """Tells whether a run can be compared with O0."""
+    full = _baseline(result)
+    if full is None or full.error is not None or run == full or run.peer or run.vs_o0 is None:
+        return False
+    return _learns(result, run)
+
+
+def _without_o0(results: Sequence[BenchResult]) -> str:
+    """Returns the recommendation if no row can be compared with O0, for example because O0 ran out of memory."""
+    runs = [run for result in results for run in result.runs if not run.peer]
+    fulls = [_baseline(result) for result in results]
+    speeds = {
+        name: fmean(log(run.step_ms.median) for run in runs if run.name == name and run.step_ms)
+        for name in dict.fromkeys(run.name for run in runs)
+        if all(run.step_ms for run in runs if run.name == name)
+        and all(_learns(result, run) for result in results for run in result.runs if run.name == name)
+    }
+    if speeds and all(full is not None and full.out_of_memory for full in fulls):
+        return f"Train at {min(speeds, key=lambda name: speeds[name])}: the fastest that fits; O0 ran out of memory."
+    return NOTHING
+
+
+def _ran_out(results: Sequence[BenchResult], best: str, full: str) -> str:
+    """Returns text that says in how many results the row `best`, the row `full` or both ran out of memory."""
+    out = [{run.name for run in result.runs if run.out_of_memory} & {best, full} for result in results]
+    whose = {"both": {best, full}, f"{full} alone": {full}, f"{best} alone": {best}}
+    counts = {who: out.count(names) for who, names in whose.items()}
+    return "".join(f"; at {n} of {len(out)} points {who} ran out of memory" for who, n in counts.items() if n)
+
+
+def memory_share(result: BenchResult, run: BenchRun) -> float | None:
+    """Returns a run's peak memory divided by that of O0; None if either is unknown."""
+    full = _baseline(result)
+    return None if full is None else _share(run, full)
+
+
+def _share(run: BenchRun, full: BenchRun) -> float | None:
+    return None if not full.peak_bytes or run.peak_bytes is None else run.peak_bytes / full.peak_bytes
+
+
+def _baseline(result: BenchResult) -> BenchRun | None:
+    """Returns the first O0 run of a result, with which its other runs are compared; None if there is no O0 run."""
+    return next((run for run in result.runs if run.level == "O0"), None)
+
+
+def _learns(result: BenchResult, run: BenchRun) -> bool:
+    """Tells whether a run completed with finite losses that are not clearly higher than O0's."""
+    full, ends = _baseline(result), _ends(run)
+    if run.error is not None or not all(map(isfinite, (*run.losses, *ends))):
+        return False
+    if full is None or not ends or not _ends(full) or _steps(result, run) < JUDGED:
+        return True
+    wanted = fmean(_ends(full))
+    return fmean(ends) <= wanted + WORSE_LOSS * abs(wanted)
+
+
+def _is_risky(result: BenchResult, run: BenchRun) -> bool:
+    """Tells whether a run trained at O3, without masters, for too few steps to show how that affects the loss."""
+    return run.level == "O3" and _steps(result, run) < JUDGED
+
+
+def _steps(result: BenchResult, run: BenchRun) -> int:
+    return len(run.losses) or result.steps
+
+
+def _ends(run: BenchRun) -> Sequence[float]:
+    """Returns the final loss of each seed: the validation loss if there is one, or else the training loss."""
+    return run.validation.get("loss") or run.train_loss
+
+
+def _end(run: BenchRun, full: BenchRun) -> str:
+    """Returns text that compares a run's final loss with that of the O0 run `full`; "" if one of them is unknown."""
+    if not _ends(run) or not _ends(full):
+        return ""
+    mine, theirs = fmean(_ends(run)), fmean(_ends(full))
+    apart = mine - theirs
+    word = "the same" if abs(apart) <= SAME_LOSS * abs(theirs) else "a higher" if apart > 0 else "a lower"
+    return f"; it ended at {word} loss ({mine:.3f} against {theirs:.3f})"
+
+
+def _units(result: BenchResult, run: BenchRun) -> str:
+    return "" if run.low in result.machine.fast else f" (this {result.machine.device} has no fast {run.low} units)"
+
+
+def _range(values: Sequence[float]) -> str:
+    """Returns the smallest and the largest value as text; only one if both are the same when rounded.
+
+    >>> _range([1.5, 2.25]), _range([0.5, 0.501])
+    ('1.50 to 2.25', '0.50')
+    """
+    low, high = f"{min(values):.2f}", f"{max(values):.2f}"
+    return low if low == high else f"{low} to {high}"

@@ -1,0 +1,399 @@
+"""Sums up in one sentence how a run went, from its log."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from halfstep.errors import FormatError
+from halfstep.explain.report.gather import MEASURES, Gathered, Sums
+from halfstep.explain.report.lines import Event
+from halfstep.explain.report.run import Run
+from halfstep.formats import as_format
+from halfstep.kinds import Kind
+from halfstep.records import UPDATE, Array, Finding, StepValues, Verdict, called
+
+STREAK = 8  # skipped steps in a row that a loss scale which comes down does not explain
+OFTEN = 0.05  # of the steps after the first that was not skipped; to find its ceiling a dynamic scale skips 1 in 2,000
+LOST = 0.05  # of the nonzero gradients
+LOST_UPDATES = 0.1  # of the updates of weights without a master
+QUIET = 60.0  # seconds without a line after which a log without an end counts as cut off; slow steps have longer
+GRADIENTS = ("activation_grad", "weight_grad")
+
+CAST_TOO_HIGH = "casting gradients to {format} overflows: the loss scale is too high"
+
+
+@dataclass(frozen=True)
+class Headline:
+    """How a run went, in one sentence: `text`, with a `tone` of "good", "warning" or "bad".
+
+    `verdict` is the verdict that `text` reports, or None if it reports none. `details` are further lines, for example
+    on other verdicts.
+    """
+
+    tone: str
+    text: str
+    verdict: Event | None = None
+    details: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Course:
+    """What the rules of `headline` know of a run: its log, the sums of its observations, its plan and its verdicts.
+
+    `now` is the current time in seconds since 1970. `floor` is the minimum of a dynamic loss scale, None for other
+    scales. `skipped` is the number of skipped steps.
+    """
+
+    run: Run
+    gathered: Gathered
+    now: float
+    plan: dict[str, Any]
+    floor: float | None
+    skipped: int
+    verdicts: tuple[Event, ...]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the plan leaves everything in fp32, as O0 does."""
+        return self.plan.get("param") == "full" and self.plan.get("ops") == "none"
+
+    @property
+    def last(self) -> int:
+        return self.run.steps[-1].step
+
+
+def headline(run: Run, gathered: Gathered, now: float) -> Headline:
+    """Returns how a run went, by the first of `_RULES` that applies; `now` is the time in seconds since 1970."""
+    plan = run.plan or {}
+    scale = plan.get("scale")
+    course = _Course(
+        run,
+        gathered,
+        now,
+        plan,
+        floor=scale.get("min") if isinstance(scale, dict) and scale.get("kind") == "dynamic" else None,
+        skipped=sum(values.skipped for values in run.steps),
+        verdicts=tuple(event for event in run.events if isinstance(event.record, Verdict)),
+    )
+    found = next(found for rule in _RULES if (found := rule(course)) is not None)
+    if found.verdict is None and (causes := _causes(course)):
+        event = causes[-1]
+        found = replace(
+            found, text=f"{found.text}; after step {event.step:,}: {_sentence(course, event)}", verdict=event
+        )
+    return replace(found, details=tuple(_details(course, found)))
+
+
+def sentence(verdict: Verdict, low: str) -> str:
+    """Returns a verdict as one sentence; `low` is the low format of the run."""
+    cast = verdict.kind is Kind.SCALE_TOO_HIGH and verdict.operator == "to"
+    return (CAST_TOO_HIGH if cast else verdict.kind.sentence).format(
+        operator=called(verdict.operator),
+        place=verdict.place,
+        format=_format(verdict, low),
+        backward=" in the backward pass" * (verdict.phase == "backward"),
+    )
+
+
+def _format(verdict: Verdict, low: str) -> str:
+    stored = verdict.call.output_formats if verdict.call is not None else ()
+    try:
+        return as_format(getattr(torch, stored[0], stored[0])).name if stored else low
+    except FormatError:
+        return low
+
+
+# ---- the rules, each of which returns a headline or None
+
+
+def _without_steps(course: _Course) -> Headline | None:
+    if course.run.steps:
+        return None
+    if course.verdicts:
+        event = course.verdicts[-1]
+        return Headline("bad", f"No step was logged: {_sentence(course, event)}", event)
+    findings = [event.record for event in course.run.events if isinstance(event.record, Finding)]
+    if findings:
+        grave = [each.severity for each in findings]
+        tone = "bad" if "error" in grave else "warning" if "warning" in grave else "good"
+        counted = [_count(grave.count(name), name) for name in ("error", "warning", "note") if name in grave]
+        return Headline(tone, f"No step was logged: the check found {_list(counted)}")
+    if course.run.observed:
+        return Headline(
+            "warning", f"No step was logged: tensors were observed at {_count(len(course.run.observed), 'step')}"
+        )
+    return Headline("warning", "Nothing was logged: no step, no observation, no verdict")
+
+
+def _stopped(course: _Course) -> Headline | None:
+    """Returns the headline of a run that made no step after its last verdict; None for other runs."""
+    if not course.verdicts or course.verdicts[-1].step < course.last:
+        return None
+    event = course.verdicts[-1]
+    first = _streak_before(course.run.steps, event.step)
+    raised = course.run.processes[-1].error == "NumericsError"
+    if _is_calibration(course, event) and not raised:
+        return None
+    since = f" from step {first:,}" if first is not None and first < course.last else ""
+    if first is None and not raised:
+        return Headline("bad", f"At step {course.last:,}, the last one, {_sentence(course, event)}", event)
+    return Headline("bad", f"Stopped at step {course.last:,}: {_sentence(course, event)}{since}", event)
+
+
+def _diverged(course: _Course) -> Headline | None:
+    """Returns the headline of a run whose last unskipped steps have losses that are not finite; None for other runs."""
+    first = None
+    for values in reversed([each for each in course.run.steps if each.loss is not None and not each.skipped]):
+        assert values.loss is not None
+        if math.isfinite(values.loss):
+            break
+        first = values.step
+    return None if first is None else Headline("bad", f"Diverged: the loss is not finite from step {first:,} on")
+
+
+def _stuck(course: _Course) -> Headline | None:
+    """Returns the headline of a run that ends with too many skipped steps in a row (see `_streak`); None for others."""
+    streak = _streak(course)
+    if not streak:
+        return None
+    at_floor = _at_floor(course, streak)
+    where = f", the last {at_floor:,} at the smallest loss scale, {course.floor:g}" if at_floor else ""
+    return Headline("bad", f"Stuck: every step from {streak[0].step:,} to {course.last:,} was skipped{where}")
+
+
+def _lives_at_floor(course: _Course) -> Headline | None:
+    count = _at_floor(course, course.run.steps)
+    if not count:
+        return None
+    return Headline(
+        "bad",
+        f"Skips even at the smallest loss scale, {course.floor:g}: {_skips(course)}, {count:,} of them at that scale",
+    )
+
+
+def _absorbed(course: _Course) -> Headline | None:
+    """Returns the headline of a run in which an operation turned infinities into finite, wrong values; else None."""
+    if not course.gathered.absorbed:
+        return None
+    worst = max(course.gathered.absorbed, key=lambda each: len(each.steps))
+    seen, said = worst.first, worst.first.absorbed
+    assert said is not None
+    others = len(course.gathered.absorbed) - 1
+    return Headline(
+        "bad",
+        f"Wrong values, all finite: {said.operator} in {seen.module or 'the model itself'} overflows in {said.format}, "
+        f"and {said.by} turns that into {said.got:g} instead of {said.want:g}, in {len(worst.steps):,} of "
+        f"{_count(len(course.run.observed), 'observed step')}, from step {seen.step:,}"
+        + (f"; the same in {_count(others, 'other place')}" if others else ""),
+    )
+
+
+def _often_skipped(course: _Course) -> Headline | None:
+    steps = list(course.run.steps)
+    while steps and steps[0].skipped:  # a dynamic scale finds its place
+        steps.pop(0)
+    if sum(values.skipped for values in steps) <= OFTEN * len(steps):
+        return None
+    first = _streak_before(steps, course.last)
+    ending = f", the last {sum(values.step >= first for values in steps):,} in a row" if first is not None else ""
+    return Headline("warning", f"Often skipped: {_skips(course)}{ending}")
+
+
+def _lost_updates(course: _Course) -> Headline | None:
+    sums = course.gathered.kinds.get(UPDATE)
+    if sums is None or course.plan.get("master") != "none" or course.is_plain:
+        return None
+    share = _share(sums, "lost", "nonzero")
+    if share[0] <= LOST_UPDATES:
+        return None
+    stored = " and ".join(sorted(sums.formats))
+    return Headline(
+        "bad", f"{_percent(share[0])} of the updates are lost: weights in {stored} have no master{_mostly(sums, share)}"
+    )
+
+
+def _lost_values(course: _Course) -> Headline | None:
+    if course.is_plain:
+        return None
+    low = course.gathered.low.name
+    for kind in GRADIENTS:
+        sums = course.gathered.kinds.get(kind)
+        share = np.zeros(1) if sums is None else _share(sums, "lost", "nonzero")
+        if sums is not None and share[0] > LOST:
+            lost = f"{_percent(share[0])} of the nonzero {kind.partition('_')[0]} gradients round to zero in {low}"
+            return Headline("warning", f"{lost}{_mostly(sums, share)}; {_skips(course)}")
+    sums = course.gathered.kinds.get("activation")
+    share = np.zeros(1) if sums is None else _share(sums, "saturated", "count")
+    if sums is not None and share[0] > 0:
+        beyond = f"{_percent(share[0])} of the activations are beyond {low}, or not finite"
+        return Headline("warning", f"{beyond}{_mostly(sums, share)}; {_skips(course)}")
+    return None
+
+
+def _explained(course: _Course) -> Headline | None:
+    """Returns the headline of a run that continued after a verdict; None for other runs."""
+    causes = _causes(course)
+    if not causes:
+        return None
+    event = causes[-1]
+    since = [values for values in course.run.steps if values.step > event.step]
+    skipped = sum(values.skipped for values in since)
+    after = f"{_count(len(since), 'step')} since, {skipped or 'none'} skipped"
+    return Headline("warning", f"Went on after step {event.step:,}, where {_sentence(course, event)}: {after}", event)
+
+
+def _ended(course: _Course) -> Headline:
+    """Returns the headline of a run to which no other rule applies: it says how the log ends."""
+    process, figures = course.run.processes[-1], f"{_skips(course)}{_lost(course)}"
+    event = course.verdicts[-1] if course.verdicts else None
+    if process.error == "KeyboardInterrupt":
+        return Headline("warning", f"Interrupted at step {course.last:,}: {figures}", event)
+    if process.error is not None:
+        return Headline("bad", f"Ended by {process.error} at step {course.last:,}: {figures}", event)
+    if process.closed:
+        return Headline("good", f"Healthy: {figures}", event)
+    if course.now - process.end < max(QUIET, 20 * _pace(course.run.steps)):
+        return Headline("good", f"Running, at step {course.last:,}: {figures}", event)
+    return Headline("warning", f"Cut off after step {course.last:,} (the log has no end): until then {figures}", event)
+
+
+_RULES = (
+    _without_steps, _stopped, _diverged, _stuck, _lives_at_floor, _absorbed, _often_skipped, _lost_updates,
+    _lost_values, _explained, _ended,
+)  # fmt: skip
+
+
+# ---- parts of them
+
+
+def _details(course: _Course, found: Headline) -> Iterator[str]:
+    run = course.run
+    for event in course.verdicts:
+        if event is not found.verdict:
+            yield f"also, after step {event.step:,}: {_sentence(course, event)}"
+        elif _is_calibration(course, event):
+            yield f"a skip after step {event.step:,} was explained: the loss scale came down, as it should"
+    for process in run.processes[1:]:
+        first = process.first_step
+        yield "resumed" + (f" at step {first:,}" if first is not None else ", without a step since")
+    losses = [values.loss for values in run.steps if values.loss is not None]
+    if losses:
+        yield f"loss {losses[0]:.4g} at first, {losses[-1]:.4g} at last"
+
+
+def _sentence(course: _Course, event: Event) -> str:
+    assert isinstance(event.record, Verdict)
+    return sentence(event.record, str(course.plan.get("low") or course.gathered.low.name))
+
+
+def _is_calibration(course: _Course, event: Event) -> bool:
+    """Tells whether a verdict only explains why a dynamic loss scale was lowered."""
+    assert isinstance(event.record, Verdict)
+    streak = _streak(course)
+    down = course.floor is not None and not (streak and event.step >= streak[0].step)
+    return down and event.record.kind == Kind.SCALE_TOO_HIGH
+
+
+def _causes(course: _Course) -> list[Event]:
+    """Returns the verdicts on problems that lowering a dynamic loss scale does not fix."""
+    return [event for event in course.verdicts if not _is_calibration(course, event)]
+
+
+def _streak(course: _Course) -> list[StepValues]:
+    """Returns the consecutive skipped steps at the end of a run if they are not normal, or else an empty list."""
+    steps = course.run.steps
+    first = _streak_before(steps, steps[-1].step) if steps else None
+    streak = [] if first is None else [values for values in steps if values.step >= first]
+    return streak if len(streak) >= STREAK or _at_floor(course, streak) else []
+
+
+def _streak_before(steps: Sequence[StepValues], end: int) -> int | None:
+    """Returns the number of the first step in the unbroken series of skipped steps that ends with step `end`."""
+    first = None
+    for values in reversed([each for each in steps if each.step <= end]):
+        if not values.skipped:
+            break
+        first = values.step
+    return first
+
+
+def _at_floor(course: _Course, steps: Sequence[StepValues]) -> int:
+    floor = course.floor
+    return 0 if floor is None else sum(values.skipped and values.scale <= floor for values in steps)
+
+
+def _skips(course: _Course) -> str:
+    count = len(course.run.steps)
+    if course.is_plain:
+        return f"{_count(count, 'step')} in fp32"
+    return (
+        f"{course.skipped:,} of {_count(count, 'step')} skipped"
+        if course.skipped
+        else f"{_count(count, 'step')}, none skipped"
+    )
+
+
+def _lost(course: _Course) -> str:
+    """Returns which share of the gradients was lost, as the end of a sentence; "" if there is nothing to say."""
+    kinds = course.gathered.kinds
+    gradients = [kinds[kind] for kind in GRADIENTS if kind in kinds]
+    if course.is_plain:
+        return ""
+    if not gradients:
+        return "; whether gradients were lost was not observed"
+    totals = dict(zip(MEASURES, sum(sums.shares[0].sum(0) for sums in gradients), strict=True))
+    if all(sums.formats == {"fp32"} for sums in gradients):
+        share, most = totals["lost"] / max(1, totals["nonzero"]), ""
+    else:
+        share, most = (totals["lost"] + totals["zeros"]) / max(1, totals["count"]), "at most "
+    if not share:
+        return ", nothing lost"
+    lost = _percent(share).removeprefix("under ") if most else _percent(share)
+    return f", {most}{lost} of the gradients lost" if not most or share <= LOST else ""
+
+
+def _share(sums: Sums, measure: str, of: str) -> Array:
+    """Returns the count `measure` divided by the count `of`, over all steps, for each row of `sums`."""
+    totals = sums.shares.sum(1)
+    whole = totals[:, MEASURES.index(of)]
+    share: Array = totals[:, MEASURES.index(measure)] / np.maximum(1, whole)
+    return share
+
+
+def _mostly(sums: Sums, share: Array) -> str:
+    """Returns a note such as " (31% in layer1)", which names the module with the largest share."""
+    if len(share) < 3:
+        return ""
+    worst = 1 + int(share[1:].argmax())
+    return f" ({_percent(share[worst])} in {sums.modules[worst]})"
+
+
+def _pace(steps: Sequence[StepValues]) -> float:
+    """Returns the median time between the last 100 steps, in seconds."""
+    last = steps[-100:]
+    return median([b.time - a.time for a, b in pairwise(last)] or [0.0])
+
+
+def _percent(share: float) -> str:
+    """Returns a share in percent, with two digits.
+
+    >>> _percent(0.314), _percent(0.00004), _percent(1.0)
+    ('31%', 'under 0.01%', '100%')
+    """
+    return "under 0.01%" if share < 0.0001 else f"{float(f'{100 * share:.2g}'):g}%"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" + "s" * (number != 1)
+
+
+def _list(parts: Sequence[str]) -> str:
+    return " and ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))

@@ -1,0 +1,122 @@
+"""The numbers of a session's steps and observations for run loggers, under the same names in each logger."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from types import TracebackType
+
+from halfstep.explain.report.async_reader import COLUMNS, AsyncReader
+from halfstep.explain.report.log import reason
+from halfstep.formats import FORMATS, FP16, Format
+from halfstep.records import (
+    UPDATE,
+    Finding,
+    Observation,
+    SessionStart,
+    StepRecord,
+    StepValues,
+    Verdict,
+    absorbed_finding,
+)
+
+_LOG = logging.getLogger("halfstep")
+
+
+class NumbersSink(AbstractContextManager["NumbersSink"]):
+    """The base class of sinks that write a session's steps, observations, verdicts and findings to a run logger.
+
+    The numbers of a step are named `halfstep/loss`, `halfstep/grad_norm`, `halfstep/scale` and `halfstep/skipped`. No
+    step waits for the device. `close()` writes what is left. A failed write ends the logging, not the training.
+    A subclass defines `write_numbers`, `write_text` and `finish`, and lists in `errors` the exceptions they may raise.
+    """
+
+    where = "the logger"
+    errors: tuple[type[Exception], ...] = (OSError,)
+
+    def __init__(self) -> None:
+        self._failed = False
+        self._steps = AsyncReader()
+        self._last = 0
+        self._low: Format = FP16
+
+    def __call__(self, record: StepRecord) -> None:
+        """Receives a step's record, without waiting for the device."""
+        self._last = record.step
+        self._steps.add(record)
+        for values in self._steps.ready():
+            self._write_step(values)
+
+    def record(self, record: SessionStart | Observation | Verdict | Finding) -> None:
+        """Receives any other record: session starts, observations, verdicts and findings."""
+        match record:
+            case SessionStart():
+                self._low = FORMATS.get(str(record.plan.get("low")), FP16)
+            case Observation() if record.absorbed is not None:
+                text = str(absorbed_finding(record))
+                self._use(lambda: self.write_text("finding", text, record.step))
+            case Observation():
+                numbers = shares_of(record, self._low)
+                self._use(lambda: self.write_numbers(numbers, record.step, None))
+                self._use(lambda: self.write_observation(record))
+            case Verdict() | Finding():
+                name = type(record).__name__.lower()
+                self._use(lambda: self.write_text(name, str(record), self._last))
+
+    def close(self) -> None:
+        """Writes what is left, waiting for the device, and calls `finish`; idempotent."""
+        for values in self._steps.rest():
+            self._write_step(values)
+        self._use(self.finish)
+
+    def write_numbers(self, numbers: Mapping[str, float], step: int, time: float | None) -> None:
+        """Writes a step's numbers by name; `time` is in seconds since 1970, None means now."""
+        raise NotImplementedError
+
+    def write_text(self, name: str, text: str, step: int) -> None:
+        """Writes a verdict or a finding."""
+        raise NotImplementedError
+
+    def write_observation(self, seen: Observation) -> None:
+        """Writes an observation's histogram, if the logger supports histograms; by default does nothing."""
+
+    def finish(self) -> None:
+        """Closes the logger's files or waits for its threads; by default does nothing."""
+
+    def _write_step(self, values: StepValues) -> None:
+        found = {f"halfstep/{name}": getattr(values, name) for name in (*COLUMNS, "skipped")}
+        numbers = {name: float(value) for name, value in found.items() if value is not None}
+        self._use(lambda: self.write_numbers(numbers, values.step, values.time))
+
+    def _use(self, write: Callable[[], object]) -> None:
+        """Calls `write`; if it fails (full disk, lost server), logging ends with a warning and training goes on."""
+        if self._failed:
+            return
+        try:
+            write()
+        except self.errors as error:
+            self._failed = True
+            why = reason(error) if isinstance(error, OSError) else error
+            _LOG.warning("%s can no longer be written (%s); the run goes on without it", self.where, why)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def name_of(seen: Observation) -> str:
+    """Returns the full name of an observed tensor: its kind, its module and its name in the module."""
+    return f"{seen.kind}/{'.'.join(filter(None, [seen.module or 'model', seen.name]))}"
+
+
+def shares_of(seen: Observation, low: Format) -> dict[str, float]:
+    """Returns the shares of an observed tensor's values that `low` cannot represent, by name."""
+    shares: dict[str, float] = {}
+    if seen.stats.nonzero:
+        lost = seen.lost_updates
+        shares[f"lost/{name_of(seen)}"] = seen.stats.lost(low) if lost is None else lost
+    if seen.kind != UPDATE:
+        shares[f"saturated/{name_of(seen)}"] = seen.stats.saturated(low)
+    return shares

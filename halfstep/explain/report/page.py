@@ -1,0 +1,370 @@
+"""Makes the content of a run's page, as plain data with no more points than a screen can show."""
+
+from __future__ import annotations
+
+import base64
+import math
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from halfstep.edits import Edit, spell
+from halfstep.errors import HalfstepError, LogError
+from halfstep.explain.report.async_reader import COLUMNS
+from halfstep.explain.report.gather import FIRST, MEASURES, MODEL, AbsorbedAt, Gathered, Sums, gather
+from halfstep.explain.report.headline import GRADIENTS, Headline, headline
+from halfstep.explain.report.lines import Event
+from halfstep.explain.report.run import Run, shown
+from halfstep.formats import FORMATS, FP16, NARROW, Format, as_format
+from halfstep.plan.io import from_dict
+from halfstep.records import (
+    SEVERITIES,
+    UPDATE,
+    UPDATE_LIMITS,
+    Array,
+    Limits,
+    StepValues,
+    Verdict,
+    absorbed_finding,
+    limits_of,
+)
+
+POINTS = 4000  # of a line; more steps are thinned to the smallest and the largest value of each group
+SHOWN = NARROW
+UNPLANNED = FP16  # what a log without a plan is judged by
+HIGHEST = 24  # the exponent of the largest loss scale that the histogram can be shown with, unless the run had a larger
+PHASES = {"forward": ("activation", *GRADIENTS), "backward": GRADIENTS}  # what a verdict may show in, by its phase
+KINDS = (*GRADIENTS, "activation", "weight", UPDATE)
+
+
+@dataclass(frozen=True)
+class TableRow:
+    """A verdict or finding in the table of the page."""
+
+    step: int
+    severity: str
+    what: str
+    place: str
+    evidence: str
+    advice: str
+    edit: str
+
+
+@dataclass(frozen=True)
+class Page:
+    """The page of a run: its headline, facts, notes on what the log lacks, verdicts and findings, and chart data."""
+
+    title: str
+    headline: Headline
+    facts: tuple[tuple[str, str], ...]
+    notes: tuple[str, ...]
+    rows: tuple[TableRow, ...]
+    charts: dict[str, Any]
+
+
+def page_of(run: Run, low: Format | torch.dtype | str | None = None, *, now: float | None = None) -> Page:
+    """Returns the page of a run; `now`, by default the time of the call, decides whether it counts as going on."""
+    if not isinstance(run, Run):
+        raise LogError(f"expected a Run, as read_log(path) returns it, got {run!r:.60}")
+    planned = None if run.plan is None else FORMATS.get(str(run.plan.get("low")))
+    judge = (planned or UNPLANNED) if low is None else as_format(low)
+    gathered = gather(run.observations(), run.observed, judge, run.modules)
+    found = headline(run, gathered, time.time() if now is None else now)
+    return Page(
+        title=shown(f"{run.path.resolve().parent.name}/{run.path.name}"),
+        headline=found,
+        facts=tuple(_facts(run, judge)),
+        notes=run.notes,
+        rows=tuple(_rows(run, gathered.absorbed)),
+        charts=_charts(run, gathered, found),
+    )
+
+
+def _charts(run: Run, gathered: Gathered, found: Headline) -> dict[str, Any]:
+    """Returns the data of the charts; all shares are computed here, none in JavaScript."""
+    judge = gathered.low
+    formats = tuple(dict.fromkeys((*SHOWN, judge)))
+    shift = _shift(run.steps)
+    moves = range(min(0, shift), max(HIGHEST, shift) + 1)
+    kinds = sorted(gathered.kinds, key=lambda kind: (KINDS.index(kind) if kind in KINDS else len(KINDS), kind))
+    return {
+        "formats": {fmt.name: _limits(limits_of(fmt)) for fmt in formats},
+        "update": {"kind": UPDATE, **_limits(UPDATE_LIMITS)},
+        "low": judge.name,
+        "shift": shift,
+        "shifts": [moves[0], moves[-1]],
+        "timeline": _timeline(run),
+        "columns": [list(column) for column in gathered.columns],
+        "gradients": GRADIENTS,
+        "kinds": {kind: _kind(kind, gathered.kinds[kind], formats, moves) for kind in kinds},
+        "focus": _focus(gathered, found.verdict),
+    }
+
+
+def thin(values: Array, points: int = POINTS) -> npt.NDArray[np.int64]:
+    """Returns the indices of at most `points` values that, drawn as a line, look like all values.
+
+    They are the first and last value, and the smallest and largest value of each group of neighbouring values.
+
+    >>> thin(np.array([3.0, 1.0, 2.0, 9.0, 5.0, 5.0, 5.0, 4.0]), points=6)
+    array([0, 1, 3, 4, 7])
+    """
+    if len(values) <= points:
+        return np.arange(len(values))
+    chosen = {0, len(values) - 1}
+    for group in np.array_split(np.arange(len(values)), max(1, points // 2 - 1)):
+        finite = group[np.isfinite(values[group])]
+        if len(finite):
+            chosen.update((int(finite[values[finite].argmin()]), int(finite[values[finite].argmax()])))
+        else:  # where the line has a gap
+            chosen.add(int(group[0]))
+    return np.array(sorted(chosen))
+
+
+def _timeline(run: Run) -> dict[str, Any]:
+    steps = run.steps
+    skips = [values.step for values in steps if values.skipped]
+    return {
+        "verdicts": [[each.step, each.record.kind] for each in run.events if isinstance(each.record, Verdict)],
+        "first": steps[0].step if steps else 0,
+        "last": steps[-1].step if steps else 0,
+        "steps": len(steps),
+        "skipped": len(skips),
+        "skips": _some(skips),
+        "lines": {name: _line(name, steps) for name in COLUMNS},
+    }
+
+
+def _line(name: str, steps: Sequence[StepValues]) -> dict[str, Any]:
+    """Returns the line of the field `name` over the steps, as points `x` and `y` for JavaScript."""
+    given = [(values.step, value) for values in steps if (value := getattr(values, name)) is not None]
+    number, value = (np.array(column, dtype=np.float64) for column in (zip(*given, strict=True) if given else ((), ())))
+    finite = np.isfinite(value)
+    places = thin(value)
+    if name == "scale" and len(value):  # constant between its changes
+        places = np.unique([0, *np.flatnonzero(np.diff(value)) + 1, len(value) - 1])
+        places = places[thin(value[places])]
+    drawn = np.where(finite, value, np.nan)[places]
+    return {"x": _packed(number[places]), "y": _packed(drawn), "nonfinite": _some(number[~finite].tolist())}
+
+
+def _some(steps: Sequence[float], points: int = POINTS // 2) -> list[int]:
+    """Returns the steps; if there are more than `points`, only that many of them, evenly spaced."""
+    places = np.linspace(0, len(steps) - 1, min(len(steps), points)).astype(int)
+    return [int(steps[place]) for place in places]
+
+
+def _shift(steps: Sequence[StepValues]) -> int:
+    """Returns log2 of the loss scale that the page's histogram starts with: the most frequent scale of unskipped steps.
+
+    It is not the last scale, because a failing run ends with lower and lower scales. If several scales are equally
+    frequent, it is the one that was used last.
+    """
+    made = [values.scale for values in steps if 0 < values.scale < math.inf and not values.skipped]
+    tried = [values.scale for values in steps if 0 < values.scale < math.inf] or [1.0]
+    count = Counter(reversed(made or tried[-1:]))
+    return round(math.log2(count.most_common(1)[0][0]))
+
+
+def _focus(gathered: Gathered, event: Event | None) -> dict[str, Any] | None:
+    """Returns what the page shows first for a verdict: a kind of tensor and a module; None if nothing fits."""
+    if event is None or not isinstance(event.record, Verdict):
+        return None
+    verdict = event.record
+    kinds = [kind for kind in verdict.kind.focus or PHASES.get(verdict.phase, ()) if kind in gathered.kinds]
+    near = {kind: _nearest(verdict.module or MODEL, gathered.kinds[kind].modules) for kind in kinds}
+    beyond = [kind for kind in kinds if _saturated(gathered.kinds[kind], near[kind][1])]
+    chosen = min(beyond or kinds, key=lambda kind: near[kind][0], default=None)
+    if chosen is None:
+        return None
+    return {"kind": chosen, "module": near[chosen][1], "saturated": bool(beyond)}
+
+
+def _saturated(sums: Sums, module: str | None) -> bool:
+    if module is None:
+        return False
+    return bool(sums.shares[sums.modules.index(module), :, MEASURES.index("saturated")].any())
+
+
+def _nearest(name: str, modules: Sequence[str]) -> tuple[int, str | None]:
+    """Returns (distance, module) of the module `name` in `modules`, or else of the closest module around or inside it.
+
+    The distance is 0 for the module itself, the difference in depth for a module around it, 100 for a module inside it,
+    and 10000 if there is none.
+
+    >>> _nearest("h.1.attn", ["h", "h.1"]), _nearest("h", ["h.0", "h.1"]), _nearest("h.1", ["h.10"])
+    ((1, 'h.1'), (100, 'h.0'), (10000, None))
+    """
+    if name in modules:
+        return 0, name
+    around = [each for each in modules if name.startswith(f"{each}.")]
+    if around:
+        closest = max(around, key=len)
+        return name.count(".") - closest.count("."), closest
+    inside = [each for each in modules if each.startswith(f"{name}.")]
+    return (100, inside[0]) if inside else (10000, None)
+
+
+def _limits(limits: Limits) -> dict[str, Any]:
+    """Returns a format's limits for JavaScript, as base-2 logarithms, and its largest value as `max`."""
+    endless = math.isinf(limits.top)
+    return {
+        "zero": math.log2(limits.zero),
+        "normal": math.log2(limits.normal),
+        "top": None if endless else math.log2(limits.top),
+        "max": None if endless else limits.top,
+    }
+
+
+def _kind(kind: str, sums: Sums, formats: Sequence[Format], moves: Sequence[int]) -> dict[str, Any]:
+    used = np.flatnonzero(sums.histogram[0])
+    first, end = (int(used[0]), int(used[-1]) + 1) if len(used) else (0, 1)
+    scales = [2.0**move for move in moves] if kind in GRADIENTS else [1.0]
+    limits = {UPDATE: UPDATE_LIMITS} if kind == UPDATE else {fmt.name: limits_of(fmt) for fmt in formats}
+    return {
+        "modules": sums.modules,
+        "formats": sorted(sums.formats),
+        "sampled": sums.sampled,
+        "first": FIRST + first,
+        "bins": end - first,
+        "share": _packed(sums.histogram[:, first:end] / np.maximum(1, sums.histogram.sum(1, keepdims=True)), "f4"),
+        "judged": {  # by format: of each module and loss scale the lost, subnormal and saturated share
+            name: _packed(np.stack([sums.judge(each, scale) for scale in scales], axis=1), "f4")
+            for name, each in limits.items()
+        },
+        **_totals(sums),
+        "maps": {name: _packed(values, "f4") for name, values in _shares(sums.shares[1:]).items()},
+    }
+
+
+def _totals(sums: Sums) -> dict[str, Any]:
+    """Returns, for each row, the numbers of nonzero and of all values in all steps, and shares of these values."""
+    counted = sums.shares.sum(1)
+    shares = _shares(counted)
+    shares["subnormal"] = shares["small"] - shares["lost"]
+    return {
+        "nonzero": counted[:, MEASURES.index("nonzero")].tolist(),
+        "count": counted[:, MEASURES.index("count")].tolist(),
+        "run": {name: np.nan_to_num(values).tolist() for name, values in shares.items()},
+    }
+
+
+def _shares(counted: Array) -> dict[str, Array]:
+    """Returns the shares of lost, small, zero and saturated values, by name; NaN where nothing was counted."""
+    by = dict(zip(MEASURES, np.moveaxis(counted, -1, 0), strict=True))
+    with np.errstate(invalid="ignore"):
+        return {
+            "lost": by["lost"] / by["nonzero"],
+            "small": by["small"] / by["nonzero"],
+            "zero": by["zeros"] / by["count"],
+            "saturated": by["saturated"] / by["count"],
+        }
+
+
+def _packed(values: npt.NDArray[Any], kind: str = "f8") -> str:
+    """Returns numbers for JavaScript: base64 of little-endian float64 (`kind` "f8") or float32 ("f4")."""
+    return base64.b64encode(np.ascontiguousarray(values, dtype=f"<{kind}").tobytes()).decode()
+
+
+def _rows(run: Run, absorbed: Sequence[AbsorbedAt]) -> Iterator[TableRow]:
+    """Yields a table row for each verdict, finding and absorbed overflow, the most severe first."""
+    rows = [_absorbed(each, len(run.observed)) for each in absorbed]
+    for event in run.events:
+        record = event.record
+        edit, advice = _parted(record.advice, record.cure)
+        if isinstance(record, Verdict):
+            place = record.place + (f", {record.where}" if record.where else "")
+            what = f"{record.kind}: {record.operator} ({record.phase})"
+            rows.append(TableRow(event.step, "verdict", what, place, record.evidence, advice, edit))
+        else:
+            rows.append(TableRow(event.step, record.severity, record.code, record.place, record.evidence, advice, edit))
+    order = ("verdict", *reversed(SEVERITIES))
+    yield from sorted(rows, key=lambda row: order.index(row.severity) if row.severity in order else len(order))
+
+
+def _absorbed(each: AbsorbedAt, observed: int) -> TableRow:
+    found = absorbed_finding(each.first)
+    evidence = f"{found.evidence}; in {len(each.steps):,} of {observed:,} observed steps"
+    return TableRow(each.first.step, found.severity, found.code, found.place, evidence, found.advice, "")
+
+
+def _parted(advice: str, cure: Sequence[Edit]) -> tuple[str, str]:
+    """Splits advice into the code that makes the edits and the remaining text.
+
+    Returns (code, text); the code is one line, or "" if there are no edits.
+
+    >>> from halfstep.edits import FULL, Rule, Scaling
+    >>> _parted("plan.edit(Rule('a', FULL)); tried: it trains", [Rule("a", FULL)])
+    ("plan = plan.edit(Rule('a', FULL))", 'tried: it trains')
+    >>> _parted("take less", [Scaling("static", init=2.0)]), _parted("take less", [])
+    (("plan = plan.edit(Scaling('static', init=2))", 'take less'), ('', 'take less'))
+    """
+    if not cure:
+        return "", advice
+    code = spell(cure)
+    return f"plan = {code}", advice.replace(code, "", 1).strip(" ,;")
+
+
+def _facts(run: Run, judge: Format) -> Iterator[tuple[str, str]]:
+    plan, machine = run.plan or {}, run.machine
+    yield "plan", _plan(plan) if plan else "not in the log"
+    planned = plan.get("low")
+    emulated = ", emulated (rounded exactly, computed wider)" if run.emulated else ""
+    yield "low format", f"{planned or 'not in the log'}{emulated}"
+    if judge.name != planned:
+        yield "judged by", f"what {judge.name} can hold"
+    skipped = sum(values.skipped for values in run.steps)
+    if run.steps:
+        first, last = run.steps[0].step, run.steps[-1].step
+        yield "steps", f"{first:,} to {last:,}: {len(run.steps):,}, of them {skipped:,} skipped"
+        losses = [values.loss for values in run.steps if values.loss is not None]
+        if losses:
+            yield "loss", f"{losses[0]:.4g} at first, {losses[-1]:.4g} at last"
+    if run.observed:
+        several = f"{len(run.observed):,} steps, from {run.observed[0]:,} to {run.observed[-1]:,}"
+        yield "observed", several if len(run.observed) > 1 else f"step {run.observed[0]:,}"
+    yield "begun", datetime.fromtimestamp(run.processes[0].start, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
+    seconds = sum(process.end - process.start for process in run.processes)
+    several = f" in {len(run.processes)} processes" if len(run.processes) > 1 else ""
+    yield "ran for", _duration(seconds) + several
+    yield "versions", "; ".join(dict.fromkeys(f"halfstep {p.halfstep}, torch {p.torch}" for p in run.processes))
+    if machine is not None:
+        chip = f"{machine.processor}, cores: {machine.cores}, threads: {machine.threads}"
+        yield "machine", f"{machine.device}; {chip}; {machine.system}, Python {machine.python}"
+
+
+def _plan(entries: dict[str, Any]) -> str:
+    try:
+        plan = from_dict(entries)
+    except HalfstepError:
+        return f"{entries.get('name')}: not a plan that this halfstep version can read"
+    parts = [
+        plan.name,
+        f"weights {plan.param}",
+        "operations by the table" if plan.ops == "table" else "operations as written",
+        f"norms {plan.norms}",
+        f"masters {plan.master}",
+        f"{plan.scale.kind} loss scale from {plan.scale.init:g}" if plan.scale.active else "no loss scale",
+    ]
+    rules = [rule.pattern for rule in plan.rules]
+    return ", ".join(parts) + (f"; rules on {', '.join(rules)}" if rules else "")
+
+
+def _duration(seconds: float) -> str:
+    """Returns a duration in seconds as text.
+
+    >>> _duration(3.25), _duration(125), _duration(7500)
+    ('3.2 s', '2 min 5 s', '2 h 5 min')
+    """
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"

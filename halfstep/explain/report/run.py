@@ -1,0 +1,326 @@
+"""Reads the log of a run, and compares the logs that its processes wrote."""
+
+from __future__ import annotations
+
+import math
+import os
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from halfstep.errors import LogError
+from halfstep.explain.report.lines import START_BYTES, End, Event, Line, SessionLine, Start, check_start, decode
+from halfstep.explain.report.log import LOG_NAME, path_of, reason
+from halfstep.kinds import Kind
+from halfstep.machine import Machine
+from halfstep.records import Observation, StepValues, Verdict
+
+_SHOWN = 3  # notes of one kind
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process that wrote a log: its start and end (seconds since 1970) and its versions.
+
+    `closed` is false if the log was not closed: the process was killed or is still running. `error` is the class of the
+    exception that ended the process, if the log was used in a `with` statement. `first_step` is the number of the first
+    step that the process logged, None if it logged no step.
+    """
+
+    start: float
+    end: float
+    halfstep: str
+    torch: str
+    closed: bool = False
+    error: str | None = None
+    first_step: int | None = None
+
+
+@dataclass(frozen=True)
+class Run:
+    """The content of a run log; if the run went back and repeated steps, only the last repetition counts.
+
+    `plan` (in the form of `plan.io.to_dict`), `emulated`, `modules`, `machine` and `process` (the rank if several
+    processes train together) describe the last session, and are None or empty if there was no session. `observed` are
+    the steps that have observations. `notes` say what is missing or damaged. `returns` has a (line, step) pair for each
+    time that the run went back to a step. `end` is the number of the last line that was read.
+    """
+
+    path: Path
+    processes: tuple[Process, ...]
+    steps: tuple[StepValues, ...]
+    observed: tuple[int, ...]
+    events: tuple[Event, ...]
+    notes: tuple[str, ...]
+    returns: tuple[tuple[int, int], ...]  # (line, step) where the run went back to a step
+    end: int
+    plan: dict[str, Any] | None = None
+    emulated: bool | None = None
+    modules: tuple[str, ...] = ()
+    machine: Machine | None = None
+    process: int | None = None
+
+    def observations(self) -> Iterator[Observation]:
+        """Yields the observations, read from the file anew each time: there may be more than fit into memory."""
+        lines = [line for line, _ in self.returns]
+        # the lowest step that the run went back to at this return or a later one
+        floors = [*accumulate((step for _, step in reversed(self.returns)), min)][::-1]
+        for number, line in _lines(self.path):
+            if number > self.end:
+                return
+            if isinstance(line, Observation):
+                later = bisect_right(lines, number)
+                if later == len(lines) or line.step < floors[later]:
+                    yield line
+
+
+def read_log(path: str | os.PathLike[str]) -> Run:
+    """Returns what a run log holds; `path` is the log's file or folder.
+
+    A damaged line, such as the last line of a process that was killed, is left out and noted.
+
+    Raises:
+        LogError: there is no log, or the file is empty, of another schema, or not a run log.
+    """
+    file = path_of(path)
+    try:
+        file = find_log(file)
+        with file.open("rb") as opened:
+            check_start(opened.readline(START_BYTES), file)
+        found = _Found()
+        for number, line in _lines(file):
+            found.take(number, line)
+    except OSError as error:
+        raise LogError(f"{file} cannot be read: {reason(error)}") from None
+    return found.run(file)
+
+
+def shown(path: str | os.PathLike[str]) -> str:
+    """Returns a path as printable text, even if the file's name is not valid UTF-8."""
+    return os.fsencode(path).decode(errors="replace")
+
+
+def find_log(path: Path) -> Path:
+    """Returns the log file at `path`, which is the file itself or its folder."""
+    if not path.is_dir():
+        if not path.exists():
+            raise LogError(f"there is no file {path}; name the log of a run, or its folder")
+        return path
+    usual = path / LOG_NAME
+    found = [usual] if usual.is_file() else sorted(path.glob("*.jsonl"))
+    if len(found) != 1:
+        names = ", ".join(file.name for file in found) or "none"
+        raise LogError(
+            f"the folder {path} has no {LOG_NAME} and not exactly one other .jsonl file (found: {names}); name the log "
+            "file"
+        )
+    return found[0]
+
+
+def _lines(path: Path) -> Iterator[tuple[int, Line | str]]:
+    """Yields (number, line) for each line of a log, numbered from 1."""
+    with path.open("rb") as file:
+        for number, data in enumerate(file, start=1):
+            if not data.strip():
+                continue
+            try:
+                line: Line | str = decode(data)
+            except (msgspec.ValidationError, UnicodeDecodeError) as error:
+                line = f"is not a line of a run log ({error})"
+            except msgspec.DecodeError:
+                line = "is damaged" if data.endswith(b"\n") else "was cut (its process was killed, or its disk full)"
+            yield number, line
+
+
+@dataclass
+class _Found:
+    """Collects what the lines of a log hold, one line at a time; its method `run` makes a Run of it.
+
+    `session` is the line of the last session. `wentback` and `damaged` become notes of the Run.
+    """
+
+    processes: list[Process] = field(default_factory=list)
+    session: SessionLine | None = None
+    steps: list[StepValues] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    observed: set[int] = field(default_factory=set)
+    returns: list[tuple[int, int]] = field(default_factory=list)
+    wentback: list[str] = field(default_factory=list)
+    damaged: list[str] = field(default_factory=list)
+    end: int = 0
+
+    def take(self, number: int, line: Line | str) -> None:
+        if not isinstance(line, str):
+            self.end = number
+        match line:
+            case Start():
+                self.processes.append(Process(line.time, line.time, line.halfstep, line.torch))
+            case SessionLine():
+                self.session = line
+                self._lives_until(line.time)
+            case End():
+                self._lives_until(line.time, closed=True, error=line.error)
+            case StepValues():
+                self._lives_until(line.time)
+                self._step(number, line)
+            case Observation():
+                self.observed.add(line.step)
+            case Event():
+                self.events.append(line)
+            case str():
+                self.damaged.append(f"line {number} {line}")
+
+    def _lives_until(self, time: float, **end: Any) -> None:
+        last = self.processes[-1]
+        self.processes[-1] = replace(last, end=max(last.end, time), **end)
+
+    def _step(self, number: int, values: StepValues) -> None:
+        if self.processes[-1].first_step is None:
+            self.processes[-1] = replace(self.processes[-1], first_step=values.step)
+        if self.steps and values.step <= self.steps[-1].step:
+            before = len(self.steps)
+            while self.steps and values.step <= self.steps[-1].step:
+                self.steps.pop()
+            self.returns.append((number, values.step))
+            self.observed = {step for step in self.observed if step < values.step}
+            self.wentback.append(
+                f"line {number}: the run went back to step {values.step}; {before - len(self.steps)} earlier steps "
+                "from there on are left out"
+            )
+        self.steps.append(values)
+
+    def run(self, path: Path) -> Run:
+        notes = self.wentback[:_SHOWN]
+        if len(self.wentback) > _SHOWN:
+            notes.append(
+                f"the run went back {len(self.wentback)} times in all; if several processes wrote this log at once, "
+                "give each process its own log"
+            )
+        if self.damaged:
+            shown = "; ".join(self.damaged[:_SHOWN]) + ("; ..." if len(self.damaged) > _SHOWN else "")
+            notes.append(f"{len(self.damaged)} of the lines cannot be read and are left out: {shown}")
+        if self.session is None:
+            notes.append(
+                "no session is in the log, so its plan and machine are unknown; pass sinks=[RunLog(path)] to initialize"
+            )
+        if not self.steps:
+            notes.append("no step is in the log")
+        if not self.observed:
+            notes.append("no tensor was observed: call session.observe(...) for histograms and heat maps")
+        last = {} if self.session is None else msgspec.structs.asdict(self.session)
+        return Run(
+            path=path,
+            processes=tuple(self.processes),
+            steps=tuple(self.steps),
+            observed=tuple(sorted(self.observed)),
+            events=tuple(self.events),
+            notes=tuple(notes),
+            returns=tuple(self.returns),
+            end=self.end,
+            **{name: value for name, value in last.items() if name != "time"},
+        )
+
+
+# ---- the logs of several processes of one run
+
+
+@dataclass(frozen=True)
+class ProcessRow:
+    """What one process logged; `overflow` is the first step and place with a value that is not finite, or None."""
+
+    process: int
+    run: Run
+    steps: str
+    skipped: int
+    scale: float | None
+    overflow: tuple[int, str] | None
+
+
+PROCESSES: Mapping[str, Callable[[ProcessRow], object]] = {  # the columns of their table
+    "process": lambda row: row.process,
+    "log": lambda row: shown(row.run.path),
+    "steps": lambda row: row.steps,
+    "skipped": lambda row: f"{row.skipped:,}",
+    "loss scale": lambda row: "" if row.scale is None else f"{row.scale:g}",
+    "first not finite": lambda row: "" if row.overflow is None else f"step {row.overflow[0]:,}: {row.overflow[1]}",
+}
+
+
+def rows_of(runs: Sequence[Run]) -> tuple[ProcessRow, ...]:
+    """Returns a row for each process, in the order of their numbers; `runs` has one log for each process."""
+    longest = max(runs, key=lambda run: len(run.steps))
+    for run in runs:
+        if run is not longest and (why := _apart(longest, run)):
+            raise LogError(
+                f"{longest.path} and {run.path} are not of one run: {why}; pass one log of each process of the same run"
+            )
+    rows = [_row(run, index if run.process is None else run.process) for index, run in enumerate(runs)]
+    numbers = [row.process for row in rows]
+    if len(set(numbers)) < len(numbers):
+        twice = next(number for number in numbers if numbers.count(number) > 1)
+        names = " and ".join(str(row.run.path) for row in rows if row.process == twice)
+        raise LogError(f"{names} are both of process {twice}; pass one log of each process of a run")
+    return tuple(sorted(rows, key=lambda row: row.process))
+
+
+def first_overflow(rows: Sequence[ProcessRow]) -> str | None:
+    """Returns which process first logged a value that is not finite, and where; None if no process did."""
+    seen = sorted((row.overflow[0], row.process, row.overflow[1]) for row in rows if row.overflow)
+    if not seen:
+        return None
+    earliest = [each for each in seen if each[0] == seen[0][0]]
+    said = "; ".join(f"process {process}: {place}" for _, process, place in earliest)
+    return f"first not finite, at step {earliest[0][0]:,}: {said}"
+
+
+def _apart(first: Run, second: Run) -> str | None:
+    """Returns why two logs cannot be of one run, None if they can."""
+    if first.path.resolve() == second.path.resolve():
+        return "they are the same file"
+    if first.plan != second.plan:
+        return "their plans differ"
+    if first.modules != second.modules:
+        return "their modules differ"
+    begun = [min(each.start for each in run.processes) for run in (first, second)]
+    ended = [max(each.end for each in run.processes) for run in (first, second)]
+    if max(begun) > min(ended):
+        return "one had ended before the other began"
+    mine, theirs = ({each.step: each for each in run.steps} for run in (first, second))
+    if mine and theirs and min(mine) != min(theirs):
+        return f"one begins with step {min(mine):,}, the other with step {min(theirs):,}"
+    for step in sorted(mine.keys() & theirs.keys()):
+        if mine[step].skipped != theirs[step].skipped:
+            return f"only one skipped step {step:,}"
+        if mine[step].scale != theirs[step].scale:
+            return f"step {step:,} had a loss scale of {mine[step].scale:g} in one, {theirs[step].scale:g} in the other"
+    return None
+
+
+def _row(run: Run, process: int) -> ProcessRow:
+    steps = run.steps
+    return ProcessRow(
+        process,
+        run,
+        f"{steps[0].step:,} to {steps[-1].step:,}" if steps else "none",
+        sum(values.skipped for values in steps),
+        steps[-1].scale if steps else None,
+        min(_overflows(run), key=lambda seen: seen[0], default=None),
+    )
+
+
+def _overflows(run: Run) -> Iterator[tuple[int, str]]:
+    """Yields (step, place) of each value that is not finite."""
+    for event in run.events:
+        if isinstance(event.record, Verdict) and event.record.kind != Kind.ANOTHER_PROCESS:
+            yield event.step, f"{event.record.operator} in {event.record.place} ({event.record.phase})"
+    for seen in run.observations():
+        if seen.absorbed is None and seen.stats.infinities + seen.stats.nans:
+            yield seen.step, f"{seen.kind} of {'.'.join(filter(None, (seen.module, seen.name)))}"
+    for values in run.steps:
+        if values.loss is not None and not math.isfinite(values.loss):
+            yield values.step, "its loss"

@@ -1,0 +1,270 @@
+"""Shows sweeps over models and batch sizes, and the largest batches that fit, in the terminal and as a page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any
+
+from rich.console import Group
+from rich.text import Text
+
+from halfstep.explain.report.bench import memory_share, recommendation
+from halfstep.explain.report.tables import MIB, Columns, cells, numbered, table
+from halfstep.measurements import BenchRun, Largest, Point, Sweep
+
+COLOURS = ("#7d8b99", "#4f7cac", "#5b8f5b", "#e08600", "#8e5ea2", "#c62828", "#2a9d8f", "#6d4c41")
+DASHES = ("solid", "dash", "dot", "dashdot")
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A chart: its name, its title, and plotly's traces and layout; drawn by `charts.html`."""
+
+    name: str
+    title: str
+    traces: list[dict[str, Any]]
+    layout: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """A measurement as it is shown: the headline recommends, `notes` say what the table's figures mean.
+
+    The charts and `facts`, which say how it was measured, are for pages alone.
+    """
+
+    title: str
+    headline: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    notes: Sequence[str]
+    charts: Sequence[Chart]
+    facts: Mapping[str, str]
+
+
+def sheet_text(sheet: Sheet) -> Group:
+    """Returns a measurement for the terminal, with the headline last."""
+    shown = table(sheet.rows, numbered(sheet.header), words=("model", ""))
+    return Group(Text(sheet.title), Text(), shown, Text(), *map(Text, (*sheet.notes, sheet.headline)))
+
+
+# ---- a sweep
+
+Seen = tuple[Point, BenchRun]
+Figure = Callable[[Point, BenchRun], float | None]
+
+FIGURES: Mapping[str, tuple[Figure, str]] = {
+    "step\nms": (lambda _, run: None if run.step_ms is None else run.step_ms.median, ",.1f"),
+    "speed\nx O0": (lambda _, run: run.vs_o0, ".2f"),
+    "examples\nper s": (lambda point, run: _throughput(point, run), ",.1f"),
+    "minutes\nan epoch": (lambda point, run: _epoch_minutes(point, run), ",.1f"),
+    "peak\nMiB": (lambda _, run: None if run.peak_bytes is None else run.peak_bytes / MIB, ",.1f"),
+    "memory\nx O0": (lambda point, run: memory_share(point.result, run), ".2f"),
+    "last\nloss": (lambda _, run: run.losses[-1] if run.losses else None, ".4f"),
+}
+
+
+def _throughput(point: Point, run: BenchRun) -> float | None:
+    """Returns the number of examples that a run trains per second; None if its steps were not timed."""
+    return None if run.step_ms is None else 1e3 * point.batch / run.step_ms.median
+
+
+def _epoch_minutes(point: Point, run: BenchRun) -> float | None:
+    """Returns the minutes that an epoch takes; None if the workload has no epochs or the steps were not timed."""
+    rate = _throughput(point, run)
+    return None if rate is None or point.examples is None else point.examples / rate / 60
+
+
+def sweep_sheet(sweep: Sweep) -> Sheet:
+    """Returns a sweep with a row for each configuration; a column without any figure is left out."""
+    seen = [(point, run) for point in sweep.points for run in point.result.runs]
+
+    def filled(figure: Figure, form: str) -> Callable[[Seen], str | None]:
+        return lambda one: None if (value := figure(*one)) is None else format(value, form)
+
+    columns: Columns = {
+        "model": lambda one: one[0].model,
+        "batch": lambda one: one[0].batch,
+        "": lambda one: one[1].name,
+    } | {
+        header: filled(figure, form)
+        for header, (figure, form) in FIGURES.items()
+        if any(figure(*one) is not None for one in seen)
+    }
+    part = "" if len(sweep.points) == sweep.total else f", {len(sweep.points)} of {sweep.total} points so far"
+    commands = {"commands": "; ".join(dict.fromkeys(point.result.command for point in sweep.points))}
+    return Sheet(
+        title=_title(sweep.asked, f"; batch {sweep.asked['batch sizes']}; {sweep.asked['steps']} timed steps{part}"),
+        headline=recommendation([point.result for point in sweep.points]),
+        header=list(columns),
+        rows=cells(seen, columns),
+        notes=list(_notes(sweep, seen)),
+        charts=list(_sweep_charts(sweep, seen)),
+        facts=sweep.asked | commands,
+    )
+
+
+def _title(asked: Mapping[str, str], how: str) -> str:
+    """Returns a title that says what was measured, how, and on which machine."""
+    return f"{asked['models']}{how}; {asked['device']}, {asked['processor']}, {asked['threads']} threads"
+
+
+def _notes(sweep: Sweep, seen: Sequence[Seen]) -> Iterator[str]:
+    """Yields why some runs have no figures, and what the figures mean."""
+    for point, run in seen:
+        if run.error is not None:
+            yield f"{point.model}, batch {point.batch}, {run.name}: {run.error}"
+    if sweep.points:
+        result = sweep.points[0].result
+        yield (
+            "Speed: how many times as fast, as the median over rounds in which every configuration of a model and batch"
+            f" size makes one step in turn, each in its own process (the first {result.warmup} steps are not timed)."
+        )
+        yield f"Peak memory: {result.peak_method} in the second step, weights included."
+        yield from result.notes
+
+
+def _sweep_charts(sweep: Sweep, seen: Sequence[Seen]) -> Iterator[Chart]:
+    """Yields charts of speed, throughput and memory by model and batch, and a chart of each model's losses."""
+    places = [[point.model for point in sweep.points], [f"batch {point.batch}" for point in sweep.points]]
+    for name, header, title, axis in (
+        ("speed", "speed\nx O0", "Speed, times that of O0", "x O0"),
+        ("throughput", "examples\nper s", "Examples trained per second", "examples / s"),
+        ("memory", "peak\nMiB", "Peak memory of a training step", "MiB"),
+    ):
+        figure, _ = FIGURES[header]
+        found = {(id(point), run.name): figure(point, run) for point, run in seen}
+        values = {
+            key: [found.get((id(point), key)) for point in sweep.points]
+            for key in dict.fromkeys(run.name for _, run in seen)
+        }
+        yield bars(name, title, places, values, axis=axis, line=1.0 if name == "speed" else None)
+    for model in dict.fromkeys(point.model for point in sweep.points):
+        given = [(run.name, f"batch {at.batch}", run.losses) for at, run in seen if at.model == model and run.losses]
+        yield lines(f"loss-{model}", f"Training loss of {model}, step by step", given)
+
+
+# ---- the largest batches
+
+
+def largest_sheet(found: Sequence[Largest], asked: Mapping[str, str], command: str) -> Sheet:
+    """Returns the largest batches with a row for each model and configuration."""
+    full = _baselines(found)
+
+    def times(each: Largest) -> str | None:
+        base = full[each.model].batch if each.model in full else None
+        return None if each.batch is None or not base else f"{each.batch / base:.2f}"
+
+    columns: Columns = {
+        "model": lambda each: each.model,
+        "": lambda each: each.name,
+        "largest batch": lambda each: None if each.batch is None else f"{each.batch:,}",
+        "x O0": times,
+    }
+    limit = f"{found[0].limit / MIB:,.0f} MiB"
+    models, names = (list(dict.fromkeys(each)) for each in zip(*((e.model, e.name) for e in found), strict=True))
+    batches = {(each.model, each.name): each.batch for each in found}
+    values = {name: [batches.get((model, name)) for model in models] for name in names}
+    return Sheet(
+        title=_title(asked, ""),
+        headline=_largest_headline(found),
+        header=list(columns),
+        rows=cells(found, columns),
+        notes=[
+            f"Largest batch whose first steps fit into {limit}, weights included, in a separate process.",
+            *(f"{each.model}, {each.name}: {each.error}" for each in found if each.error is not None),
+        ],
+        charts=[bars("largest", f"Largest batch that fits into {limit}", [models], values, axis="examples per batch")],
+        facts={**asked, "commands": command},
+    )
+
+
+def _baselines(found: Sequence[Largest]) -> dict[str, Largest]:
+    """Returns the baseline of each model, by model: its first O0 row, with which the other rows are compared."""
+    return {each.model: each for each in reversed(found) if each.name.split()[0] == "O0"}
+
+
+def _largest_headline(found: Sequence[Largest]) -> str:
+    """Returns one sentence that names the configuration whose batch is largest relative to O0."""
+    full = _baselines(found)
+    shares = [
+        (each.batch / taken, each, full[each.model].name)
+        for each in found
+        if each.batch and each.model in full and (taken := full[each.model].batch)
+    ]
+    if not shares:
+        return _without_o0(found)
+    share, each, baseline = max(shares, key=lambda found: found[0])
+    if share <= 1:
+        return f"No level takes a larger batch than {baseline}."
+    return f"{each.model} at {each.name} takes {each.batch} examples per batch, {share:.2f} times those of {baseline}."
+
+
+def _without_o0(found: Sequence[Largest]) -> str:
+    """Returns the headline for results in which no model has a batch at O0 to compare with."""
+    best = max((each for each in found if each.batch), key=lambda each: each.batch or 0, default=None)
+    if best is None:
+        return "No batch fits at any level."
+    short = next((each.name for each in _baselines(found).values() if each.batch == 0), None)
+    why = "" if short is None else f"; {short} does not fit"
+    return f"{best.model} at {best.name} takes {best.batch} examples per batch{why}."
+
+
+# ---- charts
+
+
+def bars(
+    name: str,
+    title: str,
+    places: Sequence[Sequence[str]],
+    values: Mapping[str, Sequence[float | None]],
+    *,
+    axis: str,
+    line: float | None = None,
+) -> Chart:
+    """Returns a chart of grouped bars: at each place on the x axis, one bar for each name in `values`."""
+    traces = [
+        {
+            "type": "bar",
+            "name": key,
+            "x": list(places) if len(places) > 1 else list(places[0]),
+            "y": _drawn(row),
+            "marker": {"color": _colour(at)},
+        }
+        for at, (key, row) in enumerate(values.items())
+    ]
+    layout: dict[str, Any] = {"barmode": "group", "yaxis": {"title": {"text": axis}, "rangemode": "tozero"}}
+    if line is not None:
+        across = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": line, "y1": line, "line": {"dash": "dot"}}
+        layout["shapes"] = [across]
+    return Chart(name, title, traces, layout)
+
+
+def lines(name: str, title: str, given: Sequence[tuple[str, str, Sequence[float]]]) -> Chart:
+    """Returns a chart of losses by step, with a line for each (name, kind, losses) in `given`.
+
+    Lines with the same name have the same colour. Lines with the same kind, such as a batch size, have the same dashes.
+    """
+    names, kinds = (list(dict.fromkeys(each[at] for each in given)) for at in (0, 1))
+    traces = [
+        {
+            "type": "scatter",
+            "mode": "lines+markers",
+            "name": f"{key}, {kind}",
+            "x": list(range(1, len(values) + 1)),
+            "y": _drawn(values),
+            "line": {"color": _colour(names.index(key)), "dash": DASHES[kinds.index(kind) % len(DASHES)]},
+        }
+        for key, kind, values in given
+    ]
+    return Chart(name, title, traces, {"xaxis": {"title": {"text": "step"}}, "yaxis": {"title": {"text": "loss"}}})
+
+
+def _colour(at: int) -> str:
+    return COLOURS[at % len(COLOURS)]
+
+
+def _drawn(values: Sequence[float | None]) -> list[float | None]:
+    return [value if value is not None and isfinite(value) else None for value in values]

@@ -1,0 +1,1 @@
+"""Seeing each operation of a step: the recorder, what it calls, and where from."""

@@ -1,0 +1,273 @@
+"""Finds absorbed overflows: an operation turns an infinity into 0 or a bound, so the result is finite but wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from halfstep.explain.tape.locator import memory_of, storage_of
+from halfstep.explain.tape.nonfinite import nonfinite
+from halfstep.explain.tape.recompute import widened
+from halfstep.explain.tape.schemas import (
+    is_collective,
+    is_uninitialised,
+    is_unread,
+    is_view,
+    overwritten,
+    tensors_of,
+    written,
+)
+from halfstep.formats import as_format, is_low
+from halfstep.records import AbsorbedOverflow
+from halfstep.torch_internals import StorageWeakRef, in_backward, storage_identity
+from halfstep.train.probe.hooks import readable
+
+TOLERANCE = 0.05
+"""Relative difference to fp32 above which an overflow has done harm; rounding alone causes about 0.001."""
+
+T = TypeVar("T")
+Compute = Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]  # runs an operation
+
+
+@dataclass(frozen=True, eq=False)
+class Absorbed(Generic[T]):
+    """An overflow in the operation `origin`, absorbed by the operation `by`, whose result is finite but wrong."""
+
+    origin: T
+    by: T
+    values: Tensor  # in fp32, of the elements that became infinite in the result of `origin`
+    dtype: torch.dtype  # of that result
+    got: float  # an element of the result of `by`
+    want: float  # its value in fp32
+    off: float  # the relative error of that element's row, along the last dimension
+
+    @property
+    def exact(self) -> float:
+        """The fp32 value of largest magnitude, with its sign, among the values that became infinite."""
+        return float(self.values[self.values.abs().argmax()])
+
+    def said(self, operator: str, where: str | None, by: str, by_where: str | None) -> AbsorbedOverflow:
+        """Returns the record of this overflow."""
+        fmt = as_format(self.dtype).name
+        return AbsorbedOverflow(operator, where, self.exact, fmt, by, by_where, self.got, self.want, self.off)
+
+
+@dataclass(frozen=True, eq=False)
+class _Origin(Generic[T]):
+    """An operation that overflowed."""
+
+    of: T  # the caller's handle for the operation, such as its Note
+    values: Tensor  # in fp32, of the elements that became infinite in the result
+    dtype: torch.dtype  # of that result
+
+
+@dataclass(frozen=True, eq=False)
+class _Shadow(Generic[T]):
+    """The fp32 values of all elements of a storage.
+
+    `reference` keeps the identity of the storage from being reused after it is freed.
+    """
+
+    reference: StorageWeakRef
+    values: Tensor
+    dtype: torch.dtype  # of the tensors in that memory
+    origin: _Origin[T]
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Returns the fp32 values of a tensor whose elements are in this storage."""
+        return self.values.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    def reaches(self, tensor: Tensor) -> bool:
+        """Tells whether the tensor has a non-finite element that is finite in fp32."""
+        return bool((~tensor.isfinite() & self.of(tensor).isfinite()).any())
+
+
+@dataclass(frozen=True, eq=False)
+class _Result(Generic[T]):
+    """A memory that was computed from results in which overflows were absorbed; `reference` is as in `_Shadow`."""
+
+    reference: StorageWeakRef
+    absorbed: Sequence[Absorbed[T]]
+
+
+class OverflowTrail(Generic[T]):
+    """Follows values that overflowed in a forward pass until an operation absorbs the overflow (makes it finite).
+
+    When elements of a low tensor overflow that are finite in fp32, the fp32 values of the tensor are kept; these are
+    its trail. Infinities that fp32 has too (masks, log of 0) get no trail. An operation is computed again in fp32 if
+    its low result is not finite or an argument has a trail. `found` lists the absorbed overflows, one for each
+    operation in which an overflow began, that a loss depends on: what only a diagnostic reads does no harm. `end`
+    tells the trail what the losses are.
+
+    A trail ends at operations that draw random numbers, have no fp32 kernel or return integers. Sparse, nested and
+    distributed tensors and those of torch.func have no trail. Each low result is examined, which waits for the device.
+    """
+
+    def __init__(self) -> None:
+        self.found: list[Absorbed[T]] = []
+        self._shadows: dict[int, _Shadow[T]] = {}  # keyed by the memory of a tensor, which its views share
+        self._results: dict[int, _Result[T]] = {}  # likewise: what was computed from absorbed overflows
+
+    def run(
+        self, compute: Compute, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Callable[[], T]
+    ) -> Any:
+        """Runs an operation with `compute`, follows overflows through it, and returns its result."""
+        if in_backward():
+            return compute(func, args, kwargs)
+        given = tensors_of((args, kwargs))
+        read = [t for t in given if self._results and not is_unread(func, (args, kwargs), t)]
+        absorbed = [] if is_uninitialised(func) else self._behind(read)
+        result = self._run(compute, func, args, kwargs, given, here)
+        if self._results:
+            for each in filter(_is_whole, overwritten(func, args, kwargs)):
+                self._results.pop(storage_of(each), None)
+        if absorbed:
+            self._depend(tensors_of((result, written(func, args, kwargs))), absorbed)
+        return result
+
+    def end(self, losses: Sequence[Tensor]) -> None:
+        """Adds to `found` the absorbed overflows that the losses, from which a backward pass will start, depend on."""
+        told = {id(each.origin) for each in self.found}
+        for each in self._behind(losses):
+            if id(each.origin) not in told:
+                told.add(id(each.origin))
+                self.found.append(each)
+
+    def _run(
+        self,
+        compute: Compute,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        given: Sequence[Tensor],
+        here: Callable[[], T],
+    ) -> Any:
+        if is_view(func) or is_uninitialised(func) or is_collective(func) or not all(map(is_plain, given)):
+            return compute(func, args, kwargs)
+        trails = [shadow for t in given if (shadow := self._shadow(t)) is not None and shadow.reaches(t)]
+        changing = {_memory(t) for t in written(func, args, kwargs)}
+        before = {id(t): t.clone() for t in given if _memory(t) in changing}
+        exact = {id(t): shadow.of(t) for t in given if (shadow := self._shadow(t)) is not None}
+        result = compute(func, args, kwargs)
+        outputs = _floats(func, args, kwargs, result)
+        if trails or any(is_low(out.dtype) and nonfinite(out) is not None for out in outputs):
+            wide = self._again(func, args, kwargs, before | exact)
+            if len(wide) == len(outputs):
+                self._follow(outputs, wide, trails, here, lambda: self._again(func, args, kwargs, before))
+                return result
+        for out in outputs:
+            self._overwrite(out)
+        return result
+
+    def _again(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], values: Mapping[int, Tensor]
+    ) -> list[Tensor]:
+        """Returns an operation's results, computed again in fp32; [] if that fails."""
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            return []
+        args, kwargs = widened(func, (tuple(args), dict(kwargs)), values, torch.float32)
+        try:
+            return _floats(func, args, kwargs, func(*args, **kwargs))
+        except (RuntimeError, TypeError, ValueError, NotImplementedError):
+            return []
+
+    def _follow(
+        self,
+        outputs: list[Tensor],
+        wide: list[Tensor],
+        trails: list[_Shadow[T]],
+        here: Callable[[], T],
+        with_infinities: Callable[[], list[Tensor]],
+    ) -> None:
+        lost = [~out.isfinite() & exact.isfinite() for out, exact in zip(outputs, wide, strict=True)]
+        ends = [not bool(each.any()) for each in lost]
+        bare = with_infinities() if trails and any(ends) else []
+        for i, (out, exact) in enumerate(zip(outputs, wide, strict=True)):
+            if not ends[i]:
+                origin = trails[0].origin if trails else _Origin(here(), exact[lost[i]], out.dtype)
+                self._keep(out, torch.where(lost[i], exact, out.to(exact.dtype)), origin)
+                continue
+            worst = _worst_row(out, exact, bare[i] != exact) if bare else None
+            if worst is not None:
+                origin = trails[0].origin
+                self._depend([out], [Absorbed(origin.of, here(), origin.values, origin.dtype, *worst)])
+            self._overwrite(out)
+
+    def _behind(self, tensors: Iterable[Tensor]) -> list[Absorbed[T]]:
+        """Returns the absorbed overflows that the values of some tensors depend on, each once."""
+        held = [self._results.get(storage_of(t)) for t in tensors]
+        return list(dict.fromkeys(each for result in held if result is not None for each in result.absorbed))
+
+    def _depend(self, tensors: Iterable[Tensor], absorbed: Sequence[Absorbed[T]]) -> None:
+        for tensor in tensors:
+            memory, before = memory_of(tensor), self._behind([tensor])
+            if memory is not None:
+                storage = memory.untyped_storage()
+                reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+                self._results[storage_identity(storage)] = _Result(reference, list(dict.fromkeys([*before, *absorbed])))
+
+    def _shadow(self, tensor: Tensor) -> _Shadow[T] | None:
+        if not self._shadows or not tensor.is_floating_point():
+            return None
+        shadow = self._shadows.get(_memory(tensor))
+        return shadow if shadow is not None and shadow.dtype is tensor.dtype else None
+
+    def _keep(self, out: Tensor, values: Tensor, origin: _Origin[T]) -> None:
+        shadow = self._shadow(out)
+        if shadow is None:
+            storage = out.untyped_storage()
+            gone = [key for key, each in self._shadows.items() if each.reference.expired()]  # type: ignore[no-untyped-call]
+            for key in gone:
+                del self._shadows[key]
+            whole = torch.empty(0, dtype=out.dtype, device=out.device).set_(storage).to(values.dtype, copy=True)
+            reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+            shadow = self._shadows[_memory(out)] = _Shadow(reference, whole, out.dtype, origin)
+        shadow.of(out).copy_(values)
+
+    def _overwrite(self, out: Tensor) -> None:
+        """Ends the trail of the elements of `out`, if any: from now on their fp32 values are those of `out`."""
+        shadow = self._shadow(out)
+        if shadow is not None:
+            shadow.of(out).copy_(out)
+
+
+def _memory(tensor: Tensor) -> int:
+    return storage_identity(tensor.untyped_storage())
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    """Tells whether a tensor's elements are all of its memory."""
+    return is_plain(tensor) and tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Tells whether a tensor is an ordinary strided one, whose elements are in its own storage."""
+    return tensor.layout is torch.strided and not tensor.is_nested and readable(tensor) is tensor
+
+
+def _floats(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> list[Tensor]:
+    """Returns the plain floating-point tensors that an operation wrote to, then those that it created."""
+    into = written(func, args, kwargs)
+    made = [t for t in tensors_of(result) if all(t is not each for each in into)]
+    return [t for t in (*into, *made) if t.is_floating_point() and is_plain(t)]
+
+
+def _worst_row(out: Tensor, exact: Tensor, touched: Tensor) -> tuple[float, float, float] | None:
+    """Returns (value, fp32 value, relative error of the row) for the worst element of `out`."""
+    if not bool(touched.any()):
+        return None
+    rounded = exact.to(out.dtype).double()
+    want, got = torch.where(rounded.isfinite(), rounded, exact.double()), out.double()
+    both = got.isfinite() & want.isfinite()
+    difference = torch.where(both & touched, (got - want).abs(), 0.0)
+    tensors = (difference, torch.where(both, want, 0.0), got, exact)
+    rows = [t.reshape(-1, t.shape[-1] if t.dim() else 1) for t in tensors]
+    norms = [torch.linalg.vector_norm(t, dim=-1) for t in rows[:2]]
+    off = torch.where(norms[0] > 0, norms[0] / norms[1], 0.0)
+    row = int(off.argmax())
+    place = int(rows[0][row].argmax())
+    return (float(rows[2][row, place]), float(rows[3][row, place]), float(off[row])) if off[row] > TOLERANCE else None

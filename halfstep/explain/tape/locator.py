@@ -1,0 +1,265 @@
+"""Finds from the stack where an operation was called: the module, the line of user code, and the torch function.
+
+It reads the stack instead of adding forward hooks to the model. Hooks would have to be removed again, also where a
+forward raises, and they do not see the part of a forward that a checkpoint runs again in the backward pass.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from inspect import unwrap as unwrap_function
+from types import CodeType, FrameType, FunctionType, TracebackType
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.explain.tape.nonfinite import elements
+from halfstep.plan.matching import uncompiled, unwrap
+from halfstep.stack import OURS, begin_pass, cast_at_boundary
+from halfstep.torch_internals import (
+    CHECKPOINT_FILE,
+    DISPATCH_FILES,
+    ENGINE,
+    FOLDER,
+    FUNCTIONAL_FILES,
+    NO_BACKWARD,
+    StorageWeakRef,
+    backward_task,
+    sparse_values,
+    storage_identity,
+    without_modes,
+)
+
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place from which an operation was called."""
+
+    module: str | None  # the dotted name of the running module; None outside of every module
+    line: str | None  # "file.py:12 in forward"; None if the stack has no user code (only C++, in a backward pass)
+    call: tuple[int, int]  # the same for all operations of one call of a C++ function from Python
+    function: str = ""  # the torch function written in Python that called the operation
+    again: bool = False  # a checkpoint runs this part of a forward a second time
+    foreign: bool = False  # in a backward pass, in code that is not the models', such as a hook of the training loop
+
+
+@dataclass(frozen=True, eq=False)
+class _Known:
+    """A tensor of a model, and its byte range within its storage."""
+
+    kind: str
+    name: str
+    tensor: Tensor
+    start: int
+    end: int
+
+
+class Locator:
+    """Finds the names of the modules and tensors of models by identity, and the place of the running operation.
+
+    If there are several models, names begin with the number of the model: "1:encoder.attn".
+    """
+
+    def __init__(self, roots: Sequence[nn.Module]) -> None:
+        self._modules: dict[int, tuple[str, weakref.ref[nn.Module]]] = {}  # weak, so that a session is not kept alive
+        self._tensors: dict[int, list[_Known]] = {}  # keyed by memory: several may share a flat piece
+        self._identities: list[StorageWeakRef] = []  # these keep the identity of freed memory from being reused
+        self._kinds: dict[str, str] = {}  # by file
+        classes = {id(type(module)): type(module) for root in roots for module in root.modules()}.values()
+        defined = [each for c in classes for base in c.__mro__ for each in vars(base).values()]
+        methods = [unwrap_function(each) for each in defined if isinstance(each, FunctionType)]
+        self._methods = {each.__code__ for each in methods if isinstance(each, FunctionType)}
+        files = {getattr(sys.modules.get(each.__module__), "__file__", None) or "" for each in classes}
+        self._files = {path for path in files if path.startswith(OURS)}  # of workloads, whose code counts as user code
+        for number, root in enumerate(map(unwrap, roots)):
+            model = f"{number}:" if len(roots) > 1 else ""
+            for name, module in root.named_modules():
+                self._modules.setdefault(id(module), (model + uncompiled(name), weakref.ref(module)))
+            for name, parameter in root.named_parameters():
+                known = model + uncompiled(name)
+                self._know(parameter, "parameter", known, parameter)
+                if parameter.grad is not None:
+                    self._know(parameter.grad, "gradient", known, parameter)
+            for name, buffer in root.named_buffers():
+                self._know(buffer, "buffer", model + uncompiled(name), buffer)
+
+    def _know(self, memory: Tensor, kind: str, name: str, tensor: Tensor) -> None:
+        held = memory_of(memory)
+        if held is None:
+            return
+        self._tensors.setdefault(_identity(held), []).append(_Known(kind, name, tensor, *_span(held)))
+        self._identities.append(StorageWeakRef(held.untyped_storage()))  # type: ignore[no-untyped-call]
+
+    def module(self, name: str) -> nn.Module | None:
+        """Returns the module with this name; None if there is none."""
+        return next((module() for known, module in self._modules.values() if known == name), None)
+
+    def tensor(self, tensor: Tensor) -> tuple[str, str, Tensor] | None:
+        """Returns (kind, name, tensor) of the models' tensor that shares memory with `tensor`, or None."""
+        held = memory_of(tensor)
+        known = [] if held is None else self._tensors.get(_identity(held), [])
+        if held is None or not known:
+            return None
+        start, _ = _span(held)
+        found = next((each for each in known if each.start <= start < each.end), known[0])
+        return found.kind, found.name, found.tensor
+
+    def named_tensor(self, name: str) -> Tensor | None:
+        """Returns the parameter or buffer with this name; None if there is none."""
+        everything = (each for known in self._tensors.values() for each in known)
+        return next((each.tensor for each in everything if each.name == name and each.kind != "gradient"), None)
+
+    def here(self) -> Place:
+        """Returns the place of the running operation; searches the stack upwards, to the call that began the pass."""
+        frame: FrameType | None = sys._getframe(1)
+        module = line = call = enclosing = outermost = None
+        function, again = "", False
+        while frame is not None:
+            code = frame.f_code
+            kind = self._kind(code)
+            if kind == "end":
+                break
+            again = again or kind == "checkpoint"
+            if kind == "cast" and call is None:
+                function = "to"
+            if kind not in ("below", "cast"):
+                if call is None:
+                    call = (id(frame), frame.f_lasti)
+                if line is None and kind == "functional" and not function:
+                    function = code.co_name
+                if line is None and kind == "user":
+                    line = f"{os.path.basename(code.co_filename)}:{frame.f_lineno} in {code.co_name}"
+                outermost = code if kind == "user" else outermost
+                module = self._running_in(frame) if module is None else module
+                enclosing = self._of(frame, code.co_freevars) if enclosing is None else enclosing
+            if module is not None and line is not None:
+                again = again or self._is_run_again(frame)
+                break
+            frame = frame.f_back
+        module = enclosing if module is None and again else module
+        called_back = None if backward_task() == NO_BACKWARD or module is not None else outermost
+        foreign = called_back is not None and self._is_foreign(called_back)
+        return Place(None if module is None else module[0], line, call or (0, 0), function, again, foreign)
+
+    def _is_foreign(self, code: CodeType) -> bool:
+        """Tells whether code belongs to a function that the models' classes neither define nor name, nor one of those.
+
+        A function that a module holds in an attribute counts as the model's, too.
+        """
+        modules = [module() for _, module in self._modules.values()]
+        classes = {id(each): each for module in modules for each in type(module).__mro__}
+        held = [value for owner in (*classes.values(), *modules) for value in vars(owner).values()]
+        functions = [unwrap_function(getattr(value, "__func__", value)) for value in held if callable(value)]
+        waiting = [(f.__code__, f.__globals__) for f in functions if isinstance(f, FunctionType)]
+        seen = set()
+        while waiting:
+            known, names = waiting.pop()
+            if known is code:
+                return False
+            if known not in seen and self._kind(known) == "user":
+                seen.add(known)
+                waiting += [(each, names) for each in known.co_consts if isinstance(each, CodeType)]
+                called = [names.get(name) for name in known.co_names]
+                waiting += [(f.__code__, f.__globals__) for f in called if isinstance(f, FunctionType)]
+        return True
+
+    def _is_run_again(self, frame: FrameType | None) -> bool:
+        if backward_task() == NO_BACKWARD:
+            return False
+        while frame is not None:
+            kind = self._kind(frame.f_code)
+            if kind in ("end", "checkpoint"):
+                return kind == "checkpoint"
+            frame = frame.f_back
+        return False
+
+    def _kind(self, code: CodeType) -> str:
+        """Returns the kind of the code of a frame."""
+        path = code.co_filename
+        if code is begin_pass.__code__ or (code.co_name == ENGINE and path.startswith(FOLDER)):
+            return "end"
+        if code is cast_at_boundary.__code__:
+            return "cast"
+        if path not in self._kinds:
+            self._kinds[path] = "user" if path in self._files else _kind(path)
+        return self._kinds[path]
+
+    def _running_in(self, frame: FrameType) -> tuple[str, weakref.ref[nn.Module]] | None:
+        """Returns the module whose method runs in a frame; the method may call it something else than `self`."""
+        first = frame.f_code.co_varnames[:1]
+        if first and frame.f_code in self._methods:
+            return self._modules.get(id(frame.f_locals.get(first[0])))
+        return self._of(frame, first)
+
+    def _of(self, frame: FrameType, names: Sequence[str]) -> tuple[str, weakref.ref[nn.Module]] | None:
+        return self._modules.get(id(frame.f_locals.get("self"))) if "self" in names else None
+
+    def of_error(self, trace: TracebackType | None) -> Place:
+        """Returns the place where an error was raised: the innermost module and line of user code in the traceback."""
+        module = line = None
+        while trace is not None:
+            frame = trace.tb_frame
+            code = frame.f_code
+            if self._kind(code) == "user":
+                line = f"{os.path.basename(code.co_filename)}:{trace.tb_lineno} in {code.co_name}"
+            known = self._running_in(frame)
+            module = module if known is None else known[0]
+            trace = trace.tb_next
+        return Place(module, line, (0, 0))
+
+
+def memory_of(tensor: Tensor) -> Tensor | None:
+    """Returns the tensor that holds a tensor's elements: itself, or the values of a sparse or nested tensor."""
+    try:
+        with without_modes():
+            held = _dense(tensor)
+        return held if held is not None and _identity(held) else None
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Returns the identity of the memory of a tensor's elements; 0 if unknown."""
+    held = memory_of(tensor)
+    return 0 if held is None else _identity(held)
+
+
+def _dense(tensor: Tensor) -> Tensor | None:
+    if tensor.is_nested:
+        return elements(tensor)
+    if tensor.layout is torch.strided:
+        return tensor
+    tensor = tensor.detach()
+    if tensor.is_sparse:
+        return sparse_values(tensor)
+    return tensor.values() if tensor.layout in _COMPRESSED else None
+
+
+def _identity(held: Tensor) -> int:
+    return int(storage_identity(held.untyped_storage()))
+
+
+def _span(held: Tensor) -> tuple[int, int]:
+    """Returns the byte offsets of a tensor's start and end (exclusive) in its storage; never an empty range."""
+    reach = 1 + sum(stride * (size - 1) for size, stride in zip(held.shape, held.stride(), strict=True) if size)
+    start = int(held.storage_offset())
+    return start * held.itemsize, (start + reach) * held.itemsize
+
+
+def _kind(path: str) -> str:
+    """Returns the kind of code in a file, judged by its path."""
+    # The kinds are "checkpoint", "functional" (torch functions written in Python), "below" (dispatch, and halfstep
+    # itself), "torch" for the rest of torch, and "user" for all other files.
+    if path == CHECKPOINT_FILE:
+        return "checkpoint"
+    if path in FUNCTIONAL_FILES:
+        return "functional"
+    if path in DISPATCH_FILES or path.startswith(OURS):
+        return "below"
+    return "torch" if path.startswith(FOLDER) else "user"

@@ -1,0 +1,267 @@
+"""Trains one workload under several plans side by side, and measures speed, memory and accuracy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from time import perf_counter
+
+import torch
+
+from halfstep.errors import WorkloadError
+from halfstep.lab.bench.budget import MANY, MOST, Course, course, turn_of, warmup
+from halfstep.lab.bench.lane import COUNTED, Deal, Local
+from halfstep.lab.bench.remote import Origin, Remote, Task, origin_of
+from halfstep.lab.bench.tally import Tally, first_batch, foreseen, result_of
+from halfstep.lab.bench.variants import Entry
+from halfstep.lab.workloads.workload import Workload
+from halfstep.measurements import BenchResult
+
+STEPS = 100  # where neither steps nor seconds are given
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is done now, the steps done and the total steps, which is 0 as long as it is not known."""
+
+
+@dataclass
+class _Row:
+    """A row of the benchmark and the lane that trains it; `losses` has those of the seed that it trains on now."""
+
+    tally: Tally
+    lane: Local | Remote
+    losses: list[float] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return self.tally.entry.name
+
+
+class _Told:
+    """Counts steps and tells them to a `Progress`."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress, self.done, self.total = progress, 0, 0
+
+    def now(self, what: str) -> None:
+        """Says what is done now."""
+        self._progress(what, self.done, self.total)
+
+    def made(self, what: str) -> None:
+        """Says that a step was made."""
+        self.done += 1
+        self.now(what)
+
+
+def bench(  # noqa: PLR0913  # what one experiment is; all of it stands in the result
+    workload: Workload,
+    rows: Sequence[Entry],
+    *,
+    steps: int | None = None,
+    seconds: float | None = None,
+    seeds: Iterable[int] = (0,),
+    device: torch.device,
+    origin: Origin | None = None,
+    command: str = "",
+    memory: bool = True,
+    progress: Progress = lambda what, done, total: None,
+    clock: Callable[[], float] = perf_counter,
+) -> BenchResult:
+    """Trains `workload` once per entry of `rows`, from the same weights on the same batches, one step of each in turn.
+
+    Rows of torch.amp train in a process of their own that never opens a session, which loads the workload from
+    `origin`; without it, that of one of halfstep's own workloads. All other rows share this process.
+
+    First each row makes two steps in which its peak memory is counted, unless `memory` is false. Then each row makes
+    `steps` steps (100 if nothing is said). With `seconds`, the trial of two steps decides how many: as many as fit into
+    about that time, at most `steps` if these are given too, the same number for all rows that are trained. A row whose
+    step takes more than `budget.SLOW` times that of O0 (without O0: of the fastest row) is then timed for three steps
+    and not trained. Validation is left out if it would take more than half of the time.
+
+    Returns the measurements, with one row for each entry. If an entry raises an exception, in halfstep or in the
+    workload, the error is stored in its row and the other entries continue. A `KeyboardInterrupt` ends the benchmark
+    and keeps what was measured so far. `progress` is called with what is done now; `clock` returns seconds.
+    """
+    until = None if seconds is None else clock() + seconds
+    seeds = tuple(seeds)
+    most = _most(steps, seconds, seeds)
+    with foreseen(f"{workload.name}: building the model"):
+        parameters = sum(p.numel() for p in workload.build(seeds[0]).parameters())
+    first_batch(workload, seeds[0])  # missing data ends it here, before anything was measured
+    if origin is None and any(row.peer and row.refused is None for row in rows):
+        origin = origin_of(workload)
+    tallies = [Tally(row, error=row.refused) for row in rows]
+    told = _Told(progress)
+
+    def left() -> float:
+        return math.inf if until is None else until - clock()
+
+    taken, complete, deal = Course(most if until is None else 0, warmup(most)), True, Deal(workload, device)
+    try:
+        with ExitStack() as stack:
+            running = _open(origin, deal, tallies, told, stack)
+            if until is None:
+                told.total = (len(seeds) * most + COUNTED * memory) * len(running)
+            spent: dict[int, float] = {}
+            if memory or until is not None:
+                spent = {
+                    number: _trial(row, seeds[0], told, left, counted=memory) for number, row in enumerate(running)
+                }
+            if until is not None:
+                taken = _course(running, spent, left, seeds=len(seeds), most=most, told=told)
+            if any(row.tally.entry.peer for row in running):
+                taken = replace(taken, turn=turn_of(filter(None, spent.values()), taken.steps))
+            deal.turn = taken.turn
+            for seed in seeds:
+                taken = _train(running, taken, seed, told, clock)
+    except KeyboardInterrupt:
+        complete = False
+    return result_of(
+        workload, tallies, parameters=parameters, device=device, steps=taken.steps, warmup=taken.untimed,
+        turn=taken.turn, seeds=seeds, complete=complete, command=command,
+    )  # fmt: skip
+
+
+def _most(steps: int | None, seconds: float | None, seeds: Sequence[int]) -> int:
+    """Returns how many steps a row makes at most."""
+    most = STEPS if steps is None and seconds is None else MOST if steps is None else steps
+    if most < 1 or not seeds:
+        raise WorkloadError(f"expected at least one step and one seed, got steps={most} and {len(seeds)} seeds")
+    if seconds is not None and seconds <= 0:
+        raise WorkloadError(f"expected more than 0 seconds, got seconds={seconds}")
+    return most
+
+
+def _open(
+    origin: Origin | None,
+    deal: Deal,
+    tallies: Sequence[Tally],
+    told: _Told,
+    stack: ExitStack,
+) -> list[_Row]:
+    """Returns the rows that are run; when `stack` is closed, it closes their lanes."""
+    rows: list[_Row] = []
+    for tally in tallies:
+        if tally.error is not None:
+            continue
+        with tally.failing("start"):
+            lane: Local | Remote
+            if tally.entry.peer:
+                assert origin is not None
+                told.now(f"{tally.entry.name}: starting its process")
+                lane = Remote(Task(origin, tally.entry, deal.device))
+                stack.callback(lane.close)
+                lane.ready()
+            else:
+                lane = Local(tally.entry, deal)
+                stack.callback(lane.close)
+            rows.append(_Row(tally, lane))
+    return rows
+
+
+def _trial(row: _Row, seed: int, told: _Told, left: Callable[[], float], *, counted: bool) -> float:
+    """Makes the first steps of a row, which count its memory, and returns the seconds of the last one."""
+    # One step is all where few more of its length would fit into the time `left`; the peak is then not known.
+    spent, before = 0.0, 0.0
+    with row.tally.failing():
+        told.now(f"{row.name}: building the model")
+        row.lane.begin(seed, counted=counted)
+    for number in range(COUNTED):
+        if number and (before - left()) * MANY > left():
+            counted = False
+            break
+        with row.tally.failing("counting memory" if counted else "trial"):
+            told.now(f"{row.name}: trial")
+            before = left()
+            if row.tally.error is None:
+                spent = row.lane.step(number, COUNTED).ms / 1e3
+                told.made(f"{row.name}: trial")
+    if row.tally.error is None:
+        with row.tally.failing("counting memory"):
+            end = row.lane.end(validate=False)
+            row.tally.peak, row.tally.memory = end.peak if counted else None, end.memory
+    return spent
+
+
+def _course(
+    rows: Sequence[_Row],
+    spent: dict[int, float],
+    left: Callable[[], float],
+    *,
+    seeds: int,
+    most: int,
+    told: _Told,
+) -> Course:
+    """Returns what the rows do in the time that is left, after their trial."""
+    trials = {number: took for number, took in spent.items() if rows[number].tally.error is None}
+    if not trials:
+        return Course(most, warmup(most))
+    full = (number for number in trials if rows[number].tally.entry.level == "O0")
+    base = next(full, min(trials, key=lambda number: trials[number]))
+    told.now(f"{rows[base].name}: trial of the validation")
+    validation = 0.0
+    with rows[base].tally.failing("trial of the validation"):
+        validation = rows[base].lane.gauge()
+    taken = course(trials, base, left=left(), validation=validation, seeds=seeds, most=most)
+    for number, factor in taken.slow.items():
+        rows[number].tally.slow = factor
+        if not taken.timed:
+            rows[number].tally.times_ms.append(1e3 * trials[number])
+    told.total = told.done + seeds * taken.steps * (len(trials) - len(taken.slow)) + len(taken.slow) * taken.timed
+    return taken
+
+
+def _train(rows: Sequence[_Row], taken: Course, seed: int, told: _Told, clock: Callable[[], float]) -> Course:
+    """Trains all rows from one seed, then evaluates each row."""
+    trained = [row for row in rows if row.tally.slow is None]
+    for row in trained:
+        row.losses = []
+    for row in _running(trained):
+        with row.tally.failing():
+            row.lane.begin(seed)
+    try:
+        made = _take_turns(rows, taken, seed, told, clock)
+    finally:
+        for row in trained:
+            row.tally.add_losses(row.losses)
+    for row in _running(trained):
+        with row.tally.failing(f"evaluation after seed {seed}"):
+            told.now(f"{row.name}: evaluation after seed {seed}")
+            row.tally.add_end(row.lane.end(validate=taken.validate))
+    return taken if taken.seconds is None else replace(taken, steps=made, seconds=None, timed=0)
+
+
+def _take_turns(rows: Sequence[_Row], taken: Course, seed: int, told: _Told, clock: Callable[[], float]) -> int:
+    """Makes the steps of all rows, a turn of each after the other, and returns how many each has made."""
+    until = None if taken.seconds is None else clock() + taken.seconds
+    for first in range(0, taken.steps, taken.turn):
+        running = _running(rows)
+        if not running:
+            return first
+        if until is not None and first and clock() >= until:
+            return first
+        ahead = first // taken.turn % len(running)  # so that none always follows the same other
+        for row in running[ahead:] + running[:ahead]:
+            for step in range(first, min(first + taken.turn, taken.steps)):
+                _step(row, step, taken, seed, told)
+    return taken.steps
+
+
+def _step(row: _Row, step: int, taken: Course, seed: int, told: _Told) -> None:
+    """Makes a step of a row, unless it has failed or has made all that it makes."""
+    tally, is_slow = row.tally, row.tally.slow is not None
+    if tally.error is not None or (is_slow and not (step >= taken.untimed and len(tally.times_ms) < taken.timed)):
+        return
+    told.now(f"{row.name}: seed {seed}")
+    with tally.failing(f"step {step + 1} of seed {seed}"):
+        made = row.lane.step(step, taken.steps)
+        if not is_slow:
+            row.losses.append(made.loss)
+        if is_slow or (step >= taken.untimed and step % taken.turn >= taken.cold):
+            tally.times_ms.append(made.ms)
+    told.made(f"{row.name}: seed {seed}")
+
+
+def _running(rows: Sequence[_Row]) -> list[_Row]:
+    return [row for row in rows if row.tally.error is None]

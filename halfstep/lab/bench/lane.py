@@ -1,0 +1,154 @@
+"""A row of a benchmark while it trains, in this process; `remote.py` does so in a process of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+
+from halfstep.lab.bench.memory import CpuBytes, CudaBytes, counting, limit_memory
+from halfstep.lab.bench.tally import End, next_batch
+from halfstep.lab.bench.variants import Entry, Variant, timed_step
+from halfstep.lab.workloads.workload import Batch, Workload, to_device_of
+
+COUNTED = 2  # steps: the first makes the optimizer's state, the second has the peak
+
+
+@dataclass(frozen=True)
+class Begun:
+    """The number of a model's parameters, and of training examples in an epoch."""
+
+    parameters: int
+    examples: int | None
+
+
+@dataclass(frozen=True)
+class Step:
+    """The loss of a training step, and its milliseconds."""
+
+    loss: float
+    ms: float
+
+
+class Deal:
+    """The batches of a workload on a device; rows that train in turn in one process are given the same tensors.
+
+    `turn` is the number of steps that a row makes before the next one makes the same ones.
+    """
+
+    def __init__(self, workload: Workload, device: torch.device) -> None:
+        self.workload, self.device = workload, device
+        self._seed: int | None = None
+        self._source: Iterator[Batch] = iter(())
+        self._drawn = 0
+        self._kept: dict[int, Batch] = {}  # the first ones, with which every row begins, and the last ones
+        self.turn = 1
+
+    def batch(self, seed: int, number: int) -> Batch:
+        """Returns batch `number` (from 0) of a seed."""
+        if seed != self._seed or (number < self._drawn and number not in self._kept):
+            self._source, self._drawn, self._kept, self._seed = self.workload.batches(seed), 0, {}, seed
+        while self._drawn <= number:
+            inputs, targets = next_batch(self._source)
+            if self._drawn - self.turn >= COUNTED:
+                del self._kept[self._drawn - self.turn]
+            self._kept[self._drawn] = inputs.to(self.device), targets.to(self.device)
+            self._drawn += 1
+        return self._kept[number]
+
+
+class Local:
+    """Trains one row of a benchmark in this process, a step for each call."""
+
+    def __init__(self, entry: Entry, deal: Deal) -> None:
+        self._entry, self._deal = entry, deal
+        self._workload, self._device = deal.workload, deal.device
+        self._open, self._counting = ExitStack(), ExitStack()
+        self._variant: Variant | None = None
+
+    def begin(self, seed: int, *, counted: bool = False, limit: int | None = None) -> Begun:
+        """Builds the model of a seed, in the place of an earlier one.
+
+        If it is `counted`, the memory of its first steps is. `limit` is the number of bytes that the process may
+        allocate from now on.
+        """
+        self.close()
+        self._seed, self._made = seed, 0
+        self._count: CpuBytes | CudaBytes | None = None
+        for number in range(COUNTED if counted else 0):
+            self._deal.batch(seed, number)  # so that they are no part of the peak
+        if limit is not None:
+            limit_memory(limit, self._device)
+        with self._closed_by_errors():
+            if counted:
+                self._count = counting(self._device)
+                self._counting.enter_context(self._count)
+            self._variant = self._entry.start(self._workload, seed, self._device)
+            self._open.callback(self._variant.close)
+        self._lr = tuple(group["lr"] for group in self._variant.optimizer.param_groups)
+        return Begun(sum(p.numel() for p in self._variant.model.parameters()), self._workload.examples())
+
+    def step(self, number: int, steps: int) -> Step:
+        """Makes training step `number`, from 0, of `steps`."""
+        variant = self._running()
+        with self._closed_by_errors():
+            batch = self._deal.batch(self._seed, number)
+            if self._count is not None and self._made < COUNTED:
+                self._count.restart()
+            loss, took = timed_step(variant, batch, self._lr, self._workload.lr_factor(number, steps))
+            variant.observe()
+            self._made += 1
+            if self._made == COUNTED:
+                self._counting.close()
+            return Step(float(loss), took)
+
+    def gauge(self) -> float:
+        """Returns about how many seconds a validation takes, from the time of its first batch."""
+        model = self._running().model
+        sizes, first = [], None
+        for batch in self._workload.validation():
+            first = first or batch
+            sizes.append(len(batch[0]))
+        if first is None:
+            return 0.0
+        inputs, _ = to_device_of(model, *first)
+        was_training = model.training
+        model.eval()
+        try:
+            with torch.no_grad():
+                start = perf_counter()
+                float(model(inputs).sum())
+                return (perf_counter() - start) * sum(sizes) / max(1, sizes[0])
+        finally:
+            model.train(was_training)
+
+    def end(self, *, validate: bool) -> End:
+        """Returns what the run has come to, after a validation if `validate` is true."""
+        variant = self._running()
+        self._counting.close()
+        # A compiled model would be compiled once more to evaluate.
+        with torch.compiler.set_stance("force_eager") if self._entry.compiled else nullcontext():
+            figures = self._workload.evaluate(variant.model) if validate else {}
+        peak = None if self._count is None else self._count.peak
+        return End(**vars(variant.facts()), peak=peak, validation={name: float(v) for name, v in figures.items()})
+
+    def close(self) -> None:
+        """Ends the run, if there is one."""
+        self._counting.close()
+        self._open.close()
+        self._variant = None
+
+    def _running(self) -> Variant:
+        assert self._variant is not None, "the run has not begun"
+        return self._variant
+
+    @contextmanager
+    def _closed_by_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.close()  # memory is counted in one run at a time
+            raise

@@ -1,0 +1,148 @@
+"""Trains a row of a benchmark in a process of its own, which loads its workload and is asked for one step at a time."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from halfstep.errors import WorkloadError
+from halfstep.lab.bench.lane import Begun, Step
+from halfstep.lab.bench.tally import End, settings_of
+from halfstep.lab.bench.variants import Entry
+from halfstep.lab.workloads.load import WORKLOADS, load_workload
+from halfstep.lab.workloads.workload import Workload
+
+_LINES = 3  # of what a process said last before it died
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a workload comes from, so that another process can load the same: what `load_workload` takes."""
+
+    model: str
+    settings: dict[str, str]
+    data: Path | None = None
+
+    def load(self) -> Workload:
+        """Returns the workload."""
+        return load_workload(self.model, self.settings, data=self.data)
+
+
+def origin_of(workload: Workload) -> Origin:
+    """Returns the origin of one of halfstep's own workloads."""
+    if WORKLOADS.get(workload.name) is not type(workload):
+        raise WorkloadError(
+            f"torch.amp trains in a process of its own, which cannot load {type(workload).__name__}; pass "
+            "origin=Origin('path.py:function', settings), or leave the rows of torch.amp out"
+        )
+    return Origin(workload.name, settings_of(workload), workload.data)
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a process trains: a row of a benchmark, with as many threads as this process has."""
+
+    origin: Origin
+    entry: Entry
+    device: torch.device
+    threads: int = field(default_factory=torch.get_num_threads)
+
+
+class OutOfMemory(WorkloadError):
+    """A configuration did not fit into memory."""
+
+
+class Remote:
+    """Trains one row as `Local` does, in a process that starts at once: where no session of another row is open.
+
+    Each call raises `OutOfMemory` if the process ran out of memory, and `WorkloadError` if something else failed in it
+    or it died.
+    """
+
+    def __init__(self, task: Task) -> None:
+        self._is_ready, self._is_limited = False, False
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # closed by `close`
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "halfstep.lab.bench.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            start_new_session=True,  # Ctrl-C is for the one who deals
+        )
+        self._send(task)
+
+    def ready(self) -> None:
+        """Waits until the process has loaded its workload, so that what loading takes is nobody's step."""
+        if not self._is_ready:
+            self._answer()
+            self._is_ready = True
+
+    def begin(self, seed: int, *, counted: bool = False, limit: int | None = None) -> Begun:
+        """Builds the model of a seed, in the place of an earlier one."""
+        self._is_limited = limit is not None
+        begun: Begun = self._ask("begin", seed, counted=counted, limit=limit)
+        return begun
+
+    def step(self, number: int, steps: int) -> Step:
+        """Makes one training step."""
+        made: Step = self._ask("step", number, steps)
+        return made
+
+    def gauge(self) -> float:
+        """Returns about how many seconds a validation takes."""
+        return float(self._ask("gauge"))
+
+    def end(self, *, validate: bool) -> End:
+        """Returns what the run has come to."""
+        end: End = self._ask("end", validate=validate)
+        return end
+
+    def close(self) -> None:
+        """Ends the process."""
+        self._process.kill()
+        self._process.wait()
+        for each in (self._process.stdin, self._process.stdout, self._errors):
+            assert each is not None
+            with suppress(BrokenPipeError):  # a line that a dead process never took
+                each.close()
+
+    def _ask(self, what: str, *given: object, **named: object) -> Any:
+        self.ready()
+        self._send((what, given, named))
+        return self._answer()
+
+    def _send(self, asked: object) -> None:
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # the answer says why
+            pickle.dump(asked, self._process.stdin)
+            self._process.stdin.flush()
+
+    def _answer(self) -> Any:
+        assert self._process.stdout is not None
+        try:
+            said = pickle.load(self._process.stdout)
+        except (EOFError, pickle.UnpicklingError):
+            raise self._death() from None
+        if isinstance(said, WorkloadError):
+            raise said
+        return said
+
+    def _death(self) -> WorkloadError:
+        code = self._process.wait()
+        self._errors.seek(0)
+        last = " ".join(self._errors.read().decode(errors="replace").strip().splitlines()[-_LINES:])
+        if code == -signal.SIGKILL and os.name == "posix":
+            return OutOfMemory("out of memory: the system killed the process")
+        if self._is_limited:  # libraries such as OpenMP's end a process that gets no memory
+            return OutOfMemory(f"out of memory: the process ended with code {code} under its limit; it wrote: {last}")
+        return WorkloadError(f"the process ended with code {code}; it wrote: {last or 'nothing'}")

@@ -1,0 +1,301 @@
+"""Benchmarks several models and batch sizes, and finds the largest batch that fits into a memory limit.
+
+Each pair of model and batch size is a point of a sweep, at which every row runs in its own process, and the processes
+take training steps in turn. In the search for the largest batch, each batch size is tried in a process of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import msgspec
+import torch
+
+from halfstep.errors import WorkloadError
+from halfstep.lab.bench.bench import Progress
+from halfstep.lab.bench.lane import COUNTED, Begun
+from halfstep.lab.bench.memory import PEAK_METHOD
+from halfstep.lab.bench.remote import Origin, OutOfMemory, Remote, Task
+from halfstep.lab.bench.tally import Tally, first_batch, result_of
+from halfstep.lab.bench.variants import Entry
+from halfstep.lab.workloads.load import load_workload
+from halfstep.lab.workloads.workload import Workload
+from halfstep.machine import read_machine
+from halfstep.measurements import Largest, Point, Sweep
+from halfstep.version import __version__
+
+SCHEMA = 1
+MOST = 2**20  # examples in a batch: where a workload has no end of them
+UNTIMED = COUNTED + 1  # steps: one warms up when memory is counted no more
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a sweep was asked to measure: models, batch sizes, rows and steps.
+
+    A model is given by its name in `halfstep.lab.workloads.load.MODELS`, or by a workload's name. Without batch sizes
+    each model uses its own default; a name that ends with "@16" uses only that batch size. Every configuration
+    makes `steps` timed steps from the same seed; `settings` are passed to each model.
+    """
+
+    models: tuple[str, ...]
+    batches: tuple[int, ...]
+    rows: tuple[Entry, ...]
+    steps: int
+    device: torch.device
+    settings: Mapping[str, str] = field(default_factory=dict)
+    data: Path | None = None
+    seed: int = 0
+    command: str = ""
+
+    def points(self) -> list[tuple[str, Workload]]:
+        """Returns the model and the workload of each point, in the order in which they are measured."""
+        if self.steps < 1 or not self.models or not self.rows:
+            raise WorkloadError(
+                "a sweep needs at least one model, one level and one timed step; pass --model, --levels and --steps"
+            )
+        if "batch" in self.settings and self.batches:
+            raise WorkloadError("--set batch and --batch-size both set the batch size; pass only one of them")
+        return [point for model in self.models for point in self._points(*model.partition("@"))]
+
+    def _points(self, name: str, at: str, own: str) -> Iterator[tuple[str, Workload]]:
+        if at and not own.isdecimal():
+            raise WorkloadError(f"model {name}: @{own} is not a batch size; write for example {name}@16")
+        batches = [own] if at else [str(batch) for batch in self.batches]
+        for size in [{"batch": batch} for batch in batches] or [{}]:
+            yield name, load_workload(name, {**self.settings, **size}, data=self.data)
+
+    def words(self) -> dict[str, str]:
+        """Returns what was asked as a dict of texts; a saved sweep can be continued if its texts are the same."""
+        machine = read_machine(self.device)
+        return {
+            "models": ", ".join(self.models),
+            "batch sizes": ", ".join(map(str, self.batches)) or "the models' own",
+            "rows": ", ".join(row.name for row in self.rows),
+            "steps": str(self.steps),
+            "settings": ", ".join(f"{key}={value}" for key, value in sorted(self.settings.items())) or "none",
+            "data": "none" if self.data is None else _data_name(self.data.resolve()),
+            "seed": str(self.seed),
+            "device": machine.device,
+            "processor": machine.processor,
+            "threads": str(machine.threads),
+            "torch": machine.torch,
+            "halfstep": __version__,
+            "peak memory": PEAK_METHOD,
+        }
+
+    def failed(self, point: Point) -> bool:
+        """Tells whether a point should be measured again because one of its rows failed."""
+        # Rows that ran out of memory do not count, nor do rows that were refused: they would fail again.
+        refused = {row.name for row in self.rows if row.refused is not None}
+        return any(run.error and not run.out_of_memory and run.name not in refused for run in point.result.runs)
+
+    def task(self, model: str, workload: Workload, row: Entry) -> Task:
+        """Returns the task for the process that trains one row of a point."""
+        settings = {**self.settings, "batch": str(workload.batch)}
+        return Task(Origin(model, settings, self.data), row, self.device)
+
+
+def _data_name(path: Path) -> str:
+    """Returns the data's file name and a digest of its full path, so that no home folder is disclosed."""
+    return f"{path.name} ({hashlib.sha256(str(path).encode()).hexdigest()[:12]})"
+
+
+def sweep(
+    asked: Asked,
+    *,
+    done: Sweep | None = None,
+    keep: Callable[[Sweep], None] = lambda result: None,
+    progress: Progress = lambda what, done, total: None,
+) -> Sweep:
+    """Measures the points of a sweep that are missing in `done` or failed there, and returns a sweep with all points.
+
+    A point whose rows ran out of memory is not measured again. `keep` is called with the sweep so far after each point,
+    and `progress` with the current activity, the examples trained and the total examples. A `KeyboardInterrupt` ends
+    the sweep and keeps the points that are complete.
+    """
+    points, words = asked.points(), asked.words()
+    result = Sweep(SCHEMA, words, len(points)) if done is None else done
+    check_same(result.asked, words)
+    for _, workload in points:
+        first_batch(workload, asked.seed)  # missing data ends it here, before anything was measured
+    runs = sum(row.refused is None for row in asked.rows)
+    each = runs * (UNTIMED + asked.steps)
+    sizes = [each * workload.batch for _, workload in points]
+    for at in range(len(points)):
+        if at < len(result.points) and not asked.failed(result.points[at]):
+            continue
+        model, workload = points[at]
+        count = sum(sizes[:at])
+
+        def tick(what: str) -> None:
+            nonlocal count
+            count += workload.batch  # noqa: B023  # called in this round alone
+            progress(f"{model}, batch {workload.batch}: {what}", count, sum(sizes))  # noqa: B023
+
+        try:
+            point = _measure(asked, model, workload, tick)
+        except KeyboardInterrupt:
+            break
+        result = replace(result, points=(*result.points[:at], point, *result.points[at + 1 :]))
+        keep(result)
+    return result
+
+
+def read_sweep(path: Path) -> Sweep | None:
+    """Returns the sweep that a file holds, or None if the file does not exist."""
+    if path.exists() and not path.is_file():
+        raise WorkloadError(
+            f"{path} is not a regular file, but a sweep keeps what it has measured in one; pass one to --json"
+        )
+    try:
+        text = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise WorkloadError(f"{path} cannot be read: {error.strerror}") from None
+    try:
+        fields = json.loads(text)
+        schema = fields["schema"]
+        if schema == SCHEMA:
+            found = msgspec.convert(fields, Sweep, strict=False)  # "nan" and "inf" are numbers
+            if "points" not in fields:
+                raise KeyError("points")
+            return found
+        why = f"its schema is {schema}, that of this halfstep version is {SCHEMA}"
+    except (ValueError, KeyError, TypeError, RecursionError, msgspec.MsgspecError) as error:
+        why = f"{type(error).__name__}: {error}"
+    raise WorkloadError(
+        f"{path} holds no sweep that this halfstep version can read ({why}); pass another file to --json "
+        "(nothing was written to this one)"
+    )
+
+
+def check_same(before: Mapping[str, str], now: Mapping[str, str]) -> None:
+    """Raises an error if `now` asks for another sweep than `before`, so that the saved sweep cannot be continued."""
+    differs = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+    if differs:
+        said = "; ".join(f"{key}: {before.get(key, '-')} in the file, {now.get(key, '-')} now" for key in differs)
+        raise WorkloadError(
+            f"the results file holds another sweep ({said}); use the options of that sweep, or name another file"
+        )
+
+
+def _measure(asked: Asked, model: str, workload: Workload, tick: Callable[[str], None]) -> Point:
+    """Measures a point: starts one process for each row, then makes one training step in each in turn."""
+    tallies = [Tally(row, error=row.refused) for row in asked.rows]
+    built, total = Begun(0, None), UNTIMED + asked.steps
+    with ExitStack() as stack:
+        lanes: list[tuple[Tally, Remote]] = []
+        for tally in tallies:
+            if tally.error is None:
+                with tally.failing("start"):
+                    lanes.append((tally, Remote(asked.task(model, workload, tally.entry))))
+                    stack.callback(lanes[-1][1].close)
+        for tally, remote in lanes:
+            with tally.failing("start"):
+                built = remote.begin(asked.seed, counted=True)
+        for step in range(total):
+            turn = step % max(1, len(lanes))  # so that none always follows the same other
+            for tally, remote in lanes[turn:] + lanes[:turn]:
+                if tally.error is None:
+                    with tally.failing(f"step {step + 1}"):
+                        made = remote.step(step, total)
+                        tally.losses.append(made.loss)
+                        tally.times_ms += [made.ms] * (step >= UNTIMED)
+                tick(tally.entry.name)
+        for tally, remote in lanes:
+            if tally.error is None:
+                with tally.failing("the end"):
+                    tally.add_end(remote.end(validate=False))
+    for tally in tallies:
+        tally.add_losses(tally.losses)
+    result = result_of(
+        workload, tallies, parameters=built.parameters, device=asked.device, steps=asked.steps, warmup=UNTIMED,
+        seeds=(asked.seed,), complete=True, command=asked.command,
+    )  # fmt: skip
+    return Point(model, workload.batch, built.examples, result)
+
+
+# ---- the largest batch
+
+
+def largest_batches(
+    asked: Asked, limit: int, *, progress: Callable[[str], None] = lambda what: None
+) -> tuple[Largest, ...]:
+    """Returns for each model and row the largest batch whose first steps fit into `limit` bytes."""
+    if asked.batches or "batch" in asked.settings:
+        raise WorkloadError(
+            "the search for the largest batch sets the batch size itself; leave out --batch-size and --set batch"
+        )
+    if limit < 1:
+        raise WorkloadError(f"expected a memory limit of at least 1 byte, got {limit}; pass for example 2GiB")
+    found: list[Largest] = []
+    with suppress(KeyboardInterrupt):
+        for each in _rows(asked, limit, progress):
+            found.append(each)  # one by one, so that those before an interrupt are there
+    return tuple(found)
+
+
+def _rows(asked: Asked, limit: int, progress: Callable[[str], None]) -> Iterator[Largest]:
+    for model, workload in asked.points():
+        most = workload.examples() or MOST
+        for row in asked.rows:
+            if row.refused is not None:
+                yield Largest(model, row.name, limit, error=row.refused)
+            else:
+                yield _search(asked.task(model, workload, row), asked.seed, limit, most, progress)
+
+
+def _search(task: Task, seed: int, limit: int, most: int, progress: Callable[[str], None]) -> Largest:
+    """Finds the largest batch, up to `most` examples, with which a task fits into `limit` bytes."""
+    tried: dict[int, bool] = {}
+    name = task.entry.name
+
+    def fits(batch: int) -> bool:
+        progress(f"{task.origin.model} {name}: batch {batch}")
+        origin = replace(task.origin, settings=task.origin.settings | {"batch": str(batch)})
+        tried[batch] = _trains(replace(task, origin=origin), seed, limit)
+        return tried[batch]
+
+    found, error = None, None
+    try:
+        found = largest(fits, most=most)
+    except WorkloadError as failed:
+        error = str(failed)
+    return Largest(task.origin.model, name, limit, found, tuple(tried.items()), error)
+
+
+def _trains(task: Task, seed: int, limit: int) -> bool:
+    """Tells whether a configuration's first steps, which reach its peak memory, fit into `limit` bytes."""
+    try:
+        with closing(Remote(task)) as remote:
+            remote.begin(seed, counted=True, limit=limit)
+            for number in range(COUNTED):
+                remote.step(number, COUNTED)
+    except OutOfMemory:
+        return False
+    return True
+
+
+def largest(fits: Callable[[int], bool], *, most: int) -> int:
+    """Returns the largest size up to `most` that fits, by doubling and bisection; 0 if not even 1 fits.
+
+    >>> [largest(lambda size: size <= edge, most=40) for edge in (0, 1, 21, 39, 40, 50)]
+    [0, 1, 21, 39, 40, 40]
+    """
+    low, high = 0, 1  # low fits, as far as is known
+    while fits(high):
+        low = high
+        if low == most:
+            return low
+        high = min(2 * high, most)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

@@ -1,0 +1,193 @@
+"""Collects the measurements of a benchmark's rows, and turns them into records."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from halfstep.errors import HalfstepError, WorkloadError
+from halfstep.lab.bench.memory import PEAK_METHOD
+from halfstep.lab.bench.variants import Entry, Facts
+from halfstep.lab.workloads.workload import Batch, Workload
+from halfstep.machine import read_machine
+from halfstep.measurements import BenchResult, BenchRun
+from halfstep.timing import speedup, spread
+
+NOTES: tuple[tuple[Callable[[Entry], bool], str], ...] = (
+    (
+        lambda entry: entry.emulated,
+        "emulated: the device has no units for the format; products are computed in fp32 and rounded exactly, so losses"
+        " are those of a device that has such units, but times are not",
+    ),
+    (
+        lambda entry: entry.peer,
+        "torch.amp: autocast around the model, the same optimizer with fused=True and, in fp16, a GradScaler; it has a"
+        " process of its own, as an open session slows torch.autocast beside it",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class End(Facts):
+    """What a run has come to: also its peak memory, None if its steps were not counted, and validation figures."""
+
+    peak: int | None
+    validation: dict[str, float]
+
+
+@dataclass
+class Tally:
+    """The measurements of one row so far.
+
+    `times_ms` has an element for each timed step; `train_loss`, `validation`, `skipped` and `scale` have one for each
+    seed. `error` says why the row failed; `slow` says how many times the step of O0 one of its steps takes, if it was
+    timed and not trained for that.
+    """
+
+    entry: Entry
+    times_ms: list[float] = field(default_factory=list)
+    train_loss: list[float] = field(default_factory=list)
+    validation: dict[str, list[float]] = field(default_factory=dict)
+    skipped: list[int] = field(default_factory=list)
+    scale: list[float] = field(default_factory=list)
+    memory: dict[str, int] = field(default_factory=dict)
+    peak: int | None = None
+    losses: list[float] = field(default_factory=list)
+    error: str | None = None
+    slow: float | None = None
+
+    @contextmanager
+    def failing(self, where: str = "") -> Iterator[None]:
+        """Returns a context manager that turns an exception into this row's error, so that the other rows go on."""
+        try:
+            yield
+        except Exception as error:  # whatever a user's workload raises is the row's own
+            self.error = f"{where}{': ' if where else ''}{reason(error)}"
+
+    def add_losses(self, losses: Sequence[float]) -> None:
+        """Adds the training losses of one seed's run, which may have ended early."""
+        final = mean_of_last(losses)
+        self.train_loss += [] if final is None else [final]
+
+    def add_end(self, end: End) -> None:
+        """Adds what the run with one seed has come to; memory counts as that of the first run for which it is known."""
+        for name, value in end.validation.items():
+            self.validation.setdefault(name, []).append(value)
+        self.skipped.append(end.skipped)
+        self.scale.append(end.scale)
+        self.memory = self.memory or end.memory
+        self.peak = end.peak if self.peak is None else self.peak
+
+    def record(self, parameters: int) -> BenchRun:
+        """Returns this row's record, without speed-ups."""
+        return BenchRun(
+            name=self.entry.name,
+            level=self.entry.level,
+            low=self.entry.low.name,
+            peer=self.entry.peer,
+            emulated=self.entry.emulated,
+            times_ms=tuple(round(each, 3) for each in self.times_ms),  # no clock here is better than a microsecond
+            step_ms=spread(self.times_ms),
+            peak_bytes=self.peak,
+            bytes_per_parameter={key: size / parameters for key, size in self.memory.items()},
+            train_loss=tuple(self.train_loss),
+            validation={key: tuple(values) for key, values in self.validation.items()},
+            skipped=tuple(self.skipped),
+            scale=tuple(self.scale),
+            error=self.error,
+            compiled=self.entry.compiled,
+            losses=tuple(self.losses),
+            slow=self.slow,
+        )
+
+
+def settings_of(workload: Workload) -> dict[str, str]:
+    """Returns the settings of a workload by name, in the form in which a result stores them."""
+    return {each.name: str(getattr(workload, each.name)) for each in fields(workload) if each.name != "data"}
+
+
+def mean_of_last(values: Sequence[float], share: float = 0.1) -> float | None:
+    """Returns the mean of the last values; None if there are no values.
+
+    `share` is the fraction of the values to average; it is rounded down to a whole number of values, but at least one.
+
+    >>> mean_of_last([9.0] * 18 + [1.0, 3.0])
+    2.0
+    """
+    count = max(1, int(len(values) * share))
+    return sum(values[-count:]) / count if values else None
+
+
+def reason(error: Exception) -> str:
+    """Returns an exception's message; for one that is not halfstep's own, also its type and location.
+
+    >>> reason(HalfstepError("does not fit"))
+    'does not fit'
+    """
+    if isinstance(error, HalfstepError):
+        return str(error)
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{place}"
+
+
+@contextmanager
+def foreseen(what: str) -> Iterator[None]:
+    """Returns a context manager that turns exceptions of a user's workload, except halfstep's own, into WorkloadError.
+
+    `what` names what failed; the message begins with it.
+    """
+    try:
+        yield
+    except HalfstepError:
+        raise
+    except Exception as error:
+        raise WorkloadError(f"{what} failed: {reason(error)}") from error
+
+
+def first_batch(workload: Workload, seed: int) -> Batch:
+    """Returns the first batch of a workload with the given seed."""
+    # Benchmarks call this before they measure anything, so that a workload without data fails at once.
+    with foreseen(f"{workload.name}: the first batch"):
+        return next_batch(workload.batches(seed))
+
+
+def next_batch(batches: Iterator[Batch]) -> Batch:
+    """Returns the next batch."""
+    for batch in batches:
+        return batch
+    raise WorkloadError("the workload's batches() ended; it must yield batches without end")
+
+
+def result_of(
+    workload: Workload, tallies: Sequence[Tally], *, parameters: int, device: torch.device, **rest: Any
+) -> BenchResult:
+    """Returns what a benchmark came to; `rest` are fields of BenchResult that only the benchmark knows."""
+    return BenchResult(
+        workload=workload.name,
+        settings=settings_of(workload),
+        parameters=parameters,
+        runs=_speedups([tally.record(parameters) for tally in tallies]),
+        peak_method=PEAK_METHOD,
+        notes=tuple(text for applies, text in NOTES if any(applies(tally.entry) for tally in tallies)),
+        machine=read_machine(device),
+        date=datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        **rest,
+    )
+
+
+def _speedups(runs: Sequence[BenchRun]) -> tuple[BenchRun, ...]:
+    """Returns rows with their speed-ups over O0 and over torch.amp in the same format."""
+    baseline = next((run.times_ms for run in runs if run.level == "O0"), ())
+    peers = {run.low: run.times_ms for run in runs if run.peer and not run.compiled}
+    return tuple(
+        replace(run, vs_o0=speedup(baseline, run.times_ms), vs_amp=speedup(peers.get(run.low, ()), run.times_ms))
+        for run in runs
+    )

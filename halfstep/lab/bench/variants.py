@@ -1,0 +1,201 @@
+"""What a benchmark compares: a workload in a halfstep session, and the same in a plain torch.amp loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.errors import WorkloadError
+from halfstep.formats import FP16, FP32, Format
+from halfstep.initialize import initialize
+from halfstep.lab.workloads.workload import Batch, Workload
+from halfstep.machine import DeviceFacts, needs_emulation
+from halfstep.plan.levels import level
+from halfstep.plan.plan import Plan
+from halfstep.timing import clock_of, synchronize
+from halfstep.train.session.parts import memory_of
+
+PEER = "torch.amp"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Facts about a training run so far: its skipped steps, current loss scale and memory.
+
+    `memory` has the bytes held between steps, by what holds them: weights, masters, gradients or optimizer state.
+    """
+
+    skipped: int
+    scale: float
+    memory: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One row of a benchmark: a level in a format, or torch.amp (`peer`) in a format.
+
+    If the row is not run, `refused` says why. `compiled` says whether it trains through torch.compile, `scaled` whether
+    it scales the loss dynamically in every format.
+    """
+
+    level: str
+    low: Format
+    peer: bool
+    emulated: bool = False
+    refused: str | None = None
+    compiled: bool = False
+    scaled: bool = False
+
+    @property
+    def name(self) -> str:
+        """The row's name in results.
+
+        >>> Entry("O1", FP16, peer=False, emulated=True, compiled=True).name
+        'O1 fp16 (emulated) compiled'
+        """
+        end = f"{' scaled' if self.scaled else ''}{' compiled' if self.compiled else ''}"
+        if self.low == FP32:
+            return self.level + end
+        return f"{self.level} {self.low}{' (emulated)' if self.emulated else ''}{end}"
+
+    def start(self, workload: Workload, seed: int, device: torch.device) -> Variant:
+        """Builds the workload's model from a seed on a device and prepares it for training."""
+        model = workload.build(seed).to(device)
+        if self.compiled:
+            model.compile()
+        if self.peer:
+            return AmpVariant(workload, model, self.low, device, scaled=self.scaled)
+        plan = level(self.level, "bf16" if self.low == FP32 else self.low)
+        return SessionVariant(workload, model, plan, loss_scale="dynamic" if self.scaled else None)
+
+
+def entries(levels: Iterable[str], lows: Iterable[Format], facts: DeviceFacts, *, peer: bool) -> list[Entry]:
+    """Returns the rows of a benchmark: O0 once, then for each format the remaining levels and torch.amp."""
+    # In bf16 it runs on torch's own kernels.
+    names, formats = list(dict.fromkeys(levels)), list(dict.fromkeys(lows))
+    for name in names:
+        for low in formats:
+            level(name, low)  # raises for what does not exist
+    if not names or not formats:
+        raise WorkloadError(
+            "a benchmark needs at least one level and one format; pass for example --levels O0,O1 --low bf16"
+        )
+    rows = [Entry("O0", FP32, peer=False)] if "O0" in names else []
+    for low in formats:
+        emulated = needs_emulation(low, facts)
+        rows += [Entry(name, low, peer=False, emulated=emulated) for name in names if name != "O0"]
+        if peer:
+            why = f"{low} must be emulated on this {facts.kind}, and torch.amp cannot emulate"
+            rows.append(Entry(PEER, low, peer=True, refused=why if emulated and low == FP16 else None))
+    return rows
+
+
+class SessionVariant:
+    """Trains a workload in a halfstep session as the README describes, with `backward` and `step`.
+
+    For every variant only `train` is timed; `observe` is called after each step, outside the timing.
+    """
+
+    def __init__(self, workload: Workload, model: nn.Module, plan: Plan, *, loss_scale: str | None = None) -> None:
+        self.model = model
+        self.optimizer = workload.optimizer(model, fused=True)
+        self._workload = workload
+        self._session = initialize(model, self.optimizer, plan, loss_scale=loss_scale)
+
+    def train(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Makes one training step, zeroing gradients first, and returns the loss on the device."""
+        self.optimizer.zero_grad()
+        loss = self._workload.loss(self.model(inputs), targets)
+        self._session.backward(loss)
+        self._session.step(max_norm=self._workload.max_norm)
+        return loss.detach()
+
+    def observe(self) -> None:
+        """Does nothing: a session counts its skipped steps itself."""
+
+    def facts(self) -> Facts:
+        """Returns the session's skipped steps, scale and memory."""
+        status = self._session.status()
+        return Facts(status.skipped, status.scales.get(0, 1.0), dict(status.memory))
+
+    def close(self) -> None:
+        """Closes the session."""
+        self._session.close()
+
+
+class AmpVariant:
+    """Trains a workload under torch.amp as torch documents it, with a fused optimizer.
+
+    A GradScaler scales the loss in fp16, and in every format if the row is `scaled`. The loss is computed on fp32
+    outputs outside the autocast region, as for all variants.
+    """
+
+    def __init__(
+        self, workload: Workload, model: nn.Module, low: Format, device: torch.device, *, scaled: bool = False
+    ) -> None:
+        self.model = Autocast(model, device, low.dtype)
+        self.optimizer = workload.optimizer(model, fused=True)
+        self._workload = workload
+        self._parameters = list(model.parameters())
+        self._scaler = torch.amp.GradScaler(device.type, enabled=scaled or low.needs_scale)
+        self._scale = self._scaler.get_scale()
+        self._skipped = 0
+
+    def train(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Makes one training step, zeroing gradients first, and returns the loss on the device."""
+        self.optimizer.zero_grad()
+        loss = self._workload.loss(self.model(inputs), targets)
+        self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]  # Tensor.backward of torch
+        if self._workload.max_norm is not None:
+            self._scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(self._parameters, self._workload.max_norm)
+        self._scaler.step(self.optimizer)
+        self._scaler.update()
+        return loss.detach()
+
+    def observe(self) -> None:
+        """Counts the last step as skipped if it lowered the loss scale; only skipped steps lower the scale."""
+        before, self._scale = self._scale, self._scaler.get_scale()
+        self._skipped += self._scale < before
+
+    def facts(self) -> Facts:
+        """Returns skipped steps, the scaler's scale and the bytes of parameters, gradients and optimizer state."""
+        return Facts(self._skipped, self._scale, memory_of(self._parameters, [self.optimizer]))
+
+    def close(self) -> None:
+        """Does nothing: autocast and the GradScaler leave nothing to restore."""
+
+
+Variant = SessionVariant | AmpVariant
+
+
+def timed_step(variant: Variant, batch: Batch, base_lr: Sequence[float], factor: float) -> tuple[Tensor, float]:
+    """Makes one training step and returns its loss and its time in milliseconds, by the clock of `clock_of`."""
+    for group, lr in zip(variant.optimizer.param_groups, base_lr, strict=True):
+        group["lr"] = lr * factor
+    device = batch[0].device
+    synchronize(device)
+    clock = clock_of(device)
+    start = clock()
+    loss = variant.train(*batch)
+    synchronize(device)
+    return loss, 1e3 * (clock() - start)
+
+
+class Autocast(nn.Module):
+    """A model whose forward runs under torch.autocast and returns fp32."""
+
+    def __init__(self, model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.inner = model
+        self._device_type = device.type
+        self._dtype = dtype
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Returns the inner model's outputs in fp32; autocast runs the operations on its list in low precision."""
+        with torch.autocast(self._device_type, self._dtype):
+            out: Tensor = self.inner(inputs)
+        return out.float()

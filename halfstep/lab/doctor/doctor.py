@@ -1,0 +1,204 @@
+"""Examines a machine: its speed in each format, what its settings cost, and which level and format to train in.
+
+It also measures the facts by which sessions choose formats, and compares them with the table of processor classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from datetime import datetime, timezone
+from time import perf_counter
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from halfstep.errors import HalfstepError
+from halfstep.formats import BF16, FP16
+from halfstep.gains import weighed
+from halfstep.lab.doctor.rates import CONVOLUTION, EMULATED, NATIVE, PRODUCT, by_kind, footprints, measure
+from halfstep.lab.doctor.settings import read_settings, read_tools
+from halfstep.machine import WORTH, Processor, model_name, read_facts, read_machine, read_processor, table_row
+from halfstep.measurements import Choice, Examination, Rate
+from halfstep.saved import Saved, check_savable, save
+from halfstep.timing import speedup, take_turns
+
+RATES_SECONDS, WIDE_SECONDS, SETTINGS_SECONDS = 11.0, 6.0, 1.0
+_WORTH = 1.1  # a format that is faster by less is not recommended for speed
+_WIDTHS, _LENGTHS, _HEADS = (32, 64, 128), (64, 128, 256, 512), 8
+_FASTER = 1.05  # what differs by less is as fast
+
+Rates = Mapping[tuple[str, str, str], Rate]
+
+
+def examine(device: torch.device, *, tell: Callable[[str], None] = lambda _: None, keep: bool = False) -> Examination:
+    """Measures a device in under 30 seconds; `tell` is called with the name of each measurement before it starts."""
+    if keep:
+        if device.type != "cpu":
+            raise HalfstepError(f"--save works only for the CPU, got device {device}; add --device cpu")
+        check_savable()
+    start = perf_counter()
+    tell("products, convolutions, attention, copies and casts")
+    rates = measure(device, seconds=RATES_SECONDS)
+    kinds = by_kind(rates)
+    tell("settings")
+    settings = read_settings(device, seconds=SETTINGS_SECONDS)
+    choices: tuple[Choice, ...] = ()
+    date = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    saved = None
+    if device.type == "cpu":
+        tell("the backward pass of attention")
+        bf16, fp16, wide = gain(kinds, "bf16"), gain(kinds, "fp16"), wide_backward(seconds=WIDE_SECONDS)
+        if keep:
+            found = Saved(table_row().name, model_name(), str(torch.__version__), bf16, fp16, wide, date)
+            saved = str(save(found))
+        choices = compare(read_processor(), table_row(), bf16=bf16, fp16=fp16, wide=wide)
+    level, low, reason = recommend(kinds)
+    facts = read_facts(device)
+    return Examination(
+        machine=read_machine(device),
+        device=str(facts),
+        processor=facts.processor.name,
+        source=read_processor().source,
+        rates=tuple(rates),
+        memory=tuple(footprints(device)),
+        settings=settings,
+        choices=choices,
+        tools=read_tools(device),
+        level=level,
+        low=low,
+        reason=reason,
+        seconds=perf_counter() - start,
+        date=date,
+        saved=saved,
+    )
+
+
+def recommend(rates: Rates) -> tuple[str, str, str]:
+    """Returns the recommendation as (level, format, reason)."""
+    # The format is the one in which matrix products and convolutions gain most; if none gains, the level is O0. bf16
+    # is preferred to fp16, since it needs no loss scale, unless fp16 is faster by a factor of more than `_WORTH`.
+    gains = {low: _gain(rates, low) for low in ("bf16", "fp16")}
+    best = "fp16" if gains["fp16"] > _WORTH * gains["bf16"] else "bf16"
+    other = "fp16" if best == "bf16" else "bf16"
+    figures = f"{_words(rates, best)}; {_words(rates, other)}"
+    if gains[best] < _WORTH:
+        partly = [
+            f"{low} is faster in {work}s only; a model with few other operations may gain at O1 (try `halfstep bench`)"
+            for low in gains
+            for work in (PRODUCT, CONVOLUTION)
+            if _gain(rates, low, work) >= _WORTH
+        ]
+        why = partly[0] if partly else f"no low format is faster than fp32 here by {_WORTH - 1:.0%} or more"
+        memory = "O2 takes about fp32's time where products are emulated, with 14 bytes a parameter instead of 16"
+        return "O0", best, f"{why}: {figures}. {memory}"
+    scale = "it is fast and needs no loss scale" if best == "bf16" else "it is the fastest, with a dynamic loss scale"
+    return (
+        "O1",
+        best,
+        f"{figures}. {best} is chosen: {scale}. O2 also stores weights in it; `halfstep bench` compares both levels",
+    )
+
+
+def _gain(rates: Rates, low: str, *works: str) -> float:
+    """Returns the speed of a low format relative to fp32 in the kind of work that gains least."""
+    return min(_vs_fp32(rates, work, low, NATIVE) for work in works or (PRODUCT, CONVOLUTION))
+
+
+def _vs_fp32(rates: Rates, work: str, fmt: str, how: str) -> float:
+    rate = rates.get((work, fmt, how))
+    return 0.0 if rate is None or rate.vs_fp32 is None else rate.vs_fp32
+
+
+def _words(rates: Rates, low: str) -> str:
+    """Returns a format's speed in words, such as "bf16 runs matrix products at 1.9 and convolutions at 1.2 ..."."""
+    gains = {f"{work}s": _gain(rates, low, work) for work in (PRODUCT, CONVOLUTION)}
+    timed = " and ".join(f"{works} at {gain:.2g}" for works, gain in gains.items() if gain)
+    none = " and ".join(works for works, gain in gains.items() if not gain)
+    parts = [f"runs {timed} times fp32's speed"] * bool(timed) + [f"has no kernel for {none}"] * bool(none)
+    return f"{low} {' and '.join(parts)}"
+
+
+# ---- what sessions decide by
+
+
+def gain(rates: Rates, low: str) -> float:
+    """Returns how many times as fast native products of a format are as emulated ones, as `machine.Processor` has it.
+
+    It is 0 where torch has no native kernel for matrix products or convolutions.
+    """
+    found = [
+        _vs_fp32(rates, work, low, NATIVE) / (_vs_fp32(rates, work, low, EMULATED) or 1.0)
+        for work in (PRODUCT, CONVOLUTION)
+    ]
+    return weighed(*found) if all(found) else 0.0
+
+
+def wide_backward(*, seconds: float) -> tuple[tuple[int, int], ...]:
+    """Returns pairs (head width, longest sequence for which attention's backward pass is faster in fp32 than in bf16).
+
+    Head widths for which fp32 is not faster are left out.
+    """
+    share = seconds / (len(_WIDTHS) * len(_LENGTHS))
+    found = []
+    for width in _WIDTHS:
+        longest = 0
+        for length in _LENGTHS:
+            if _gain_of_wide(width, length, share) <= _FASTER:
+                break
+            longest = length
+        if longest:
+            found.append((width, longest))
+    return tuple(found)
+
+
+def _gain_of_wide(width: int, length: int, seconds: float) -> float:
+    """Returns the time of attention's backward pass in bf16 divided by its time in fp32 with casts from and to bf16."""
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    shape = (1, _HEADS, length, width)
+    made = [torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").bfloat16() for _ in range(4)]
+    (*operands, grad) = made
+    low = _backward(operands, grad)
+    wide_pass = _backward([each.float() for each in operands], grad.float())
+
+    def wide() -> object:
+        for each in (*operands, grad):
+            each.float()
+        return [each.to(torch.bfloat16) for each in wide_pass()]
+
+    times = take_turns({"low": low, "wide": wide}, device=torch.device("cpu"), seconds=seconds)
+    return speedup(times["low"], times["wide"]) or 0.0
+
+
+def _backward(operands: list[Tensor], grad: Tensor) -> Callable[[], tuple[Tensor, ...]]:
+    """Returns a function that runs the backward pass of causal attention and can be called repeatedly."""
+    leaves = query, key, value = [each.detach().requires_grad_() for each in operands]
+    out = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+    return lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True)
+
+
+def compare(
+    used: Processor, table: Processor, *, bf16: float, fp16: float, wide: tuple[tuple[int, int], ...]
+) -> tuple[Choice, ...]:
+    """Returns for each choice of formats the value that sessions use, the one in the table, and the measured one."""
+    measured = replace(used, bf16=bf16, fp16=fp16, wide_backward=wide)
+    said = zip(_said(used), _said(table), _said(measured), strict=True)
+    return tuple(Choice(what, now, by_table, here, now == here) for (what, now), (_, by_table), (_, here) in said)
+
+
+def _said(row: Processor) -> list[tuple[str, str]]:
+    return [
+        *((f"{low} products", _how(row.gain(low))) for low in (BF16, FP16)),
+        ("attention's backward pass in fp32 up to length", _lengths(row.wide_backward)),
+    ]
+
+
+def _how(gain: float | None) -> str:
+    if gain is None:
+        return "not measured"
+    return "native" if gain >= WORTH else "emulated"
+
+
+def _lengths(wide: tuple[tuple[int, int], ...]) -> str:
+    return ", ".join(f"{length} at head width {width}" for width, length in wide) or "never"

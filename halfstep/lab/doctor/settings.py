@@ -1,0 +1,151 @@
+"""Settings of torch and of the machine that cost speed or accuracy."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+import torch
+from torch.utils.collect_env import get_nvidia_driver_version, run
+
+from halfstep.measurements import Setting
+from halfstep.timing import speedup, take_turns
+from halfstep.train.kernels import library
+
+_SLOWER = 1.1  # what costs less is not spoken of
+_TINY = 1e-39  # subnormal in fp32
+
+
+def read_settings(device: torch.device, *, seconds: float) -> tuple[Setting, ...]:
+    """Returns the settings that matter on a device, with their measured costs; takes about `seconds` in total."""
+    found = [_deterministic()]
+    if device.type == "cuda":
+        found += _cuda_settings()
+    else:
+        found += [_threads(seconds / 2), _subnormals(seconds / 2), _onednn()]
+    return tuple(found)
+
+
+def _threads(seconds: float) -> Setting:
+    """Returns torch's number of threads as a setting, with what it costs if it is not the number of available cores."""
+    taken, cores = torch.get_num_threads(), _cores()
+    name, value = "threads", f"{taken} of {cores} cores"
+    if taken == cores:
+        return Setting(name, value)
+    operand = torch.ones(512, 512, dtype=torch.float32, device="cpu")
+
+    def on(threads: int) -> object:
+        torch.set_num_threads(threads)
+        return operand @ operand
+
+    try:
+        times = take_turns(
+            {"all": lambda: on(cores), "taken": lambda: on(taken)}, device=operand.device, seconds=seconds
+        )
+    finally:
+        torch.set_num_threads(taken)
+    gain = speedup(times["taken"], times["all"]) or 0.0
+    if gain < _SLOWER:
+        return Setting(name, value)
+    advice = f"torch.set_num_threads({cores}), or OMP_NUM_THREADS={cores}"
+    return Setting(name, value, f"speed: a matrix product takes {gain:.1f} times as long as on {cores} threads", advice)
+
+
+def _cores() -> int:
+    """Returns the number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _subnormals(seconds: float) -> Setting:
+    """Returns what the CPU does with subnormal numbers as a setting; its cost is timed against normal numbers."""
+    tiny = torch.full((512, 512), _TINY, dtype=torch.float32, device="cpu")
+    flushed = bool((tiny * 0.5 == 0).all())
+    name, value = "subnormal numbers", "flushed to 0" if flushed else "kept"
+    if flushed:
+        return Setting(name, value, "accuracy: values below 1.2e-38 become 0", "torch.set_flush_denormal(False)")
+    plain = torch.ones_like(tiny)
+    calls = {"tiny": lambda: tiny * 0.5, "plain": lambda: plain * 0.5}
+    times = take_turns(calls, device=tiny.device, seconds=seconds)
+    cost = speedup(times["tiny"], times["plain"]) or 0.0
+    if cost < _SLOWER:
+        return Setting(name, value)
+    return Setting(
+        name, value, f"speed: subnormal numbers take {cost:.1f} times as long", "torch.set_flush_denormal(True)"
+    )
+
+
+def _onednn() -> Setting:
+    there = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    on = there and torch.backends.mkldnn.enabled
+    if on:
+        return Setting("oneDNN", "on")
+    return Setting("oneDNN", "off", "speed: low products run on slow kernels", "torch.backends.mkldnn.enabled = True")
+
+
+def _deterministic() -> Setting:
+    on = torch.are_deterministic_algorithms_enabled()
+    costs = "speed: the deterministic forms of some kernels are slower" if on else None
+    return Setting(
+        "deterministic algorithms",
+        "on" if on else "off",
+        costs,
+        "torch.use_deterministic_algorithms(False)" if on else None,
+    )
+
+
+def _cuda_settings() -> Iterator[Setting]:
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    for name, backend, advice in (
+        ("TF32 in matrix products", matmul, "torch.backends.cuda.matmul.fp32_precision = 'tf32'"),
+        ("TF32 in convolutions", cudnn.conv, "torch.backends.cudnn.conv.fp32_precision = 'tf32'"),  # type: ignore[attr-defined]
+    ):
+        on = backend.fp32_precision == "tf32"
+        if on:
+            yield Setting(
+                name,
+                "on",
+                "accuracy of what runs in fp32: operands keep 10 bits of 23",
+                advice.replace("tf32'", "ieee'"),
+            )
+        else:
+            yield Setting(name, "off", "speed of what runs in fp32; the TF32 rows show how much", advice)
+    if cudnn.benchmark:
+        yield Setting("cuDNN benchmark", "on")
+    else:
+        yield Setting(
+            "cuDNN benchmark",
+            "off",
+            "speed of convolutions whose sizes repeat",
+            "torch.backends.cudnn.benchmark = True",
+        )
+    for low in ("bf16", "fp16"):
+        option = f"allow_{low}_reduced_precision_reduction"
+        if getattr(matmul, option):
+            yield Setting(
+                f"sums of {low} products in {low}",
+                "allowed",
+                "accuracy: parts of a split sum are rounded, and may overflow in fp16",
+                f"torch.backends.cuda.matmul.{option} = False",
+            )
+        else:
+            yield Setting(f"sums of {low} products in {low}", "not allowed")
+
+
+def read_tools(device: torch.device) -> dict[str, str]:
+    """Returns a dict from the name of each tool that halfstep's fast kernels need to a text on what was found."""
+    # The compiled loops and Triton; for a CUDA device the dict also has its driver.
+    loops = library.find()
+    driver = {} if device.type != "cuda" else {"CUDA driver": _driver()}
+    return driver | {
+        "compiled loops": loops.name if loops is not None else f"none: {library.SLOWER}; {library.MEND}",
+        "Triton": "found" if find_spec("triton") else "none: the update on CUDA runs as torch operations",
+    }
+
+
+def _driver() -> str:
+    """Returns the version of the GPU driver, and of the CUDA that torch was built with."""
+    found = get_nvidia_driver_version(run)  # type: ignore[no-untyped-call]
+    return f"{found or 'unknown, as nvidia-smi did not report it'}; torch is built with CUDA {torch.version.cuda}"

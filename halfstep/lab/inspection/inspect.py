@@ -1,0 +1,131 @@
+"""Inspects one training step of a session: operations, formats, FLOPs, bytes, casts, and what would save time."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from halfstep.explain.diagnose.rehearsal import check_given, rehearsing
+from halfstep.formats import as_format
+from halfstep.lab.inspection.kernels import profiled
+from halfstep.lab.inspection.meter import Call, Meter, Place
+from halfstep.lab.inspection.reasons import Step
+from halfstep.lab.inspection.savings import savings
+from halfstep.machine import read_machine
+from halfstep.measurements import CastRow, Inspection, ModuleRow, OpRow
+from halfstep.plan.resolve import ModuleFormats
+from halfstep.torch_internals import schema_of
+from halfstep.train.session.session import Session
+
+_WARM = 1  # steps before the one that is metered: kernels are chosen and memory is taken there
+
+
+def inspect(session: Session, closure: Callable[[], Any]) -> Inspection:
+    """Returns where the time and the casts of one step go, forward and backward, and what would save time.
+
+    `closure` must fetch a batch, compute the loss and return it, without calling backward. No optimizer step is made;
+    weights, gradients, buffers, random states and the loss scale are restored afterwards. Each operation is timed
+    alone, waiting for the device, so the sum of these times is not the time of a real step, in which operations
+    overlap.
+
+    Raises:
+        SessionError: the session is closed, or the closure does not return a scalar loss.
+        SetupError: the model is sharded.
+    """
+    check_given("inspect", session, closure)
+    device = session.runtime.device
+    scale = session.last_step().scale if session.plan.scale.active else None  # or it would be one more operation
+    with rehearsing(session, closure) as rehearsal:
+
+        def run(recorded: AbstractContextManager[Any] = nullcontext()) -> None:  # noqa: B008  # one that does nothing
+            with recorded, rehearsal.gradients(rehearsal.loss(), scale):
+                pass
+            rehearsal.rewind()  # no part of the step
+
+        for _ in range(_WARM):
+            run()
+
+        def metered(low_at: Collection[Place] = ()) -> Meter:
+            meter = Meter(rehearsal.roots, device, low_at)
+            run(rehearsal.recording(meter))
+            return meter
+
+        meter = metered()
+        names = session.assignment.names()
+        formats = dict(zip(names, session.assignment.modules, strict=True))
+        step = Step(meter, session, formats)
+        kernels = profiled(run, device) if device.type == "cuda" else ()
+        found = savings(step, metered)  # which makes calls again: random states are put back after it
+    return Inspection(
+        level=session.plan.name,
+        low=session.plan.low.name,
+        emulated=session.runtime.casting.emulates,
+        seconds=step.seconds,
+        rows=_rows(meter, step.seconds),
+        casts=_casts(meter.calls),
+        modules=tuple(_module(name, each) for name, each in formats.items()),
+        savings=found,
+        machine=read_machine(device),
+        kernels=kernels,
+    )
+
+
+def _rows(meter: Meter, seconds: float) -> tuple[OpRow, ...]:
+    groups: dict[tuple[str, str, str], list[Call]] = defaultdict(list)
+    for call in meter.calls:
+        formats = f"{_names(call.inputs)} -> {_names(call.outputs)}"
+        groups[_operator(call), call.note.phase, formats].append(call)
+    rows = [
+        OpRow(
+            operator,
+            phase,
+            formats,
+            len(calls),
+            sum(call.flops for call in calls),
+            sum(call.bytes for call in calls),
+            sum(call.seconds for call in calls),
+            sum(call.seconds for call in calls) / seconds,
+        )
+        for (operator, phase, formats), calls in groups.items()
+    ]
+    return tuple(sorted(rows, key=lambda row: -row.seconds))
+
+
+def _operator(call: Call) -> str:
+    """Returns an operation's name in torch's dispatcher; with its namespace if the operation is not torch's own."""
+    return call.note.aten if call.func.namespace == "aten" else str(schema_of(call.func).name)
+
+
+def _module(name: str, given: ModuleFormats) -> ModuleRow:
+    param, compute, output = ("-" if each is None else str(each) for each in (given.param, given.compute, given.output))
+    return ModuleRow(name, given.type_name, param, compute, output, given.reason)
+
+
+def _casts(calls: Sequence[Call]) -> tuple[CastRow, ...]:
+    groups: dict[tuple[str, str], list[Call]] = defaultdict(list)
+    for call in calls:
+        if call.is_cast:
+            groups[_name(call.inputs[-1]), _name(call.outputs[0])].append(call)
+    return tuple(
+        CastRow(
+            source,
+            target,
+            len(found),
+            sum(call.bytes for call in found),
+            sum(call.seconds for call in found),
+            sum(bool(call.parameter) for call in found),
+        )
+        for (source, target), found in groups.items()
+    )
+
+
+def _names(dtypes: Sequence[torch.dtype]) -> str:
+    return ", ".join(map(_name, dtypes)) or "none"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return "fp64" if dtype is torch.float64 else as_format(dtype).name

@@ -1,0 +1,169 @@
+"""Measures one step: each operation with its place, formats, FLOPs, bytes and seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.explain.diagnose.streams import Streams
+from halfstep.explain.tape.recorder import Note, OpRecorder
+from halfstep.explain.tape.schemas import is_view, tensors_of
+from halfstep.formats import is_low
+from halfstep.modes import autocast_outside, is_custom
+from halfstep.timing import synchronize
+from halfstep.torch_internals import (
+    FLASH_ATTENTION_CPU,
+    FLASH_ATTENTION_CPU_BACKWARD,
+    NO_BACKWARD,
+    backward_task,
+    schema_of,
+    tree_leaves,
+    tree_map,
+)
+
+_COPIES = ("_to_copy", "copy_")
+
+Place = tuple[str, str | None, str | None]  # operation, module and line
+_RNN, _RNN_BACKWARD = torch.ops.aten.mkldnn_rnn_layer.default, torch.ops.aten.mkldnn_rnn_layer_backward.default
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A tensor argument of an operation without its values: shape, stride, dtype and device."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @staticmethod
+    def of(value: Any) -> Any:
+        """Returns the `Shape` of a strided tensor; any other value unchanged."""
+        if not isinstance(value, Tensor) or value.layout is not torch.strided:
+            return value
+        return Shape(tuple(value.shape), value.stride(), value.dtype, value.device)
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """An operation of the step: what ran, a note of where it ran (phase, module and line of code), and its cost."""
+
+    func: Any
+    note: Note
+    inputs: tuple[torch.dtype, ...]
+    outputs: tuple[torch.dtype, ...]
+    flops: int
+    bytes: int
+    seconds: float
+    parameter: str = ""  # the name of the parameter that it reads
+    # With shapes in place of tensors, for products, custom operations, and what reads a parameter or a low tensor:
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] | None = None
+    autocast: torch.dtype | None = None  # the format of the autocast region around a custom operation, if it was on
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether the operation only copies numbers from one floating-point format to another."""
+        if schema_of(self.func).name.rpartition("::")[2] not in _COPIES:
+            return False
+        return len({*self.inputs[-1:], *self.outputs}) == 2
+
+
+class Meter(OpRecorder):
+    """A dispatch mode that records each operation of a step with its place and cost.
+
+    It also changes the step at the places in `low_at`: if a forward operation there has low and fp32 inputs, its fp32
+    inputs are cast to low. This shows what the step would cost if these operations did not return fp32 values.
+    """
+
+    def __init__(self, roots: Sequence[nn.Module], device: torch.device, low_at: Collection[Place] = ()) -> None:
+        super().__init__(roots, examine=False)
+        self.calls: list[Call] = []
+        self.streams = Streams(self.locator)
+        self._device, self._low_at = device, low_at
+
+    def compute(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Runs the operation and measures it, unless it only returns a view."""
+        if is_view(func):
+            return super().compute(func, args, kwargs)
+        note = self.notes[-1]
+        tensors = tensors_of((args, kwargs))
+        given = [t for t in tensors if t.is_floating_point()]
+        read = sum(map(_bytes, tensors))
+        synchronize(self._device)
+        start = perf_counter()
+        if note.phase == "forward" and place_in(note) in self._low_at and not schema_of(func).is_mutable:
+            args = _all_low(args)
+        result = super().compute(func, args, kwargs)
+        synchronize(self._device)
+        took = perf_counter() - start
+        made = tensors_of(result)
+        done = flops(func, args, kwargs, result)
+        known = self.locator.tensor(given[-1]) if given else None
+        parameter = known[1] if known is not None and known[0] == "parameter" else ""
+        kept = done or parameter or is_custom(func) or any(is_low(t.dtype) for t in given)
+        call = Call(
+            func,
+            note,
+            tuple(t.dtype for t in given),
+            tuple(t.dtype for t in made if t.is_floating_point()),
+            done,
+            read + sum(_bytes(t) for t in made),
+            took,
+            parameter,
+            tuple(tree_map(Shape.of, args)) if kept else (),
+            tree_map(Shape.of, kwargs) if kept else None,
+            autocast_outside(self._device.type) if is_custom(func) else None,
+        )
+        self.calls.append(call)
+        return result
+
+    def after(self, note: Note, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        """Looks at streams."""
+        if backward_task() == NO_BACKWARD and not is_view(func):
+            self.streams.look(note, tensors_of((args, kwargs)))
+
+
+def place_in(note: Note) -> Place:
+    """Returns where an operation ran: its name, the module and the line of code."""
+    return note.aten, note.module, note.line
+
+
+def _all_low(args: Any) -> Any:
+    low = next((t.dtype for t in tree_leaves(args) if isinstance(t, Tensor) and is_low(t.dtype)), None)
+    if low is None:
+        return args
+    return tree_map(lambda t: t.to(low) if isinstance(t, Tensor) and t.dtype is torch.float32 and t.dim() else t, args)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
+    """Returns the FLOPs of a call that computes products, such as a convolution or attention; 0 for any other call."""
+    # Attention is counted as if nothing were masked, as in torch's formula.
+    from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count  # it brings Triton
+
+    if func is FLASH_ATTENTION_CPU:
+        return int(sdpa_flop_count(*(each.shape for each in args[:3])))  # type: ignore[no-untyped-call]
+    if func is FLASH_ATTENTION_CPU_BACKWARD:
+        return int(sdpa_backward_flop_count(*(each.shape for each in args[:4])))  # type: ignore[no-untyped-call]
+    if func is _RNN:
+        return _recurrent(args[0].shape, args[1].shape, args[2].shape)
+    if func is _RNN_BACKWARD:  # gradients of inputs and of weights, each a product of the same size
+        return 2 * _recurrent(args[0].shape, args[1].shape, args[2].shape)
+    packet = getattr(getattr(torch.ops, func.namespace), schema_of(func).name.rpartition("::")[2])
+    count = flop_registry.get(packet)
+    return 0 if count is None else int(count(*args, **kwargs, out_val=result))
+
+
+def _recurrent(given: Sequence[int], weight: Sequence[int], recurrent: Sequence[int]) -> int:
+    """Returns the FLOPs of a recurrent layer, from the shapes of its input, input weight and recurrent weight."""
+    steps, batch = given[0], given[1]
+    return 2 * steps * batch * (weight[0] * weight[1] + recurrent[0] * recurrent[1])

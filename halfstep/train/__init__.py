@@ -1,0 +1,1 @@
+"""Training: what changes models and optimizers, and what it measures meanwhile."""

@@ -1,0 +1,124 @@
+"""Casts the weights of sharded models in each forward: FSDP2 gathers all of them low, the plan wants some in fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.errors import SetupError
+from halfstep.formats import FP32
+from halfstep.plan.plan import Plan
+from halfstep.plan.resolve import ModuleFormats
+from halfstep.sharded import fsdp_modules, is_sharded
+from halfstep.torch_internals import parameters_of, policy_of
+from halfstep.train.cast.reading import CONVOLUTIONS
+
+Undo = Callable[[], None]
+# Whose products cast the weights anyway: to widen them first would give the same values.
+_CASTING = (nn.Linear, nn.Bilinear, *CONVOLUTIONS, nn.RNNBase, nn.MultiheadAttention)
+
+
+def read_as_planned(roots: Sequence[nn.Module], pairs: Iterable[tuple[nn.Module, ModuleFormats]], plan: Plan) -> Undo:
+    """Casts the weights of sharded modules to the plan's formats in each forward; returns a function that undoes this.
+
+    `roots` are the models, and `pairs` has their modules, each with its formats.
+
+    FSDP2 gathers weights in low precision. Weights that the plan stores in fp32 are cast back to fp32; their values
+    stay rounded. Modules whose own operations would cast their weights to low again, such as `nn.Linear`, use the low
+    weights directly. Weights that are sharded but not gathered (tensor parallel) are rounded if the plan stores them
+    low. Forward hooks make these casts, after FSDP2 has put the gathered weights into a module and before it takes them
+    out.
+
+    Raises:
+        SetupError: an `mp_policy` contradicts the plan. The hooks raise it too, if the dtype of a weight in a forward
+            contradicts the plan. The message names the module or the parameter, and the line to write.
+    """
+    fsdp = [each for each in fsdp_modules(roots) if isinstance(each, nn.Module)]
+    for each in fsdp:
+        _check_policy(each, plan, is_root=any(each is root for root in roots))
+    gathered = {id(module) for each in fsdp for module in each.modules()}
+    with ExitStack() as stack:
+        for module, formats in pairs:
+            names = [name for name, p in parameters_of(module).items() if is_sharded(p)]
+            if names and formats.compute is not None:
+                stack.callback(_Reading(module, formats, plan, names, gathered=id(module) in gathered).attach())
+        return stack.pop_all().close
+
+
+class _Reading:
+    """Replaces weights of one module by weights in another format while its forward runs."""
+
+    def __init__(
+        self, module: nn.Module, formats: ModuleFormats, plan: Plan, names: Sequence[str], *, gathered: bool
+    ) -> None:
+        self._module, self._formats, self._plan = module, formats, plan
+        self._names, self._gathered = names, gathered
+        self._low = plan.low.dtype
+        stores_full = formats.param is None or formats.param is FP32
+        self._casts = formats.compute is not FP32 and isinstance(module, _CASTING)  # and so reads the weights low
+        self._widens = stores_full and not self._casts
+        self._narrows = not stores_full
+        self._replaced: list[dict[str, Tensor]] = []  # by each forward that runs
+
+    def attach(self) -> Undo:
+        handles = [
+            self._module.register_forward_pre_hook(self._before),
+            self._module.register_forward_hook(self._after, prepend=True, always_call=True),
+        ]
+
+        def undo() -> None:
+            for handle in handles:
+                handle.remove()
+
+        return undo
+
+    def _before(self, module: nn.Module, args: Any) -> None:
+        own: Any = parameters_of(module)
+        arrived = {name: p for name in self._names if (p := own[name]) is not None and p.is_floating_point()}
+        for name, p in arrived.items():
+            self._check(name, p)
+        to = torch.float32 if self._widens else self._low if self._narrows else None
+        cast = {name: p.to(to) for name, p in arrived.items() if to is not None and p.dtype is not to}
+        self._replaced.append({name: arrived[name] for name in cast})
+        own.update(cast)
+
+    def _after(self, module: nn.Module, args: Any, out: Any) -> None:
+        if self._replaced:  # else what failed came before
+            own: Any = parameters_of(module)
+            own.update(self._replaced.pop())
+
+    def _check(self, name: str, p: Tensor) -> None:
+        full_is_right = not self._gathered or self._widens
+        if p.dtype is self._low or (p.dtype is torch.float32 and full_is_right):
+            return
+        name = f"{self._formats.name}.{name}" if self._formats.name else name
+        raise SetupError(
+            f"the parameter {name!r} is {p.dtype} in the forward pass, but {self._plan.name} reads it as {self._low}: "
+            f"the mp_policy passed to fully_shard contradicts the plan; write {line_to_shard(self._plan)}"
+        )
+
+
+def _check_policy(module: Any, plan: Plan, *, is_root: bool) -> None:
+    """Raises a SetupError if the casts that a module's `mp_policy` asks FSDP2 to make contradict the plan."""
+    policy = policy_of(module)
+    given = policy.param_dtype if policy.cast_forward_inputs else None
+    for option, what, to, full in (
+        ("cast_forward_inputs=True", "inputs", given, plan.ops == "none"),
+        ("output_dtype", "outputs", policy.output_dtype, is_root and plan.output == "full"),
+    ):
+        if to is not None and not (to is FP32.dtype and full):  # fp32 already
+            raise SetupError(
+                f"the mp_policy passed to fully_shard for {type(module).__name__} contradicts {plan.name}: its "
+                f"{option} casts {what} to {to}, but the plan decides how they are cast; write {line_to_shard(plan)}"
+            )
+
+
+def line_to_shard(plan: Plan) -> str:
+    """Returns the call of `fully_shard` that fits a plan, as text for an error message."""
+    level = plan.name if plan.name in ("O0", "O1", "O2", "O3") else "plan"
+    first = f'"{level}"' if level != "plan" else level
+    return f'fully_shard(module, mp_policy=halfstep.fsdp_policy({first}, low="{plan.low.name}")) for all of the model'

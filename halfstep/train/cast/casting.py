@@ -1,0 +1,336 @@
+"""The casts of a session: in its ops, at the inputs and outputs of its modules, and in the emulation of a format."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
+
+from halfstep.errors import PlanError
+from halfstep.formats import FP32, Format
+from halfstep.machine import WideBackward
+from halfstep.plan.matching import enterable
+from halfstep.plan.optable import effective
+from halfstep.plan.plan import Plan
+from halfstep.plan.resolve import ModuleFormats
+from halfstep.torch_internals import compiled_inside, in_backward, is_out_of_memory
+from halfstep.train.cast.emulate import Emulation
+from halfstep.train.cast.enter import Entrances
+from halfstep.train.cast.functions import patch_functions
+from halfstep.train.cast.gate import Casts, Gate
+from halfstep.train.cast.modules import CastOut, Undo, holds_state, inputs_to, outputs_to, refuse_removal
+from halfstep.train.cast.ops import OpEngine, Switch, Token
+from halfstep.train.cast.probabilities import Scope, enter_forward, leave_forward, new_forward, widened
+from halfstep.train.cast.reading import reading_of
+from halfstep.train.cast.tree import map_tensors
+
+Mode = AbstractContextManager[Any]
+
+
+class Casting:
+    """The casts of one session; under a plan that runs ops as written, its methods cast nothing."""
+
+    def __init__(self, plan: Plan, device: torch.device, *, emulate: bool, wide_backward: WideBackward) -> None:
+        self._plan, self._device, self._wide_backward = plan, device, wide_backward
+        self._engine, self._emulation = self._made(emulate)
+        self._tells = _TellsOfCopies(plan.low)
+        self._opened, self._installed = ExitStack(), ExitStack()
+        self._install: Callable[[], Undo] = lambda: lambda: None
+        self._over: list[Callable[[Mode], Mode]] = []
+        self._outermost: list[Casts] = []
+        self._begin: Callable[[], None] | None = None
+        self._lent: Callable[[], Mode] = nullcontext
+        self._leaves: dict[int, bool] = {}  # places in the code whose probabilities leave the model, and that do not
+        self._as_written = 0  # how many contexts that ask for it are open
+
+    def _made(self, emulate: bool) -> tuple[OpEngine | None, Mode | None]:
+        low, table = self._plan.low, self._plan.ops == "table"
+        device_type = self._device.type
+        wide = () if emulate else self._wide_backward  # emulation computes it in fp32 by itself
+        engine = OpEngine(effective(self._plan), low.dtype, device_type, wide, emulate=emulate) if table else None
+        return engine, Emulation(low) if emulate else None  # a mode for who looks at operations
+
+    def emulate(self, on: bool) -> None:
+        """Emulates low-precision products from here on, or no longer; compiled code is compiled anew."""
+        before = self._engine, self._emulation
+        try:
+            self._start_again(*self._made(on))
+        except PlanError:
+            self._start_again(*before)
+            raise
+
+    def _start_again(self, engine: OpEngine | None, emulation: Mode | None) -> None:
+        self._installed.close()
+        self._opened.close()
+        self._engine, self._emulation = engine, emulation
+        self._opened.callback(self._open())
+        self._installed.callback(self._install())
+
+    @property
+    def emulates(self) -> bool:
+        """Whether the session emulates: low-precision products are computed in fp32 and rounded."""
+        return self._emulation is not None
+
+    @property
+    def switch(self) -> Switch | None:
+        """The switch that tells whether op casting is on in a thread; None under a plan that runs ops as written."""
+        return None if self._engine is None else self._engine.switch
+
+    def open(self) -> Undo:
+        """Puts the kernels and function wrappers of the plan's op table in place; returns a function that removes them.
+
+        Raises:
+            PlanError: too many sessions with different op tables are open.
+        """
+        self._opened.callback(self._open())
+        return self._opened.close
+
+    def _open(self) -> Undo:
+        with ExitStack() as stack:
+            if self._engine is not None:
+                self._engine.open()
+                stack.callback(self._engine.close)
+                stack.callback(patch_functions(self._plan.op_changes, self._engine))
+            return stack.pop_all().close
+
+    def install(
+        self,
+        modules: Iterable[tuple[nn.Module, ModuleFormats]],
+        *,
+        full: Callable[[nn.Parameter], Tensor],
+        before: Callable[[], None],
+        look: Callable[[Tensor], Tensor] | None,
+        lent: Callable[[], Mode] = nullcontext,
+    ) -> Undo:
+        """Puts a gate around the forward of each module; returns a function that removes the gates."""
+        self._lent = lent
+        self._install = partial(self._put_gates, list(modules), full, before, look)
+        self._installed.callback(self._install())
+        return self._uninstall
+
+    def _uninstall(self) -> None:
+        self._installed.close()
+        self._install = lambda: lambda: None  # which keeps no module
+
+    def _put_gates(
+        self,
+        modules: Sequence[tuple[nn.Module, ModuleFormats]],
+        full: Callable[[nn.Parameter], Tensor],
+        before: Callable[[], None],
+        look: Callable[[Tensor], Tensor] | None,
+    ) -> Undo:
+        self._outermost.clear()
+        with ExitStack() as stack:
+            if self._engine is None:
+                return stack.pop_all().close
+            entrances = Entrances()
+            entered: set[int] = set()  # modules inside one whose forward is entered already
+            plan = self._engine.switch
+            for module, formats in modules:
+                stored_low = self._plan.param == "low" and formats.door  # here or below
+                own_low = formats.param is not None and formats.param is not FP32
+                inside = outside = None
+                if own_low and isinstance(module, ParametrizationList):
+                    outside = _refusing()
+                elif formats.boundary or formats.door:
+                    own = outside = self._casts(self._engine, formats, look)
+                    if not formats.boundary or id(module) in entered:
+                        outside = self._casts(self._engine, _as_root(formats, self._plan), look)
+                        outside.cast_out = _called_first(plan.device_type, outside.cast_out, own.cast_out)
+                    outside.before, outside.begin = before, self._begin
+                    outside.around = self.emulating if self.emulates else None
+                    self._outermost.append(outside)
+                    if formats.boundary:
+                        inside = own
+                        entered.update(id(each) for each in module.modules())
+                elif not holds_state(module) or not enterable(module):  # else copied and saved like the others
+                    continue
+                undo = entrances.install(
+                    module,
+                    Gate(plan, full, self._lent, outside, inside),
+                    door=plan if outside is not None and inside is None else None,
+                    explain=plan if stored_low or own_low else None,
+                    reading=reading_of(module, formats, plan),
+                )
+                stack.callback(undo)
+            return stack.pop_all().close
+
+    def _casts(self, engine: OpEngine, formats: ModuleFormats, look: Callable[[Tensor], Tensor] | None) -> Casts:
+        low = formats.compute is not FP32
+
+        def enter(token: Token) -> None:
+            engine.enter(token, enabled=low and not self._as_written)
+
+        def read_both() -> tuple[Scope, Token]:
+            return new_forward(self._leaves), engine.read()
+
+        def enter_both(token: tuple[Scope, Token]) -> None:
+            enter_forward(token[0])
+            engine.enter(token[1], enabled=low and not self._as_written)
+
+        def leave_both(token: tuple[Scope, Token]) -> None:
+            engine.leave(token[1])
+            leave_forward(token[0])
+
+        widens = low and formats.output is FP32
+        return Casts(
+            region=lambda: engine.region(enabled=low and not self._as_written),
+            read=read_both if widens else engine.read,
+            enter=enter_both if widens else enter,
+            leave=leave_both if widens else engine.leave,
+            cast_in=None if formats.input is None else inputs_to(formats.input.dtype),
+            cast_out=_cast_out(formats, look),
+        )
+
+    def emulating(self) -> Mode:
+        """Returns a context in which each emulated product is one operation, while somebody looks at operations."""
+        if self._emulation is None:
+            return nullcontext()
+        return self._wrapped(self._emulation) if self._over else self._tells
+
+    def _wrapped(self, mode: Mode) -> Mode:
+        for wrap in self._over:
+            mode = wrap(mode)
+        return mode
+
+    def region(self) -> Mode:
+        """Returns a context in which ops run as the plan's table says."""
+        if self._engine is None:
+            return nullcontext()
+        if self._begin is not None:
+            self._begin()
+        open_region = self._engine.region if torch.compiler.is_compiling() else self._engine.entered
+        region = open_region(not self._as_written)
+        return self._emulated(region) if self._over else region
+
+    @contextmanager
+    def _emulated(self, region: Mode) -> Iterator[None]:
+        with region, self.emulating():
+            yield
+
+    @property
+    def is_as_written(self) -> bool:
+        """Whether an `as_written` context is open."""
+        return self._as_written > 0
+
+    @contextmanager
+    def as_written(self) -> Iterator[None]:
+        """Returns a context without the plan's casts: ops run in the formats of their inputs."""
+        if self._engine is None:
+            yield
+            return
+        self._as_written += 1
+        try:
+            with self._engine.region(enabled=False):
+                yield
+        finally:
+            self._as_written -= 1
+
+    def backward(self) -> Mode:
+        """Returns a context for one backward pass, in which the op table and the emulation (if there is one) act."""
+        # The op table is needed because activation checkpoints repeat parts of the forward in the backward pass.
+        region = nullcontext() if self._engine is None else self._engine.backward()
+        return region if self._emulation is None else self._emulated(region)
+
+    def weights_changed(self) -> None:
+        """Drops the low copies of weights that autocast keeps for reuse."""
+        if self._engine is not None:
+            torch.clear_autocast_cache()
+
+    @contextmanager
+    def over_emulation(self, wrapped: Callable[[Mode], Mode]) -> Iterator[None]:
+        """Returns a context manager in which `wrapped(mode)` is used in place of the emulation's dispatch mode `mode`.
+
+        If the session does not emulate, it has no effect. Several such contexts may be open at a time and may end in
+        any order.
+        """
+        self._over.append(wrapped)
+        try:
+            yield
+        finally:
+            self._over.remove(wrapped)
+
+    @contextmanager
+    def before_forwards(self, begin: Callable[[], None]) -> Iterator[None]:
+        """Returns a context manager; inside it, `begin` is called before each `region` and each forward under the plan.
+
+        Forwards that torch.compile has compiled do not call it.
+        """
+        own = self._begin
+        self._begin_with(begin)
+        try:
+            yield
+        finally:
+            self._begin_with(own)
+
+    def before_training(self, before: Callable[[], None]) -> None:
+        """Calls `before` from now on where `install` said to call another function."""
+        for casts in self._outermost:
+            casts.before = before
+
+    def _begin_with(self, begin: Callable[[], None] | None) -> None:
+        self._begin = begin
+        for casts in self._outermost:
+            casts.begin = begin
+
+
+class _TellsOfCopies:
+    """A context in which an error about memory says that products are emulated, and what to do."""
+
+    def __init__(self, low: Format) -> None:
+        self._why = (
+            f"products in {low} are emulated here, with fp32 copies of their operands: use a smaller batch, or pass "
+            "emulate=False for torch's own kernels, which are slow and need no copies"
+        )
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, (RuntimeError, MemoryError)) and is_out_of_memory(error) and self._why not in str(error):
+            error.args = (f"{error} ({self._why})", *error.args[1:])
+
+
+def _refusing() -> Casts:
+    """Returns casts that only refuse to bake a weight into a parameter that is stored low."""
+    return Casts(nullcontext, lambda: None, lambda _: None, lambda _: None, refuse_removal, None)
+
+
+def _as_root(formats: ModuleFormats, plan: Plan) -> ModuleFormats:
+    """Returns a module's formats for calls from outside of the model's forward."""
+    output = None if plan.output == "keep" else FP32 if plan.output == "full" else plan.low
+    takes = formats.input if formats.boundary else plan.low if plan.input == "low" else None
+    return replace(formats, input=takes, output=output)
+
+
+def _called_first(device_type: str, cast: CastOut | None, again: CastOut | None) -> CastOut | None:
+    """Returns an output cast for a module that is called from outside of the model's forward."""
+    # Autocast alone is not enough, because a caller outside of the model may have switched it on.
+    if cast is None and again is None:
+        return None
+
+    def cast_out(out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        repeated = torch.is_autocast_enabled(device_type) and not torch.compiler.is_compiling() and in_backward()
+        chosen = again if repeated else cast
+        return out if chosen is None else chosen(out, args, kwargs)
+
+    return compiled_inside(cast_out)
+
+
+def _cast_out(formats: ModuleFormats, look: Callable[[Tensor], Tensor] | None) -> CastOut | None:
+    if formats.output is None:
+        return None
+    cast = outputs_to(formats.output)
+    if formats.output is not FP32:
+        return cast
+    if look is None:
+        return compiled_inside(lambda out, args, kwargs: cast(widened(out, map_tensors), args, kwargs))
+    return compiled_inside(lambda out, args, kwargs: cast(widened(map_tensors(look, out), map_tensors), args, kwargs))

@@ -1,0 +1,304 @@
+"""Enters a plan around a module's own forward, by giving the module a subclass of its class.
+
+Forward hooks or a `forward` attribute on the instance would not do: each of the two breaks at least one of Ctrl-C,
+torch.compile, deepcopy, pickle and DataParallel.
+"""
+
+from __future__ import annotations
+
+import copy
+import copyreg
+import functools
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+from halfstep.errors import SessionError
+from halfstep.pages import MISMATCH, more
+from halfstep.torch_internals import AVERAGING, class_index_above, is_sharding, makes_weights, parameters_of
+from halfstep.train.cast.copies import (
+    BASE,
+    GATE,
+    STAND_IN,
+    StandIn,
+    class_of,
+    copy_of,
+    deep_copy_of,
+    give_class,
+    plain_class,
+    reduction_of,
+)
+from halfstep.train.cast.gate import Gate, explain, run_as_written, run_eager, run_in_region, run_traced
+from halfstep.train.cast.ops import Switch
+from halfstep.train.cast.reading import Reading, attributes, noting_grad_mode
+
+SAVING = ("save", "export", "push_to_hub", "to_onnx")
+"""How the names of methods begin that save the model; called outside of its forward, they find fp32 weights."""
+AGAIN = "_halfstep_again"  # makes a class of ours over another one
+OUTSIDE = (
+    "a parameter that the session stores in low precision was combined with another format outside of the model's "
+    f"forward, where the plan does not apply: make this call inside `with session.autocast():`; {more(MISMATCH)}"
+)
+SHARD_FIRST = (
+    "fully_shard was called on a model in a halfstep session, whose optimizer and masters still have the old "
+    "parameters. Make a new model and shard it first: "
+    "`fully_shard(module, mp_policy=halfstep.fsdp_policy(plan, low=...))`, then make the optimizer from "
+    "model.parameters(), then call `halfstep.initialize`"
+)
+
+
+def _set_class(self: nn.Module, cls: type) -> None:
+    """Sets the class of a module; this is the setter of `__class__` in the classes that halfstep makes."""
+    # When torch removes a module's last parametrization, it sets the class to the base of the module's class. In a
+    # session that base is torch's own parametrized class; the module then gets a new class of halfstep's, made from
+    # the class that torch had parametrized.
+    own = type(self)
+    if is_sharding(cls) and not is_sharding(own):
+        raise SessionError(SHARD_FIRST)
+    if cls is plain_class(own) and cls.__module__ == parametrize.__name__:
+        cls = getattr(own, AGAIN)(cls.__bases__[0])
+    give_class(self, cls)
+
+
+def _parameters(self: nn.Module, recurse: bool = True) -> Iterator[nn.Parameter]:
+    """Yields the module's Parameters; torch's AveragedModel, which averages them, gets their fp32 values instead."""
+    own = nn.Module.parameters(self, recurse)
+    gate = self.__dict__.get(GATE)
+    if gate is None or torch.compiler.is_compiling():
+        return own
+    if sys._getframe(1).f_code is not AVERAGING:
+        return own
+    return (gate.full(parameter) for parameter in own)  # tensors, as update_parameters accepts
+
+
+def _explaining(methods: dict[str, FunctionType], inside: Switch) -> dict[str, FunctionType]:
+    """Returns wrappers of the methods, by name, that add advice to torch's errors about mixed formats."""
+    is_on = torch.is_autocast_enabled
+
+    def saving(method: FunctionType) -> FunctionType:
+        @functools.wraps(method)
+        def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            gate = self.__dict__.get(GATE)
+            if gate is None or is_on(inside.marker) or torch.compiler.is_compiling():
+                return method(self, *args, **kwargs)
+            with gate.lent():
+                return method(self, *args, **kwargs)
+
+        return call  # type: ignore[return-value]
+
+    def explaining(method: FunctionType) -> FunctionType:
+        @functools.wraps(method)
+        def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if is_on(inside.marker) or torch.compiler.is_compiling():
+                return method(self, *args, **kwargs)
+            try:
+                return method(self, *args, **kwargs)
+            except RuntimeError as error:
+                explain(error, f"{type(self).__name__}.{method.__name__}", OUTSIDE)
+                raise
+
+        return call  # type: ignore[return-value]
+
+    return {name: (saving if name.startswith(SAVING) else explaining)(method) for name, method in methods.items()}
+
+
+def _methods(base: type[nn.Module]) -> dict[str, FunctionType]:
+    """Returns the methods by name that a user's class defines, without special methods and those of `nn.Module`."""
+    own = [cls for cls in base.__mro__ if issubclass(cls, nn.Module) and not cls.__module__.startswith("torch.")]
+    found = {name: value for cls in reversed(own) for name, value in vars(cls).items()}
+    return {
+        name: value
+        for name, value in found.items()
+        if isinstance(value, FunctionType) and not name.startswith("__") and not hasattr(nn.Module, name)
+    }
+
+
+def _entering(call: Callable[..., Any], *, door: Switch | None, at_call: bool) -> Callable[..., Any]:
+    """Returns a forward, or `at_call` a `__call__`, that makes a `call` in the way that the module's gate says.
+
+    A door (a module whose call from outside of the model's forward enters the plan) has no casts inside.
+    """
+    is_on, dtype_of = torch.is_autocast_enabled, torch.get_autocast_dtype
+    marker, device_type, low = ("", "", None) if door is None else (door.marker, door.device_type, door.low)
+
+    @functools.wraps(call)
+    def entering(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        stand_in: Any = self._halfstep_stand_in
+        if stand_in is not None and not at_call:
+            return stand_in.forward(*args, **kwargs)
+        if marker and is_on(marker) and is_on(device_type) and dtype_of(device_type) is low:
+            return call(self, *args, **kwargs)
+        gate: Any = self._halfstep_gate  # the class's None, or the instance's Gate
+        if gate is None or not gate.active:
+            return call(self, *args, **kwargs)
+        casts = gate.way(args, kwargs)
+        if casts is None:
+            return run_as_written(gate.plan, call, self, args, kwargs)
+        if torch.compiler.is_compiling():
+            return run_traced(casts, call, self, args, kwargs)
+        if at_call and casts is gate.inside:
+            return run_in_region(casts, call, self, args, kwargs)
+        return run_eager(casts, call, self, args, kwargs)
+
+    # each its own code: where torch.compile cannot trace one, it gives up the code, and with it all that share it
+    entering.__code__ = entering.__code__.replace()  # type: ignore[attr-defined]
+    return entering
+
+
+def make_class(
+    base: type[nn.Module],
+    *,
+    door: Switch | None = None,
+    explain: Switch | None = None,
+    at_call: bool = False,
+    reading: Reading | None = None,
+) -> type[nn.Module]:
+    """Returns a subclass of `base`, with the same name, whose forward uses the instance's stand-in or gate."""
+    # not super(): zero-argument super inside two `with` trips an assertion in dynamo
+    forward = _entering(base.forward, door=door, at_call=False)
+    if reading is not None:
+        forward = noting_grad_mode(forward)
+    namespace = {
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+        "__deepcopy__": deep_copy_of,
+        "__copy__": copy_of,
+        "__reduce_ex__": reduction_of,
+        "__class__": property(class_of, _set_class),
+        BASE: base,
+        AGAIN: staticmethod(
+            functools.partial(make_class, door=door, explain=explain, at_call=at_call, reading=reading)
+        ),
+        GATE: None,
+        STAND_IN: None,
+        **class_index_above(base),
+        **({"forward": forward} if base.forward is not nn.Module.forward else {}),  # a ModuleList keeps having none
+        "parameters": _parameters,
+        **(attributes(base, reading) if reading is not None else {}),
+        **(_explaining(_methods(base), explain) if explain is not None else {}),
+        **({"__call__": _entering(base.__call__, door=door, at_call=True)} if at_call else {}),
+    }
+    return _subclass(base, namespace)
+
+
+@functools.cache
+def _writing_through(metaclass: Any) -> Any:
+    """Returns a metaclass for the classes that halfstep makes, which equal the user's class and pass writes on to it.
+
+    Code that compares the class of a layer, or looks it up in a table, as Opacus does, finds what it would find without
+    a session.
+    User code, such as `type(self).count += 1`, and torch's parametrizations write to the class of a module. An
+    attribute that halfstep's class defines itself, such as `forward`, is an exception: it is written to halfstep's
+    class. Otherwise, code that restores a method would put one of halfstep's functions into the user's class. A pickle
+    of a class that halfstep made refers to the user's class.
+    """
+
+    def own(cls: type, name: str) -> bool:
+        return BASE not in vars(cls) or name in vars(cls) or name == "__bases__"
+
+    def set_attribute(cls: type, name: str, value: Any) -> None:
+        metaclass.__setattr__(cls, name, value) if own(cls, name) else setattr(vars(cls)[BASE], name, value)
+
+    def delete_attribute(cls: type, name: str) -> None:
+        metaclass.__delattr__(cls, name) if own(cls, name) else delattr(vars(cls)[BASE], name)
+
+    def equals(cls: type, other: Any) -> Any:
+        return metaclass.__eq__(plain_class(cls), plain_class(other) if isinstance(other, type) else other)
+
+    def hashed(cls: type) -> int:
+        return metaclass.__hash__(plain_class(cls))  # type: ignore[no-any-return]
+
+    own_methods = {"__setattr__": set_attribute, "__delattr__": delete_attribute, "__eq__": equals, "__hash__": hashed}
+    through = type(metaclass.__name__, (metaclass,), own_methods)
+    copyreg.pickle(through, _reduce_class)
+    return through
+
+
+def _reduce_class(cls: type) -> Any:
+    if BASE in vars(cls):
+        return copy.copy, (vars(cls)[BASE],)  # a class is its own copy, also where halfstep is not installed
+    return cls.__qualname__  # a class on top of ours: torch's words for those that cannot be found
+
+
+def _subclass(base: type[nn.Module], namespace: dict[str, Any]) -> type[nn.Module]:
+    """Returns a subclass of `base` with the attributes in `namespace`."""
+    # The `__init_subclass__` and the metaclass of `base` are not called, because they may keep registries of classes.
+    written: Any = type(base)
+    metaclass: Any = _writing_through(written)
+    swapped: type[nn.Module]
+    try:
+        swapped = type.__new__(metaclass, base.__name__, (nn.Module,), namespace)
+        type.__setattr__(swapped, "__bases__", (base,))
+    except TypeError:  # a base with slots has another layout
+        swapped = metaclass(base.__name__, (base,), namespace)
+    return swapped
+
+
+def put_in_place(stand_ins: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> Callable[[], None]:
+    """Makes calls of each module go to the function paired with it; returns a function that undoes this."""
+    classes: dict[type[nn.Module], type[nn.Module]] = {}
+    with ExitStack() as stack:
+        for module, forward in stand_ins:
+            base = type(module)
+            if not hasattr(base, STAND_IN):
+                if base not in classes:
+                    classes[base] = make_class(base)
+                module.__class__ = classes[base]
+                stack.callback(give_class, module, base)
+            module.__dict__[STAND_IN] = StandIn(forward)
+            stack.callback(module.__dict__.pop, STAND_IN, None)
+        return stack.pop_all().close
+
+
+class Entrances:
+    """Puts gates around the modules of one session, by changing each module's class to a subclass that calls the gate.
+
+    Modules of the same class that are installed with the same options share a subclass.
+    """
+
+    def __init__(self) -> None:
+        self._classes: dict[tuple[Any, ...], type[nn.Module]] = {}
+
+    def install(
+        self,
+        module: nn.Module,
+        gate: Gate,
+        *,
+        door: Switch | None = None,
+        explain: Switch | None = None,
+        reading: Reading | None = None,
+    ) -> Callable[[], None]:
+        """Puts a gate around the module's forward; returns a function that removes it."""
+        base = type(module)
+        at_call = makes_weights(module) or (door is not None and "forward" in module.__dict__)
+        key = base, door, explain, at_call, reading
+        swapped = self._classes.get(key)
+        if swapped is None:
+            swapped = self._classes[key] = make_class(
+                base, door=door, explain=explain, at_call=at_call, reading=reading
+            )
+        if reading is not None:
+            own = parameters_of(module)
+            gate.kept = {name: p for name in reading.names if (p := own[name]) is not None}
+        module.__dict__[GATE] = gate
+        module.__class__ = swapped
+
+        def undo() -> None:
+            gate.active = False
+            for casts in (gate.inside, gate.outside):
+                if casts is not None:
+                    casts.before = None  # which keeps all models of the session
+            for entered in (module, *gate.copies):
+                cls = type(entered)
+                if cls is swapped or (entered.__dict__.get(GATE) is gate and BASE in vars(cls)):
+                    give_class(entered, plain_class(cls))  # else somebody (FSDP2) put one on top: ours passes calls on
+                    entered.__dict__.pop(GATE, None)
+
+        return undo

@@ -1,0 +1,183 @@
+"""Casts the arguments of the Python functions named in a plan's op changes, by wrapping these functions.
+
+torch's dispatcher does not see calls of Python functions, so a wrapper replaces the function in its module or class.
+The wrapper also replaces it in modules that imported it earlier (`from my_ops import swish`). Where a closure, a
+default argument or an object holds the function, it cannot be replaced, and runs as written.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import autocast as TorchAutocast  # also where torch.autocast is a drop-in
+
+from halfstep.edits import OpChanges, OpList
+from halfstep.errors import PlanError
+from halfstep.formats import CASTABLE
+from halfstep.plan.optable import LOSSES
+from halfstep.train.cast.opregistry import DeferringLock
+from halfstep.train.cast.ops import OpEngine, Switch
+from halfstep.train.cast.tree import cast_floats, tensors_of
+
+Undo = Callable[[], None]
+_LOCK = DeferringLock()
+
+
+@dataclass(frozen=True)
+class _Patch:
+    """How one session casts the calls of a function: the op list to follow, and the switch that turns casting on."""
+
+    switch: Switch
+    category: OpList
+
+
+def call_as(
+    category: OpList,
+    switch: Switch,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Calls a Python function as an op of one list (allow, deny, infer or promote): casts its floating arguments."""
+    dtypes = {"allow": switch.low, "deny": torch.float32}
+    dtype = _widest(args, kwargs) if category == "promote" else dtypes.get(category)
+    if dtype is not None:
+        args, kwargs = cast_floats(args, dtype), cast_floats(kwargs, dtype)
+    with TorchAutocast(switch.device_type, dtype=switch.low, enabled=False):
+        return function(*args, **kwargs)
+
+
+@dataclass
+class _Attribute:
+    """An attribute of a module or class whose value is a function; a wrapper replaces it while a session patches it."""
+
+    holder: Any
+    name: str
+    function: Callable[..., Any]
+    wrapper: Any = None
+    patches: list[_Patch] = field(default_factory=list)
+
+    def install(self) -> None:
+        function, patches = self.function, self.patches
+
+        @functools.wraps(function)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            for patch in tuple(patches):  # a finalizer may take one out meanwhile
+                if patch.switch.is_on():
+                    return call_as(patch.category, patch.switch, function, args, kwargs)
+            return function(*args, **kwargs)
+
+        self.own = vars(self.holder).get(self.name)
+        self.wrapper = wrapper
+        wrapper._halfstep_place = self  # type: ignore[attr-defined]
+        bound = isinstance(self.own, (staticmethod, classmethod)) or hasattr(function, "__self__")
+        setattr(self.holder, self.name, staticmethod(wrapper) if isinstance(self.holder, type) and bound else wrapper)
+
+    def remove(self, patch: _Patch) -> None:
+        with _LOCK:
+            self.patches.remove(patch)
+            if self.patches or getattr(self.holder, self.name, None) is not self.wrapper:
+                return  # else somebody wrapped ours: it stays below theirs, and passes
+            if self.own is None:
+                delattr(self.holder, self.name)
+            else:
+                setattr(self.holder, self.name, self.own)
+
+
+def patch_functions(changes: OpChanges, engine: OpEngine) -> Undo:
+    """Makes Python functions ("module:function") follow their op list in `changes` inside the engine's regions."""
+    # Autocast is off inside the functions. torch's losses that consist of several operations run in fp32, unless
+    # `changes` names them.
+    asked = _functions(changes)
+    wanted = [(*_find(op), _Patch(engine.switch, category)) for category, op in asked]
+    places = [
+        (_place(where, bound, patch), patch)
+        for holder, name, patch in wanted
+        for where, bound in [(holder, name), *_further_names(holder, name)]
+    ]
+    full = _Patch(engine.switch, "deny")
+    for op in LOSSES:
+        if all(op != other for _, other in asked):
+            places.append((_place(*_find(op), full), full))  # by torch's name alone: a look at all modules takes long
+
+    def undo() -> None:
+        while places:
+            place, patch = places.pop()
+            place.remove(patch)
+
+    weakref.finalize(engine, _LOCK.defer, undo).atexit = False  # of a session that nobody closes
+    return undo
+
+
+def check_functions(changes: OpChanges) -> None:
+    """Raises the PlanError that `patch_functions` would raise, but replaces nothing."""
+    for _, op in _functions(changes):
+        _find(op)
+
+
+def _further_names(holder: Any, name: str) -> list[tuple[Any, str]]:
+    """Returns (module, name) for each other name by which an imported module holds the function `holder.name`."""
+    function = _written(getattr(holder, name))
+    if not isinstance(holder, ModuleType):
+        return []
+    modules = [m for m in list(sys.modules.values()) if isinstance(m, ModuleType)]
+    return [
+        (module, bound)
+        for module in modules
+        for bound, value in list(vars(module).items())
+        if type(value) in (FunctionType, type(function))  # isinstance would wake lazy objects
+        and _written(value) is function
+        and (module is not holder or bound != name)
+    ]
+
+
+def _written(function: Any) -> Any:
+    place = getattr(function, "_halfstep_place", None)
+    return place.function if isinstance(place, _Attribute) else function
+
+
+def _functions(changes: OpChanges) -> list[tuple[OpList, str]]:
+    return [(category, op) for category, op in changes.listed() if ":" in op]
+
+
+def _find(op: str) -> tuple[Any, str]:
+    """Returns the module or class that holds the function in "module:function", and the function's name there."""
+    module, _, path = op.partition(":")
+    try:
+        holder: Any = importlib.import_module(module)
+    except ImportError as error:
+        raise PlanError(
+            f"op {op!r}: module {module!r} cannot be imported ({error}); name an importable module before the colon"
+        ) from error
+    *classes, name = path.split(".")
+    for part in classes:
+        holder = getattr(holder, part, None)
+    if not callable(getattr(holder, name, None)):
+        raise PlanError(f"op {op!r}: module {module!r} has no function {path!r}; name a function that it has")
+    return holder, name
+
+
+def _place(holder: Any, name: str, patch: _Patch) -> _Attribute:
+    """Adds a patch to the function `holder.name` and returns its `_Attribute`."""
+    with _LOCK:
+        current = getattr(holder, name)
+        place = getattr(current, "_halfstep_place", None)
+        if not isinstance(place, _Attribute) or place.wrapper is not current:
+            place = _Attribute(holder, name, current)
+            place.install()
+        place.patches.append(patch)
+        return place
+
+
+def _widest(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
+    """Returns fp32 if the fp32, fp16 and bf16 tensors among the arguments differ in dtype, else None."""
+    found = {t.dtype for t in tensors_of((args, kwargs)) if t.dtype in CASTABLE}
+    return torch.float32 if len(found) > 1 else None

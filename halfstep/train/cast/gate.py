@@ -1,0 +1,256 @@
+"""The gate around a module's forward: how a call enters the plan, and the casts around it.
+
+Activation checkpoints repeat calls in the backward pass. A repeated call must run as the original call did, but a
+checkpoint restores only the state of autocast. That does not tell whether the original call entered the plan: autocast
+was off before the call also if the model's own code runs this call without casts. So a repeated call is recognized by
+its arguments, which are in the same memory as those of the original call.
+"""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.pages import MISMATCH, more
+from halfstep.torch_internals import (
+    StorageWeakRef,
+    compiled_inside,
+    in_backward,
+    in_checkpoint,
+    saved_tensor_hooks,
+    storage_identity,
+    tree_leaves,
+)
+from halfstep.train.cast.ops import Switch
+
+Values = Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
+SWITCHED_OFF = (
+    "the model's own code has switched autocast off here, and the weights are stored in low precision: keep this "
+    f"module in fp32 with a rule, Rule(name, FULL); {more(MISMATCH)}"
+)
+INSIDE = (
+    "an operation got two formats in a forward under the plan: halfstep.check(session, closure) names the operation, "
+    f"and the edit that keeps its module in fp32; {more(MISMATCH)}"
+)
+# How torch words errors about formats that do not go together.
+MIXED = re.compile(
+    r"same (dtype|type|scalar type)|equal to src\.dtype|expected (scalar type|dtype)|should be the same|mixed dtype"
+    r"|[Tt]ype promoting not supported|dtypes? .*(differ|match)|did not match|have dtype"
+)
+_LOW = re.compile("Half|BFloat16|b?float16")
+_NOBODY_LOOKS = nullcontext()
+_MANY = 64  # calls of one module at least, before those whose memory is gone are dropped
+
+
+@dataclass
+class Casts:
+    """The casts and callbacks around a forward that enters the plan."""
+
+    region: Callable[[], AbstractContextManager[Any]]  # enters the plan; torch.compile can trace it
+    read: Callable[[], Any]  # in eager code faster than `region`: the token for `enter` and `leave`
+    enter: Callable[[Any], None]
+    leave: Callable[[Any], None]
+    cast_in: Values | None  # returns the arguments cast
+    cast_out: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] | None  # gets the arguments from before `cast_in`
+    around: Callable[[], AbstractContextManager[Any]] | None = None  # open during a forward whose operations are seen
+    before: Callable[[], None] | None = None  # called before each training forward in eager code, after `begin`
+    begin: Callable[[], None] | None = None  # called before each forward in eager code
+
+
+class Calls:
+    """Remembers which calls of one module entered the plan (switched its casts on), so that repeated calls do the same.
+
+    Only calls that an activation checkpoint may repeat are remembered. A call is recognized by the memory of its
+    arguments; this memory is not kept alive. If several calls had the same arguments, the last one is repeated first,
+    as in a backward pass.
+    """
+
+    def __init__(self) -> None:
+        self._ways: dict[tuple[int, ...], deque[bool]] = {}
+        self._memory: dict[tuple[int, ...], list[StorageWeakRef]] = {}
+        self._room = _MANY
+
+    def note(self, args: Any, kwargs: Any, *, entered: bool) -> None:
+        """Records whether a call entered the plan, if an activation checkpoint may repeat the call."""
+        hooked = saved_tensor_hooks(True) is not None
+        if not hooked and (torch.is_grad_enabled() or not _asks_for_gradients(args, kwargs)):
+            return
+        key, memory = _memory_of(args, kwargs)
+        if len(self._ways) >= self._room:
+            self._drop_freed()
+            self._room = max(_MANY, 2 * len(self._ways))
+        if key not in self._ways or self._is_freed(key):
+            self._ways[key] = deque(maxlen=_MANY)
+            self._memory[key] = [StorageWeakRef(storage) for storage in memory]  # type: ignore[no-untyped-call]
+        self._ways[key].appendleft(entered)
+
+    def repeated(self, args: Any, kwargs: Any) -> bool | None:
+        """Returns whether a repeated call entered the plan at first; None if no call with these arguments is known."""
+        key, _ = _memory_of(args, kwargs)
+        ways = self._ways.get(key)
+        if ways is None or self._is_freed(key):
+            return None
+        ways.rotate(-1)  # a graph that is kept is run through again in the same order
+        return ways[-1]
+
+    def _is_freed(self, key: tuple[int, ...]) -> bool:
+        return any(reference.expired() for reference in self._memory[key])  # type: ignore[no-untyped-call]
+
+    def _drop_freed(self) -> None:
+        for key in [key for key in self._ways if self._is_freed(key)]:
+            del self._ways[key], self._memory[key]
+
+
+def _asks_for_gradients(args: Any, kwargs: Any) -> bool:
+    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves((args, kwargs)))
+
+
+def _memory_of(args: Any, kwargs: Any) -> tuple[tuple[int, ...], list[Any]]:
+    storages = []
+    for leaf in tree_leaves((args, kwargs)):
+        if isinstance(leaf, Tensor):
+            try:
+                storages.append(leaf.untyped_storage())
+            except (RuntimeError, NotImplementedError):  # sparse, or a wrapper: it has none of its own
+                continue
+    return tuple(storage_identity(storage) for storage in storages), storages
+
+
+@dataclass
+class Gate:
+    """How calls of one module enter the plan; deep copies of the module share its gate, pickles do not."""
+
+    plan: Switch
+    full: Callable[[nn.Parameter], Tensor]  # the fp32 value of a parameter that is stored low
+    lent: Callable[[], AbstractContextManager[Any]]  # in it the session stores all parameters in fp32
+    outside: Casts | None = None  # for calls from outside of the model's forward; without them the gate does nothing
+    inside: Casts | None = None  # for calls from inside, if the module computes otherwise than its caller there
+    active: bool = field(init=False)
+    copies: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)  # they leave the session with it
+    calls: Calls = field(default_factory=Calls)
+    kept: dict[str, nn.Parameter] = field(default_factory=dict)  # stored in fp32, read low by the module's own code
+    written: set[str] = field(default_factory=set)  # of `kept`: written by code inside the plan, read in fp32 since
+    began_with_grad: bool | None = None  # whether gradients were on when the forward began; None: it does not run
+
+    def __post_init__(self) -> None:
+        self.active = self.outside is not None
+
+    def way(self, args: Any, kwargs: Any) -> Casts | None:
+        """Returns the casts around a call: `inside`, `outside`, or None for a call that runs as written.
+
+        A call runs as written if the model itself switched autocast off around it; then the plan must not switch it on
+        again. A module with casts of its own inside does not ask: there its caller's rule may have switched it off.
+        """
+        entered = torch.is_autocast_enabled(self.plan.marker)
+        if self.inside is not None or torch.compiler.is_compiling():
+            return self.inside if entered else self.outside
+        if in_backward():  # the thread's flags cannot tell there, so a call runs as its first run did
+            first = self.calls.repeated(args, kwargs)
+            if first is not None:
+                return self.outside if first else None
+            entered = entered and in_checkpoint()
+        self.calls.note(args, kwargs, entered=not entered)
+        return None if entered else self.outside
+
+    def reads_low(self, module: nn.Module, name: str, weight: Tensor) -> bool:
+        """Returns whether code inside the plan gets the low form of a module's fp32 weight, and not the weight itself.
+
+        Code that has switched gradients off since the forward began is about to write weights, not to compute with
+        them; so has code that has replaced the weight.
+        """
+        if name in self.written or (self.began_with_grad is not False and not torch.is_grad_enabled()):
+            return False
+        return self.kept.get(name) is weight or module in self.copies
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Gate:
+        return self
+
+
+def run_eager(casts: Casts, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Makes a call under the plan in eager code, with all that belongs around it."""
+    if casts.begin is not None:
+        casts.begin()
+    if casts.before is not None and module.training and torch.is_grad_enabled():
+        casts.before()
+    given = args, kwargs
+    if casts.cast_in is not None:
+        args, kwargs = casts.cast_in(args, kwargs)
+    with _NOBODY_LOOKS if casts.around is None else casts.around():
+        try:
+            out = _entered(casts, call, module, *args, **kwargs)
+        except RuntimeError as error:
+            if _LOW.search(str(error)):  # else it may be of integers, which no plan casts
+                explain(error, type(module).__name__, INSIDE)
+            raise
+        return out if casts.cast_out is None else casts.cast_out(out, *given)
+
+
+def _entered(casts: Casts, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Makes a call under the plan; a Ctrl-C, wherever it comes, leaves the thread's autocast as it was."""
+    token = casts.read()
+    try:
+        try:
+            casts.enter(token)
+            return call(*args, **kwargs)
+        finally:
+            casts.leave(token)
+    except BaseException:  # it may have come in the middle of leaving
+        casts.leave(token)
+        raise
+
+
+def explain(error: RuntimeError, where: str, why: str) -> None:
+    """Adds `where` and `why` to the message of torch's error about mixed formats; other errors stay as they are."""
+    if not torch.compiler.is_compiling() and MIXED.search(str(error)) and more(MISMATCH) not in str(error):
+        error.args = (f"{error} ({where}: {why})", *error.args[1:])
+
+
+def run_in_region(casts: Casts, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Runs a module's `__call__` under the plan, so that its hooks run there too; its forward makes the casts."""
+    with _NOBODY_LOOKS if casts.around is None else casts.around():
+        return _entered(casts, call, module, *args, **kwargs)
+
+
+@compiled_inside
+def run_traced(casts: Casts, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Makes a call under the plan with its casts, in a form that torch.compile can trace."""
+    given = args, kwargs
+    if casts.cast_in is not None:
+        args, kwargs = casts.cast_in(args, kwargs)
+    with casts.region():
+        out = call(module, *args, **kwargs)
+    return out if casts.cast_out is None else casts.cast_out(out, *given)
+
+
+def run_as_written(plan: Switch, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Makes a call around which the model's own code has changed autocast, without casts."""
+    switched_off = not torch.is_autocast_enabled(plan.device_type)
+    try:
+        return _with_marker(plan.marker, call, module, args, kwargs)
+    except RuntimeError as error:
+        if switched_off:
+            explain(error, type(module).__name__, SWITCHED_OFF)
+        raise
+
+
+def _with_marker(marker: str, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Makes a call with the plan's marker on, without which a module inside would enter the plan."""
+    if torch.is_autocast_enabled(marker):
+        return call(module, *args, **kwargs)
+    try:
+        try:
+            torch.set_autocast_enabled(marker, True)
+            return call(module, *args, **kwargs)
+        finally:
+            torch.set_autocast_enabled(marker, False)
+    except BaseException:  # a Ctrl-C may have come in the middle of the line above
+        torch.set_autocast_enabled(marker, False)
+        raise

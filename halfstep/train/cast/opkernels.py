@@ -1,0 +1,438 @@
+"""The actions of the op table, as functions for torch's dispatcher that run one call of an aten overload.
+
+A function gets the dispatcher's key set and the call's arguments. Many functions cast the arguments and run the op with
+autocast switched off, as torch's own kernels do, so that the parts of a composite op are not cast again
+(`OpSite.excluded`). Other functions run only the op itself without casts, so that autocast still applies to its parts
+(`OpSite.below`).
+"""
+
+from __future__ import annotations
+
+import operator
+import warnings
+from collections.abc import Callable, Sequence
+from types import BuiltinFunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep.errors import OpError
+from halfstep.formats import CASTABLE, is_low
+from halfstep.machine import WideBackward
+from halfstep.plan.optable import CARRIED, REFUSED, Action, overload_name
+from halfstep.torch_internals import (
+    DispatchKey,
+    OpOverload,
+    call_by_key,
+    direct_call,
+    has_kernel_for,
+    kernels_in_python,
+    keyset_after,
+    redispatch_of,
+    schema_of,
+    set_key_excluded,
+)
+from halfstep.train.cast.probabilities import carrying, probability, widen
+
+Act = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")
+_STATISTICS = ("batch_norm", "instance_norm")
+# These ops take a low input with fp32 parameters and compute in fp32, in 0.4 of the time that they take with two casts.
+_MIXED_ON_CPU = ("group_norm",)
+# These add up the gradients of their parameters in the format of their input, whatever theirs is.
+_LOW_SUMS_ON_CPU = ("layer_norm", "native_layer_norm")
+# None of these ops' parts has a row, except parts that run in the formats that the row of the whole has chosen.
+_WHOLE = ("layer_norm", "native_layer_norm", "group_norm", "batch_norm")
+_TRACING = DispatchKey.PythonDispatcher
+_NUMBERS = (int, float, complex, torch.SymInt, torch.SymFloat)
+_COMPOSITE = DispatchKey.CompositeImplicitAutograd
+# A method for each format: `to` takes 1.5 us longer to read its arguments.
+_CASTS: dict[torch.dtype, Callable[[Tensor], Tensor]] = {
+    torch.float32: Tensor.float,
+    torch.bfloat16: Tensor.bfloat16,
+    torch.float16: Tensor.half,
+}
+# These ops refuse low tensors, whatever their `dtype` says.
+_DTYPE_IN_VAIN = ("linalg_matrix_norm",)
+
+
+def is_composite(name: str) -> bool:
+    """Tells whether an overload is made of other ops, to which autocast applies in turn."""
+    return bool(has_kernel_for(f"aten::{name}", _COMPOSITE.name))
+
+
+class OpSite:
+    """One aten overload on one device type: runs it with or without autocast, and casts its arguments.
+
+    `place` is the dispatch key under which the overload has a kernel of halfstep's; by default that of autocast for the
+    device type.
+    """
+
+    in_one = False  # whether a recurrent layer is one operation, to which autocast does not apply inside
+
+    def __init__(self, overload: OpOverload, device_type: str, place: Any = None) -> None:
+        self.overload = overload
+        self.device_type = device_type
+        self.name: str = schema_of(overload).name.removeprefix("aten::")
+        self.arguments = [argument.name for argument in schema_of(overload).arguments]
+        self.key = getattr(DispatchKey, f"Autocast{device_type.upper()}")
+        self.place = self.key if place is None else place
+        self._after = keyset_after(self.key)
+        self.direct = _fastest_call(overload)
+        self._redispatch = redispatch_of(overload)
+        types = [str(argument.type) for argument in schema_of(overload).arguments]
+        self._tensors = [i for i, kind in enumerate(types) if kind == "Tensor"]
+        self._holding = [i for i, kind in enumerate(types) if "Tensor" in kind]  # also lists and optional ones
+        self._composite = is_composite(overload_name(schema_of(overload)))
+        self.is_here = _is_on(device_type)
+
+    def below(self, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Runs the op itself without casts; autocast stays on for its parts."""
+        given = len(args)
+        for i in self._tensors:
+            if i < given and isinstance(args[i], _NUMBERS):
+                return self._below_with_number(args, kwargs)
+        if keyset.has(_TRACING):
+            return self._below_traced(keyset, args, kwargs)
+        return self._redispatch(keyset & self._after, *args, **kwargs)
+
+    def _below_with_number(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Does what `below` does for an argument like that of `x * 2.0`: a Python number where the schema has a tensor.
+
+        Torch's dispatcher passes such a number to a Python kernel as it is, but does not take it in a redispatch.
+        """
+        if not self._composite:
+            return self.excluded(args, kwargs)
+        return call_by_key(self.overload)(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+
+    def _below_traced(self, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Does what `below` does, in code that torch.compile traces."""
+        # A redispatch would skip decompositions that are written in Python, so these are called directly. An op
+        # without parts runs with autocast excluded: the tracing dispatcher starts again from all keys, so a key set
+        # without autocast would have no effect.
+        if not self._composite:
+            return self.excluded(args, kwargs)
+        decompose = kernels_in_python(self.overload).get(_COMPOSITE)
+        if decompose is not None:
+            return decompose(*args, **kwargs)
+        return self._redispatch(keyset & self._after, *args, **kwargs)
+
+    def excluded(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Runs the op and all its parts without autocast."""
+        set_key_excluded(self.key, True)  # faster than torch's guard
+        set_key_excluded(self.place, True)
+        try:
+            return self.direct(*args, **kwargs)
+        finally:
+            set_key_excluded(self.place, False)  # as it was, or this kernel would not run
+            set_key_excluded(self.key, False)
+
+    def passed(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Runs the op as if halfstep had no kernels; for calls while autocast of the device type is off."""
+        set_key_excluded(self.place, True)
+        try:
+            return self.direct(*args, **kwargs)
+        finally:
+            set_key_excluded(self.place, False)
+
+    def cast(self, value: Any, dtype: torch.dtype) -> Any:
+        """Returns a value, or a list of them, with fp32, bf16 and fp16 tensors on this device type cast to `dtype`."""
+        if isinstance(value, Tensor):
+            given = value.dtype
+            if given is not dtype and given in CASTABLE and self.is_here(value):
+                return _CASTS[dtype](value)
+        elif isinstance(value, (list, tuple)):
+            return [self.cast(item, dtype) for item in value]
+        return value
+
+    def cast_all(
+        self, args: Sequence[Any], kwargs: dict[str, Any], dtype: torch.dtype
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """Returns args and kwargs with fp32, bf16 and fp16 tensors on this device type cast to `dtype`."""
+        cast, given, changed = self.cast, len(args), list(args)
+        for i in self._holding:
+            if i < given:
+                changed[i] = cast(changed[i], dtype)
+        return changed, {k: cast(v, dtype) for k, v in kwargs.items()} if kwargs else kwargs
+
+    def dtypes(self, args: Sequence[Any], kwargs: dict[str, Any]) -> set[torch.dtype]:
+        """Returns the dtypes of the fp32, bf16 and fp16 tensors among the arguments on this device type."""
+        given = len(args)
+        values = [args[i] for i in self._holding if i < given]
+        return self._dtypes([*values, *kwargs.values()] if kwargs else values)
+
+    def _dtypes(self, values: Sequence[Any]) -> set[torch.dtype]:
+        found: set[torch.dtype] = set()
+        for value in values:
+            if isinstance(value, Tensor):
+                if value.dtype in CASTABLE and self.is_here(value):
+                    found.add(value.dtype)
+            elif isinstance(value, (list, tuple)):
+                found |= self._dtypes(value)
+        return found
+
+
+def _fastest_call(overload: OpOverload) -> Callable[..., Any]:
+    """Returns the function by which Python calls an overload in the shortest time."""
+    # That is the function of torch's own bindings if there is one; it reads its arguments faster than a call of the
+    # overload does.
+    schema = schema_of(overload)
+    found = getattr(torch, schema.name.removeprefix("aten::"), None)
+    takes_all = all(str(argument.type) != "List[Optional[Tensor]]" for argument in schema.arguments)
+    return found if takes_all and isinstance(found, BuiltinFunctionType) else direct_call(overload)
+
+
+def _is_on(device_type: str) -> Callable[[Tensor], bool]:
+    """Returns a function that tells whether a tensor is on a device of this type."""
+    if hasattr(Tensor, f"is_{device_type}"):
+        return operator.attrgetter(f"is_{device_type}")
+    return lambda tensor: tensor.device.type == device_type
+
+
+def make_act(site: OpSite, action: Action) -> Act:
+    """Returns the function of (key set, args, kwargs) that runs a call of one overload as `action` says."""
+    if site.name in _STATISTICS and action not in ("pass", "infer"):
+        return _statistics(site, action)
+    act = _MAKERS[action](site)
+    return carrying(site, act) if overload_name(schema_of(site.overload)) in CARRIED else act
+
+
+def _low(site: OpSite) -> Act:
+    if site.name in RECURRENT and not site.in_one:
+        return _recurrent(site)
+    device_type = site.device_type
+
+    def act(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return site.excluded(*site.cast_all(args, kwargs, torch.get_autocast_dtype(device_type)))
+
+    return act
+
+
+def _recurrent(site: OpSite) -> Act:
+    """Returns a function that runs an RNN with its sequences and states cast to low."""
+    # Sequences are cast here because in fp16 on a CPU, an fp32 sequence would select a oneDNN kernel that the CPU may
+    # not have. On CUDA, torch's autocast casts the arguments of a cuDNN RNN to fp16 whatever the region's format
+    # (ATen/cudnn/AutocastRNN.cpp), so for bf16 all arguments are cast here.
+    weights = next(i for i, name in enumerate(site.arguments) if name in ("params", "w_ih"))
+    device_type = site.device_type
+    by_cudnn = device_type == "cuda" and not site.name.endswith("_cell")
+
+    def act(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        low = torch.get_autocast_dtype(device_type)
+        if by_cudnn and low is not torch.float16:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # cast weights are no one chunk of memory, and cuDNN warns each time
+                return site.excluded(*site.cast_all(args, kwargs, low))
+        return site.below(keyset, (*(site.cast(a, low) for a in args[:weights]), *args[weights:]), kwargs)
+
+    return act
+
+
+def _full(site: OpSite) -> Act:
+    if "dtype" in site.arguments and site.name not in _DTYPE_IN_VAIN:
+        return _full_by_dtype(site)
+
+    def act(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return site.excluded(*site.cast_all(args, kwargs, torch.float32))
+
+    return act
+
+
+def _full_of_logits(site: OpSite) -> Act:
+    """Returns a function that computes in fp32 from what a sigmoid was given: a low one is 1 from small logits on."""
+
+    def act(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = args if torch.compiler.is_dynamo_compiling() else (widen(args[0]), *args[1:])
+        return site.excluded(*site.cast_all(given, kwargs, torch.float32))
+
+    return act
+
+
+def _full_by_dtype(site: OpSite) -> Act:
+    """Returns a function that makes an op compute in fp32 by passing the op's argument `dtype`, if the caller does not.
+
+    Unlike a cast, this makes no fp32 copy of the input.
+    """
+    position = site.arguments.index("dtype")
+
+    def act(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = args[0]
+        if is_low(given.dtype) and len(args) <= position and kwargs.get("dtype") is None and site.is_here(given):
+            kwargs["dtype"] = torch.float32
+        return site.excluded(args, kwargs)
+
+    return act
+
+
+def _promote(site: OpSite) -> Act:
+    into_first = site.name.endswith("_")
+
+    def act(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        found = site.dtypes(args, kwargs)
+        if len(found) > 1:
+            widest = args[0].dtype if into_first else torch.float32
+            args, kwargs = site.cast_all(args, kwargs, widest)  # type: ignore[assignment]
+        return site.excluded(args, kwargs)
+
+    return act
+
+
+def _norm(site: OpSite) -> Act:
+    """Returns a function that runs a norm in fp32 if its parameters and its input have different formats."""
+    # On a CPU some norms run in fp32 even if the formats agree, because torch would sum the gradients of low
+    # parameters in the low format.
+    on_cpu = site.device_type == "cpu"
+    mixed, low_sums = on_cpu and site.name in _MIXED_ON_CPU, on_cpu and site.name in _LOW_SUMS_ON_CPU
+    first = site.arguments.index("weight")
+    parameters = slice(first, first + 2 if "bias" in site.arguments else first + 1)
+    run = _as_chosen(site)
+
+    def act(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = args[0].dtype
+        has = [p is not None for p in args[parameters]]
+        low = is_low(given)
+        if mixed and low and all(has):
+            wide, named = site.cast_all(args, kwargs, torch.float32)
+            return run(keyset, (args[0], *wide[1:]), named)
+        if not (low and low_sums and any(has)) and len(site.dtypes(args, kwargs)) <= 1:
+            return run(keyset, args, kwargs)
+        out = site.excluded(*site.cast_all(args, kwargs, torch.float32))
+        if isinstance(out, Tensor):
+            return site.cast(out, given)
+        return (site.cast(out[0], given), *out[1:])  # native_layer_norm; its statistics stay fp32
+
+    return act
+
+
+def _as_chosen(site: OpSite) -> Act:
+    """Returns a function that runs an op whose arguments are cast already, the fastest way that casts no part again."""
+    if site.name in _WHOLE:
+        return lambda keyset, args, kwargs: site.excluded(args, kwargs)
+    return site.below
+
+
+def _statistics(site: OpSite, action: Action) -> Act:
+    """Returns a function that runs a norm with running statistics; `action` decides how its input is cast."""
+    # The statistics are never cast, because the norm writes them in place.
+    weights = [site.arguments.index(name) for name in ("weight", "bias")]
+    running = site.arguments.index("running_mean")
+    device_type = site.device_type
+
+    run = _as_chosen(site)
+
+    def act(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        cast = list(args)
+        if action != "norm":
+            cast[0] = site.cast(args[0], torch.get_autocast_dtype(device_type) if action == "low" else torch.float32)
+        mean = cast[running]
+        if mean is not None and mean.dtype in CASTABLE:
+            wide = mean.dtype
+        elif len(site.dtypes(cast[: running + 2], {})) > 1:
+            wide = torch.float32 if mean is None else mean.dtype
+        else:
+            return run(keyset, tuple(cast), kwargs)
+        for i in weights:
+            cast[i] = site.cast(cast[i], wide)
+        return run(keyset, tuple(cast), kwargs)
+
+    return act
+
+
+def _refuse(site: OpSite) -> Act:
+    instead = REFUSED.get(site.name, "")
+
+    def act(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if is_low(args[0].dtype) and site.is_here(args[0]):
+            raise OpError(
+                f"{site.name} got {args[0].dtype} probabilities inside a halfstep region: in low precision a sigmoid "
+                f"rounds to 0 or 1, whose logarithm is infinite; use {instead} on the logits, or pass "
+                f"ops={{'deny': ['{site.name}']}}, which computes it in fp32 from what the sigmoid was given"
+            )
+        return site.excluded(*site.cast_all(args, kwargs, torch.float32))
+
+    return act
+
+
+def _gather(site: OpSite) -> Act:
+    """Returns a function for ops that read rows of a low weight, such as embedding: gradients are summed in fp32."""
+    # The backward pass then sums the gradients of a row in fp32. torch's CPU kernels for low weights add them one by
+    # one in the low format, where for example a bf16 sum of ones stops at 256. Ops with sparse gradients run as
+    # written, because the optimizer's step sums these gradients. Ops that index an activation run as written too,
+    # because they seldom read a row twice.
+    sparse = site.arguments.index("sparse") if "sparse" in site.arguments else None
+    weighted = site.name == "embedding_bag"  # by the samples
+
+    def act(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        weight = args[0]
+        is_sparse = sparse is not None and (args[sparse] if len(args) > sparse else kwargs.get("sparse", False))
+        if weighted and len(site.dtypes(args, kwargs)) > 1:
+            # no cast of the weight where its gradient is sparse, which torch cannot cast back
+            return site.excluded(*site.cast_all(args, kwargs, weight.dtype if is_sparse else torch.float32))
+        if not is_low(weight.dtype) or not weight.requires_grad or (sparse is None and not weight.is_leaf):
+            return site.below(keyset, args, kwargs)
+        if is_sparse or not site.is_here(weight):
+            return site.below(keyset, args, kwargs)
+        (_, *rest), kwargs = site.cast_all(args, kwargs, torch.float32)
+        out = site.excluded((weight.float(), *rest), kwargs)
+        low = _CASTS[weight.dtype]
+        return low(out) if isinstance(out, Tensor) else (low(out[0]), *out[1:])
+
+    return act
+
+
+def _infer(site: OpSite) -> Act:
+    def act(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return site.excluded(args, kwargs)
+
+    return act
+
+
+_MAKERS: dict[Action, Callable[[OpSite], Act]] = {
+    "low": _low,
+    "full": _full,
+    "promote": _promote,
+    "norm": _norm,
+    "gather": _gather,
+    "refuse": _refuse,
+    "logits": _full_of_logits,
+    "pass": lambda site: site.below,
+    "infer": _infer,
+    "probability": probability,
+    "carry": _infer,
+}
+
+
+def wide_attention(stock: Any, limits: Callable[[], WideBackward]) -> Callable[..., Any]:
+    """Returns a kernel for the backward pass of CPU attention, which computes in fp32 if that is faster."""
+    # Inputs and results keep the formats of the op table, as with a product that accumulates in fp32. The forward pass
+    # stays low: torch's kernel for it is faster in low precision, and one in fp32 would keep more memory for the
+    # backward pass. The kernel acts only in the backward passes of open sessions, and calls torch's own, `stock`.
+
+    def kernel(keyset: Any, grad: Tensor, query: Tensor, key: Tensor, *rest: Any, **kwargs: Any) -> Sequence[Tensor]:
+        low = query.dtype
+        if not is_low(low) or not goes_wide(limits(), query.size(-1), max(query.size(-2), key.size(-2))):
+            found: Sequence[Tensor] = stock.call_boxed(keyset, grad, query, key, *rest, **kwargs)
+            return found
+        args = [_widened(value) for value in (grad, query, key, *rest)]
+        wide = stock.call_boxed(keyset, *args, **{name: _widened(value) for name, value in kwargs.items()})
+        return tuple(g.to(low) for g in wide)
+
+    return kernel
+
+
+def goes_wide(limits: WideBackward, width: int, length: int) -> bool:
+    """Returns whether attention with this head width and length runs its backward pass in fp32.
+
+    `length` is the number of queries or of keys, whichever is larger. `limits` are pairs (largest width, largest
+    length) in the order of their widths.
+
+    >>> [goes_wide(((32, 512), (64, 256)), width, 300) for width in (32, 33, 65)]
+    [True, False, False]
+    """
+    return length <= next((longest for widest, longest in limits if width <= widest), -1)
+
+
+def _widened(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and is_low(value.dtype) else value

@@ -1,0 +1,201 @@
+"""The op engine: makes torch run each op in the format that an op table says, forward, backward and when compiled.
+
+`torch.autocast` does the work for the rows on which its own op lists for the device agree with the table. For the other
+rows, opregistry.py puts a kernel into the dispatcher, which acts inside the regions of this engine.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from types import BuiltinFunctionType
+from typing import Any
+
+import torch
+from torch import autocast as TorchAutocast  # also where torch.autocast is a drop-in
+
+from halfstep.errors import SessionError
+from halfstep.machine import WideBackward
+from halfstep.plan.optable import Action
+from halfstep.train.cast.opregistry import REGISTRY, Table, reach
+
+Token = tuple[bool, torch.dtype, str, bool, tuple[str, ...], int]
+_COUNT: tuple[Any, ...] = (torch.autocast_increment_nesting, torch.autocast_decrement_nesting)
+
+
+@dataclass(frozen=True)
+class Switch:
+    """The autocast settings by which a thread tells that it is inside a plan; keeps no engine alive.
+
+    The autocast bit `marker` alone is not enough, because in a backward pass it is also on outside of forwards. The
+    format is needed where an activation checkpoint restores the caller's own autocast, which may be on for
+    `device_type` in another format.
+    """
+
+    marker: str
+    device_type: str
+    low: torch.dtype
+
+    def is_on(self) -> bool:
+        """Tells whether this thread is in a region that casts."""
+        return torch.is_autocast_enabled(self.marker) and torch.is_autocast_enabled(self.device_type)
+
+    def is_inside(self) -> bool:
+        """Tells whether this thread is in a region that casts to `low`."""
+        is_on, device_type = torch.is_autocast_enabled, self.device_type
+        return is_on(self.marker) and is_on(device_type) and torch.get_autocast_dtype(device_type) is self.low
+
+
+class OpEngine:
+    """Casts ops by a table inside its regions; one per session, and engines with equal tables share their kernels.
+
+    `actions` maps aten overloads to actions, `low` is bf16 or fp16, and `device_type` is where the tensors are.
+    `wide_backward` gives the limits within which attention on a CPU runs its backward pass in fp32. With `emulate`,
+    products of low tensors are computed in fp32 and rounded.
+    """
+
+    def __init__(
+        self,
+        actions: Mapping[str, Action],
+        low: torch.dtype,
+        device_type: str,
+        wide_backward: WideBackward = (),
+        *,
+        emulate: bool = False,
+    ) -> None:
+        self.low = low
+        self.device_type = device_type
+        self._table = Table(device_type, frozenset(actions.items()), wide_backward, emulate)
+        self._marker = ""
+
+    def open(self) -> None:
+        """Registers the kernels of the op table with torch's dispatcher."""
+        if not self._marker:
+            self._marker = REGISTRY.acquire(self._table)
+            reach(self._marker)  # for a graph of backend="eager", which enters regions by torch's own functions alone
+            self._finally = weakref.finalize(self, REGISTRY.abandon, self._marker)  # of a session that nobody closes
+            self._finally.atexit = False
+
+    def close(self) -> None:
+        """Removes from torch's dispatcher the kernels that no other engine needs."""
+        if self._marker:
+            self._finally.detach()
+            REGISTRY.release(self._marker)
+            self._marker = ""
+
+    @property
+    def switch(self) -> Switch:
+        """The switch that tells whether this engine casts; the engine must be open."""
+        return Switch(self._open_marker(), self.device_type, self.low)
+
+    @contextmanager
+    def region(self, enabled: bool = True) -> Iterator[None]:
+        """Returns a context manager that casts ops by the table, and that torch.compile can trace."""
+        marker = self._open_marker()
+        if not enabled:
+            with TorchAutocast(self.device_type, dtype=self.low, enabled=False):
+                yield
+            return
+        reach(marker)
+        with TorchAutocast(marker), TorchAutocast(self.device_type, dtype=self.low):
+            others = REGISTRY.others(marker)
+            if not others:
+                yield
+            else:
+                with _without(others):
+                    yield
+
+    def entered(self, enabled: bool = True) -> AbstractContextManager[None]:
+        """Returns a context manager that does what `region` does, for eager code; a Ctrl-C leaves nothing switched."""
+        return self._kept(partial(self.enter, enabled=enabled))
+
+    def backward(self) -> AbstractContextManager[None]:
+        """Returns a context manager for a backward pass, in which checkpoints compute parts of the forward again."""
+        # It turns on the table, whose kernels are met only if one of them has run under such a checkpoint: else every
+        # operation of the backward pass that has a kernel would pass through it.
+        return self._kept(self._turn_on_backward)
+
+    def _turn_on_backward(self, token: Token) -> None:
+        _turn_on(token)
+        reach(self._marker, REGISTRY.repeats(self._marker))
+
+    @contextmanager
+    def _kept(self, switch: Callable[[Token], None]) -> Iterator[None]:
+        token = self.read()
+        try:
+            try:
+                switch(token)
+                yield
+            finally:
+                self.leave(token)
+        except BaseException:  # a Ctrl-C may have come in the middle of leaving
+            self.leave(token)
+            raise
+
+    def is_inside_another(self) -> bool:
+        """Tells whether this thread is in a region of another engine."""
+        return any(map(torch.is_autocast_enabled, REGISTRY.others(self._open_marker())))
+
+    def read(self) -> Token:
+        """Returns this thread's autocast settings, as `enter` and `leave` take them; changes nothing."""
+        marker, device_type, on = self._open_marker(), self.device_type, torch.is_autocast_enabled
+        others = REGISTRY.others(marker)
+        if others:
+            others = tuple(other for other in others if on(other))
+        _, nesting = map(BuiltinFunctionType.__call__, _COUNT)  # one bytecode, so that no Ctrl-C comes between the two
+        return on(device_type), torch.get_autocast_dtype(device_type), marker, on(marker), others, nesting
+
+    def enter(self, token: Token, enabled: bool = True) -> None:
+        """Does what entering `region` does, faster, in eager code; `token` is what `read` returned just before."""
+        was_on, dtype, *_ = token
+        torch.autocast_increment_nesting()
+        if dtype is not self.low:
+            if was_on:
+                torch.clear_autocast_cache()  # which keeps one cast of a weight, whatever its format
+            torch.set_autocast_dtype(self.device_type, self.low)
+        torch.set_autocast_enabled(self.device_type, enabled)
+        if enabled:
+            reach(token[2])
+            _turn_on(token)
+
+    def leave(self, token: Token) -> None:
+        """Restores the settings that `read` returned; may be called again, if a Ctrl-C has come in the middle."""
+        was_on, dtype, marker, marker_was_on, others, nesting = token
+        reach(marker)  # for the rest of a region around a backward pass
+        torch.set_autocast_enabled(self.device_type, was_on)
+        torch.set_autocast_dtype(self.device_type, dtype)
+        torch.set_autocast_enabled(marker, marker_was_on)
+        for other in others:
+            torch.set_autocast_enabled(other, True)
+        now = torch.autocast_decrement_nesting()
+        while now > nesting:
+            now = torch.autocast_decrement_nesting()
+        while now < nesting:  # nothing had been entered, or this is called again
+            now = torch.autocast_increment_nesting()
+        if nesting == 0 or (was_on and dtype is not self.low):
+            torch.clear_autocast_cache()
+
+    def _open_marker(self) -> str:
+        if not self._marker:
+            raise SessionError("the op engine is closed: its session has ended; call halfstep.initialize again")
+        return self._marker
+
+
+def _turn_on(token: Token) -> None:
+    _, _, marker, _, others, _ = token
+    torch.set_autocast_enabled(marker, True)
+    for other in others:
+        torch.set_autocast_enabled(other, False)
+
+
+@contextmanager
+def _without(markers: tuple[str, ...]) -> Iterator[None]:
+    with TorchAutocast(markers[0], enabled=False):
+        if len(markers) == 1:
+            yield
+        else:
+            with _without(markers[1:]):
+                yield

@@ -1,0 +1,309 @@
+"""Makes probabilities leave the model in fp32: they are computed again from what the model gave to the operation.
+
+A low sigmoid is exactly 1 from a logit of 6.2 on in bf16, and code outside of the model takes the logarithm of it. What
+the model computes with the low result stays as it is. Only a result that leaves the model, as it is, as a view of it or
+as a copy of parts of it, is replaced.
+
+While a model's forward runs, the storage of each low result has a `Kept`: how to compute the result again in fp32. It
+is dropped with the storage, and at the end of the forward. So in training, where the backward pass keeps the result, a
+large input that nothing else needs would live until then. That happens once: a place in the code that gives large
+results which do not leave the model is remembered, and keeps no input again.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import CodeType, FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from halfstep.formats import is_low
+from halfstep.torch_internals import DispatchKey, compiled_inside, version_of
+
+if TYPE_CHECKING:
+    from halfstep.train.cast.opkernels import Act, OpSite
+
+in_dynamo = torch.compiler.is_dynamo_compiling
+SMALL = 2**14  # elements of an input that is always kept: of most outputs, and of no activation that counts
+_KEPT = "_halfstep_kept"  # the attribute of a storage
+_FRAMES = 16  # that tell one place in the code from another
+_NODES = 32  # views between a result and an output
+_NODE_NAMES = {"sigmoid": "SigmoidBackward0", "softmax": "SoftmaxBackward0", "log_softmax": "LogSoftmaxBackward0"}
+_TRACING = DispatchKey.PythonDispatcher
+
+
+class Kept:
+    """How to compute a low result again in fp32, and the layout of the result, which fills its storage.
+
+    `again` is None if the inputs `given` were not kept. `node` is the name of the result's autograd node, `left` tells
+    whether the result was found in an output.
+    """
+
+    __slots__ = (
+        *("__weakref__", "again", "counted", "dtype", "full", "full_with_gradient", "given", "left", "node"),
+        *("shape", "stride", "versions"),
+    )
+
+    def __init__(self, result: Tensor, node: str, given: Sequence[Tensor], again: Callable[[], Tensor] | None) -> None:
+        self.given, self.again, self.node = given, again, node
+        self.dtype, self.shape, self.stride = result.dtype, result.shape, result.stride()
+        self.counted = not result.is_inference()  # in inference mode nobody counts what is written into a tensor
+        self.versions = [version_of(each) for each in (result, *given)] if self.counted else []
+        self.left = False
+        self.full: Tensor | None = None
+        self.full_with_gradient: Tensor | None = None
+
+    def is_exact(self, value: Tensor) -> bool:
+        """Tells whether nothing was written into the result, of which `value` is a view, or into the inputs."""
+        return self.counted and [version_of(each) for each in (value, *self.given)] == self.versions
+
+    def compute(self, *, with_gradient: bool) -> Tensor:
+        """Returns the whole result in fp32; computed once with a gradient and once without."""
+        name = "full_with_gradient" if with_gradient else "full"
+        if getattr(self, name) is None:
+            assert self.again is not None
+            with torch.set_grad_enabled(with_gradient):
+                setattr(self, name, self.again())
+        full: Tensor = getattr(self, name)
+        return full
+
+    def clear(self) -> None:
+        """Drops the inputs and what was computed from them."""
+        self.again = self.full = self.full_with_gradient = None
+        self.given = ()
+
+
+class Forward:
+    """The results of one forward that may leave the model, and what earlier forwards of the session have learned.
+
+    `leaves` tells for places in the code that gave large results whether such a result ever left the model. `caller` is
+    the function that runs the forward; what calls that one does not count as part of a place.
+    """
+
+    __slots__ = ("caller", "kept", "leaves")
+
+    def __init__(self, leaves: dict[int, bool], caller: CodeType) -> None:
+        self.leaves, self.caller = leaves, caller
+        self.kept: list[tuple[int | None, weakref.ref[Kept]]] = []
+
+    def end(self) -> None:
+        """Drops all inputs, and learns which places need none next time."""
+        for place, ref in self.kept:
+            kept = ref()
+            if place is not None:
+                self.leaves[place] = self.leaves.get(place, False) or (kept is not None and kept.left)
+            if kept is not None:
+                kept.clear()
+        self.kept.clear()
+
+
+Scope = tuple[Forward | None, Forward]
+
+
+class _Thread(threading.local):
+    now: Forward | None = None  # the forward that the thread is in
+    ended: Forward | None = None  # the one whose outputs it casts next
+
+
+_THREAD = _Thread()
+
+
+def new_forward(leaves: dict[int, bool]) -> Scope:
+    """Returns what `enter_forward` and `leave_forward` take: the forward that the thread is in, and one inside it."""
+    return _THREAD.now, Forward(leaves, sys._getframe(2).f_code)
+
+
+def enter_forward(scope: Scope) -> None:
+    """Starts to keep the inputs of probabilities in this thread."""
+    _THREAD.now = scope[1]
+
+
+def leave_forward(scope: Scope) -> None:
+    """Ends what `enter_forward` started; the outputs may be cast after it."""
+    _THREAD.now, _THREAD.ended = scope
+
+
+@compiled_inside
+def widened(outputs: Any, map_tensors: Callable[[Callable[[Tensor], Tensor], Any], Any]) -> Any:
+    """Returns the outputs of the forward that has just ended, with the probabilities in them computed in fp32."""
+    if torch.compiler.is_compiling():
+        return map_tensors(_widen_traced, outputs)
+    forward, _THREAD.ended = _THREAD.ended, None
+    if forward is None or not forward.kept:
+        return outputs
+    try:
+        return map_tensors(widen, outputs)
+    finally:
+        forward.end()
+
+
+def widen(value: Tensor) -> Tensor:
+    """Returns a low probability, or a view or copy of parts of one, computed in fp32; any other tensor as it is."""
+    kept = _kept_of(value)
+    if kept is None or kept.dtype is not value.dtype:
+        return value
+    kept.left = True
+    return value if kept.again is None else _full(kept, value)
+
+
+@compiled_inside
+def _widen_traced(value: Tensor) -> Tensor:
+    return torch.ops.halfstep.to_full(value) if is_low(value.dtype) else value
+
+
+def define_traced() -> torch.library.Library:
+    """Returns a library with the operation that stands in traced code for `widen`, and for the cast to fp32 after it.
+
+    The compiler's next stage runs it on the tensors that the kernels of `probability` have seen, so it leaves no trace.
+    """
+    library = torch.library.Library("halfstep", "FRAGMENT")  # type: ignore[no-untyped-call]
+    library.define("to_full(Tensor value) -> Tensor")  # type: ignore[no-untyped-call]
+    library.impl("to_full", lambda value: widen(value).float(), "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]
+    return library
+
+
+def probability(site: OpSite) -> Act:
+    """Returns a function that runs an operation as written, and keeps how to compute its low result again in fp32."""
+    into_first, node = site.name.endswith("_"), _NODE_NAMES[site.name.rstrip("_")]
+    op = torch.sigmoid if into_first else site.overload
+
+    def act(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if in_dynamo():  # which, after a break of its graph, may trace this function
+            return site.excluded(args, kwargs)
+        forward, given = _THREAD.now, args[0]
+        if not is_low(given.dtype) or (forward is None and not keyset.has(_TRACING)):
+            return site.excluded(args, kwargs)
+        place = None if forward is None or given.numel() <= SMALL else _place(forward.caller)
+        keep = place is None or forward is None or forward.leaves.get(place, True)
+        if into_first and keep:
+            given = given.clone()
+        out = site.excluded(args, kwargs)
+        if is_low(out.dtype):
+            again = partial(_again, op, given, args[1:2]) if keep else None
+            _keep(forward, out, node, (given,) if keep else (), again, place)
+        return out
+
+    return act
+
+
+def carrying(site: OpSite, act: Act) -> Act:
+    """Returns a function that does what `act` does; copies of parts of probabilities can be computed again too."""
+
+    def carry(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = act(keyset, args, kwargs)
+        if in_dynamo():
+            return out
+        forward = _THREAD.now
+        if (not forward.kept) if forward is not None else (not keyset.has(_TRACING)):
+            return out
+        given = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
+        if is_low(out.dtype) and any(_kept_of(each) is not None for each in given):
+            node = "" if out.grad_fn is None else out.grad_fn.name()
+            _keep(forward, out, node, given, partial(_carry_again, site.overload, args, kwargs), None)
+        return out
+
+    return carry
+
+
+def _again(op: Callable[..., Tensor], given: Tensor, rest: Sequence[Any]) -> Tensor:
+    return op(given.float(), *rest)
+
+
+def _carry_again(op: Callable[..., Tensor], args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+    first = args[0]
+    wide: Any = [widen(each).float() for each in first] if isinstance(first, (list, tuple)) else widen(first).float()
+    return op(wide, *args[1:], **kwargs)
+
+
+def _keep(
+    forward: Forward | None,
+    out: Tensor,
+    node: str,
+    given: Sequence[Tensor],
+    again: Callable[[], Tensor] | None,
+    place: int | None,
+) -> None:
+    """Notes at the storage of a low result how to compute it again, if the result is plain and fills its storage."""
+    storage = _storage_of(out)
+    if storage is None:
+        return
+    if forward is not None:
+        if type(out) is not Tensor or storage.nbytes() != out.numel() * out.element_size():
+            return
+        kept = Kept(out, node, given, again)
+        forward.kept.append((place, weakref.ref(kept)))
+    else:
+        kept = Kept(out, node, given, again)
+    setattr(storage, _KEPT, kept)
+
+
+def _kept_of(value: Any) -> Kept | None:
+    if not isinstance(value, Tensor) or not is_low(value.dtype):
+        return None
+    return getattr(_storage_of(value), _KEPT, None)
+
+
+def _storage_of(value: Tensor) -> torch.UntypedStorage | None:
+    try:
+        return value.untyped_storage()
+    except (RuntimeError, NotImplementedError):  # sparse tensors, and those of torch.func
+        return None
+
+
+def _full(kept: Kept, value: Tensor) -> Tensor:
+    """Returns an output computed again, with a gradient that goes the way of the output's own, where it has one."""
+    with_gradient = torch.is_grad_enabled() and value.requires_grad
+    full = _as_viewed(kept, kept.compute(with_gradient=with_gradient), value)
+    if not kept.is_exact(value):
+        full = torch.where(_is_same(full.detach(), value.detach()), full, value.float())
+    if with_gradient and not (full.requires_grad and _comes_from(value.grad_fn, kept.node)):
+        wide = value.float()  # a function of the user's may change the gradient on its way
+        full = wide + (full - wide).detach()
+    return full
+
+
+def _is_same(full: Tensor, value: Tensor) -> Tensor:
+    """Tells for each element whether the low value is what an operation gives for what is `full` in fp32."""
+    error, most = (full - value).abs(), 2 * torch.finfo(value.dtype).eps
+    near_zero = (full <= 0) & (value <= 0) & (error <= most)  # of logarithms, which are small differences
+    return (full.to(value.dtype) == value) | (error <= most * full.abs()) | near_zero
+
+
+def _as_viewed(kept: Kept, full: Tensor, value: Tensor) -> Tensor:
+    """Returns the part of `full` that `value` is of the low result."""
+    if value.shape == kept.shape and value.stride() == kept.stride and value.storage_offset() == 0:
+        return full
+    if full.stride() != kept.stride or full.storage_offset():
+        full = full.new_empty_strided(kept.shape, kept.stride).copy_(full)
+    return full.as_strided(value.shape, value.stride(), value.storage_offset())
+
+
+def _comes_from(node: Any, name: str) -> bool:
+    """Tells whether only torch's own views lie between an autograd node and that of the result."""
+    for _ in range(_NODES):
+        if node is None or isinstance(node, torch.autograd.function.BackwardCFunction):
+            return False
+        if node.name() == name:
+            return True
+        if len(node.next_functions) != 1:
+            return False
+        node = node.next_functions[0][0]
+    return False
+
+
+def _place(caller: CodeType) -> int:
+    """Returns a number for the place in the model's code that runs an operation, and for whether gradients are on."""
+    found: list[int] = [torch.is_grad_enabled()]
+    frame: FrameType | None = sys._getframe(3)  # below the kernel and what runs it
+    for _ in range(_FRAMES):
+        if frame is None or frame.f_code is caller:
+            break
+        found += (id(frame.f_code), frame.f_lasti)
+        frame = frame.f_back
+    return hash(tuple(found))

@@ -1,0 +1,345 @@
+"""Products of low tensors, computed in fp32 and rounded once, as ordinary operations.
+
+A kernel of the op engine widens the operands (without loss), runs torch's fp32 operation and rounds its result: the
+arithmetic of tensor cores. Autograd, torch.compile and torch.func see three operations that they know. So the gradient
+of a product is again a product in fp32 of low operands, rounded once, and so is a gradient of a gradient.
+
+`Emulation` (emulate.py) does the same in a dispatch mode, one operation for one product; while it is on, as when
+operations are recorded, the kernels here leave the work to it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import Parameter
+from torch.nn.attention import SDPBackend
+
+from halfstep.formats import Format, as_format, is_low, round_nearest
+from halfstep.plan.optable import Action
+from halfstep.torch_internals import (
+    FLASH_ATTENTION_CPU,
+    FLASH_ATTENTION_CPU_BACKWARD,
+    DispatchKey,
+    OpOverload,
+    attention_kernel,
+    call_by_key,
+    forced_keys,
+    in_functorch,
+    keys_excluded_here,
+    keys_included_here,
+    mode_stack,
+    saved_tensor_hooks,
+    set_key_excluded,
+    version_of,
+)
+from halfstep.train.cast.emulate import POWERS, SUMS_OF_PRODUCTS, Emulation
+from halfstep.train.cast.opkernels import RECURRENT, Act, OpSite, make_act
+
+aten = torch.ops.aten
+Way = Callable[["ProductSite", torch.dtype, Sequence[Any], Mapping[str, Any]], Any]
+
+KEEP_LOW_FROM = 1 << 14
+"""Products with an operand of this many elements keep their operands low for the backward pass, as native ones do.
+
+Smaller ones keep the fp32 forms: Python's part in keeping them low costs more than the product.
+"""
+
+_LAYERS = tuple(name for name in RECURRENT if not name.endswith("_cell"))
+_ATTENTION = "scaled_dot_product_attention"
+# Run as the products that they consist of: what they round in between is a part of their arithmetic.
+IN_PARTS = ("einsum", "chain_matmul", "linalg_multi_dot", "linalg_vecdot", "tensordot", "inner")
+_OPERATIONS = (
+    "linear matmul mm bmm mv addmm addmv baddbmm dot vdot bilinear _addmm_activation addbmm conv_tbc "
+    "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution _convolution"
+)
+EMULATED = frozenset({*_OPERATIONS.split(), *IN_PARTS, *_LAYERS, _ATTENTION})
+"""Names of the aten operations of the op table that compute products in fp32 where a session emulates."""
+
+ALSO_EMULATED = ("pow.Tensor_Scalar", "_grouped_mm")
+"""Overloads that no row of the table casts, but that take many times fp32's time in low precision."""
+
+
+class ProductSite(OpSite):
+    """An op made of products; what `OpSite` runs on low tensors, it computes in fp32 and rounds once."""
+
+    def __init__(self, overload: OpOverload, device_type: str, place: Any = None) -> None:
+        super().__init__(overload, device_type, place)
+        self.in_one = self.name in _LAYERS
+        self._by = _WAYS.get(self.name, _rounded_once)
+
+    def excluded(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Runs the op and all its parts without autocast, in fp32 if its operands are low; rounds the result."""
+        low = _low_format(args, kwargs)
+        if low is None or (not self.in_one and _emulated_by_mode()):
+            return super().excluded(args, kwargs)
+        if in_functorch() is not None:
+            with _one_level_of_functorch():
+                return self._by(self, low, args, kwargs)
+        set_key_excluded(self.key, True)
+        set_key_excluded(self.place, True)
+        try:
+            return self._by(self, low, args, kwargs)
+        finally:
+            set_key_excluded(self.place, False)
+            set_key_excluded(self.key, False)
+
+    def called(self, low: torch.dtype, *args: Any, **kwargs: Any) -> Any:
+        """Runs the op on `low` operands where autocast is excluded already."""
+        return self._by(self, low, args, kwargs)
+
+
+class _Levels(threading.local):
+    """Tells whether this thread runs the fp32 operation of a product that a transform of torch.func will see again."""
+
+    inside = False
+
+
+_LEVELS = _Levels()
+
+
+@contextmanager
+def _one_level_of_functorch() -> Iterator[None]:
+    """Returns a context in which kernels for products do nothing."""
+    _LEVELS.inside = True
+    try:
+        yield
+    finally:
+        _LEVELS.inside = False
+
+
+def make_product(overload: OpOverload, device_type: str, action: Action, place: Any = None) -> Act:
+    """Returns the function that runs a call of a product as `action` says, and emulates it; `place` as in `OpSite`."""
+    site = ProductSite(overload, device_type, place)
+    act = make_act(site, action) if action != "pass" else lambda _, args, kwargs: site.excluded(args, kwargs)
+
+    def once(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return OpSite.excluded(site, args, kwargs) if _LEVELS.inside else act(keyset, args, kwargs)
+
+    return once
+
+
+def _rounded_once(site: ProductSite, low: torch.dtype, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Computes a product of `low` operands in fp32 and rounds its results to `low`."""
+    wide = _Widened(low)
+    args, kwargs = [wide(a) for a in args], {name: wide(value) for name, value in kwargs.items()}
+    with wide.kept_low(of_operands_alone=not site.in_one):
+        out = site.direct(*args, **kwargs)
+    return wide.rounded(out) if isinstance(out, Tensor) else tuple(map(wide.rounded, out))
+
+
+def _in_parts(site: ProductSite, low: torch.dtype, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Runs a composite op as the ops that it consists of, with the kernels of their own rows."""
+    with forced_keys(keys_included_here(), keys_excluded_here().remove(site.key).remove(site.place)):
+        out: Tensor = call_by_key(site.overload)(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+    return out.to(low)
+
+
+def _linear(site: ProductSite, low: torch.dtype, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Computes a linear layer; torch adds the bias to a result already rounded if the input has gaps."""
+    x, has_bias = args[0], (args[2] if len(args) > 2 else kwargs.get("bias")) is not None
+    in_parts = has_bias and x.dim() > 2 and not x.is_contiguous()
+    return (_in_parts if in_parts else _rounded_once)(site, low, args, kwargs)
+
+
+def _sum_of_products(site: ProductSite, low: torch.dtype, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    addmm = ProductSite(aten.addmm.default, site.device_type, site.place)
+    return SUMS_OF_PRODUCTS[site.overload](partial(addmm.called, low), *args, **kwargs)
+
+
+def _attention(site: ProductSite, low: torch.dtype, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Computes attention; the backward pass reads the rounded result, as the native kernel's does."""
+    given = {**dict(zip(site.arguments, args, strict=False)), **kwargs}
+    query, key, value = given["query"], given["key"], given["value"]
+    if not _is_eager_training(query, key, value) or attention_kernel(**given) != SDPBackend.FLASH_ATTENTION.value:
+        return _rounded_once(site, low, args, kwargs)
+    mask = given.get("attn_mask")
+    if mask is not None and mask.dtype is torch.bool:
+        mask = torch.zeros_like(mask, dtype=torch.float32).masked_fill_(~mask, float("-inf"))
+    elif mask is not None:
+        mask = mask.float()
+    causal = given.get("is_causal", False)
+    return _Attention.apply(query, key, value, mask, causal, given.get("scale"), _Widened(low))  # type: ignore[no-untyped-call]
+
+
+def _power(site: ProductSite, low: torch.dtype, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    emulate = low is torch.float16 and args[1] in POWERS and in_functorch() is None
+    return _Power.apply(*args) if emulate else site.direct(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+
+class _Power(torch.autograd.Function):
+    """The square or cube of a low tensor, computed in fp32 and rounded; the gradient in torch's order of operations."""
+
+    @staticmethod
+    def forward(ctx: Any, base: Tensor, exponent: int) -> Tensor:
+        ctx.save_for_backward(base)
+        ctx.exponent = exponent
+        return base.float().pow(exponent).to(base.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (base,), lower = ctx.saved_tensors, ctx.exponent - 1
+        power = base if lower == 1 else _Power.apply(base, lower)  # type: ignore[no-untyped-call]
+        return grad * (power * ctx.exponent), None
+
+
+class _Attention(torch.autograd.Function):
+    """CPU attention of low tensors in fp32; keeps its operands and its result low."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, *settings: Any) -> Tensor:
+        mask, causal, scale, wide = settings
+        out, sums = FLASH_ATTENTION_CPU(*map(wide.widen, (query, key, value)), 0.0, causal, attn_mask=mask, scale=scale)
+        rounded: Tensor = wide.rounded(out)
+        ctx.save_for_backward(query, key, value, rounded, sums, mask)
+        ctx.settings = causal, scale, wide
+        return rounded
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        *low, sums, mask = ctx.saved_tensors
+        causal, scale, wide = ctx.settings
+        operands = [wide.widen(t) for t in (grad, *low)]
+        grads = FLASH_ATTENTION_CPU_BACKWARD(*operands, sums, 0.0, causal, attn_mask=mask, scale=scale)
+        return (*map(wide.rounded, grads), None, None, None, None)
+
+
+class _Rounded(torch.autograd.Function):
+    """Rounds fp32 values, and their gradients, to the values of a format, in code that torch.compile traces.
+
+    Compiled code may leave out a cast to a low format that a cast to fp32 follows; it cannot leave out this arithmetic.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, t: Tensor, fmt: Format) -> Tensor:
+        ctx.fmt = fmt
+        return round_nearest(t, fmt)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _Rounded.apply(grad, ctx.fmt), None  # type: ignore[no-untyped-call]
+
+
+class _Widened:
+    """Widens the operands of one product, and can have autograd keep their low forms in place of the fp32 ones."""
+
+    def __init__(self, low: torch.dtype) -> None:
+        self._low = low
+        self.traced = as_format(low) if keys_included_here().has(DispatchKey.PythonDispatcher) else None
+        self._operands: list[Tensor] = []
+        self._wide: list[Tensor] = []
+
+    def __call__(self, value: Any) -> Any:
+        """Returns a value, or a list of them, with low tensors widened."""
+        if isinstance(value, Tensor):
+            if value.dtype is not self._low:
+                return value
+            wide = self.widen(value)
+            self._operands.append(value)
+            self._wide.append(wide)
+            return wide
+        return [self(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+    def widen(self, operand: Tensor) -> Tensor:
+        """Returns an operand as fp32."""
+        return self._round(operand.float())
+
+    def rounded(self, wide: Tensor) -> Tensor:
+        """Returns a result of the product rounded."""
+        return self._round(wide).to(self._low)
+
+    def _round(self, wide: Tensor) -> Tensor:
+        return wide if self.traced is None else _Rounded.apply(wide, self.traced)  # type: ignore[no-untyped-call]
+
+    def kept_low(self, *, of_operands_alone: bool) -> AbstractContextManager[Any]:
+        """Returns a context in which autograd keeps low operands, where that saves memory and nothing else hinders it.
+
+        `of_operands_alone` says that the backward pass of the operation needs nothing but the operands.
+        """
+        if all(t.numel() < KEEP_LOW_FROM for t in self._operands) or not _may_keep_low(*self._operands):
+            return nullcontext()
+        kept = {
+            wide.data_ptr(): low.detach()
+            for low, wide in zip(self._operands, self._wide, strict=True)
+            if low.stride() == wide.stride()
+        }
+        return saved_tensors_hooks(partial(_pack, kept, self._low if of_operands_alone else None), _unpack)
+
+
+def _pack(kept: Mapping[int, Tensor], low: torch.dtype | None, saved: Tensor) -> Any:
+    """Returns what is kept of a tensor that autograd saves: the low operand that it was widened from, if it is one."""
+    if saved.dtype is not torch.float32:
+        return saved
+    operand = kept.get(saved.data_ptr())
+    if operand is not None and saved.storage_offset() == 0:
+        same = operand.as_strided(saved.size(), saved.stride(), operand.storage_offset())
+        return same, version_of(same)
+    return saved if low is None else (saved.detach().to(low), 0)  # a rearranged operand: no value is lost
+
+
+def _unpack(packed: Any) -> Tensor:
+    if isinstance(packed, Tensor):
+        return packed
+    kept, version = packed
+    if version_of(kept) != version:
+        raise RuntimeError(
+            f"one of the variables needed for gradient computation has been modified by an inplace operation: a "
+            f"{kept.dtype} operand of shape {list(kept.shape)} of an emulated product is at version "
+            f"{version_of(kept)}; expected version {version}"
+        )
+    wide: Tensor = kept.float()
+    return wide
+
+
+def _may_keep_low(*operands: Tensor) -> bool:
+    """Tells whether autograd may keep low operands; hooks of another's would not see what it saves."""
+    return saved_tensor_hooks(False) is None and _is_eager_training(*operands)
+
+
+def _is_eager_training(*operands: Tensor) -> bool:
+    return (
+        torch.is_grad_enabled()
+        and any(t.requires_grad for t in operands)
+        and all(type(t) in (Tensor, Parameter) and not t.is_nested for t in operands)
+        and not mode_stack()
+        and in_functorch() is None
+    )
+
+
+def _emulated_by_mode() -> bool:
+    return any(isinstance(mode, Emulation) for mode in mode_stack())
+
+
+def _low_format(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.dtype | None:
+    """Returns the low dtype of all floating-point tensors among the arguments; None if they differ or are wider."""
+    found: torch.dtype | None = None
+    for tensor in _floating(args, kwargs):
+        if not is_low(tensor.dtype) or found not in (None, tensor.dtype):
+            return None
+        found = tensor.dtype
+    return found
+
+
+def _floating(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            if value.is_floating_point() or value.is_complex():
+                yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _floating(value, {})
+
+
+_WAYS: Mapping[str, Way] = {
+    "linear": _linear,
+    _ATTENTION: _attention,
+    "pow": _power,
+    **dict.fromkeys(IN_PARTS, _in_parts),
+    **dict.fromkeys(("addbmm", "conv_tbc"), _sum_of_products),
+}

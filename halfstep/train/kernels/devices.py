@@ -1,0 +1,74 @@
+"""Kernels for devices that need another Python package (Triton for CUDA), which is imported when it is first needed."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from halfstep.train.kernels.batch import Batch, Options, Scratch
+from halfstep.train.kernels.tables import filled
+
+_LOG = logging.getLogger("halfstep")
+
+
+def triton_can_read(grads: list[Tensor]) -> bool:
+    """Returns whether these gradients are on CUDA, Triton works on their device, and its kernels can read them."""
+    if not grads or grads[0].device.type != "cuda":
+        return False
+    kernels = triton_kernels(grads[0].device)
+    return kernels is not None and bool(kernels.can_read(grads))
+
+
+def triton_read(grads: list[Tensor], scratch: Scratch) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the L2 norm of all gradients, whether any of them is non-finite, and for each whether it is non-finite.
+
+    The results are a 0-dim fp32 tensor, a 0-dim bool tensor, and a 1-dim bool tensor with one element for each
+    gradient.
+    """
+    result: tuple[Tensor, Tensor, Tensor] = _known(grads[0].device).read(grads, scratch)
+    return result
+
+
+def triton_fits(batch: Batch) -> bool:
+    """Returns whether `batch` is on CUDA, Triton works on its device, and its kernels can compute the update."""
+    if batch.device.type != "cuda":
+        return False
+    kernels = triton_kernels(batch.device)
+    return kernels is not None and bool(kernels.fits(batch))
+
+
+def triton_update(
+    kernel: str, batch: Batch, options: Options, factor: Tensor | None, found: Tensor, scratch: Scratch
+) -> None:
+    """Makes one update by the optimizer `kernel` of a batch that `triton_fits` accepted."""
+    _known(batch.device).update(kernel, batch, options, factor, found, scratch)
+
+
+def _known(device: torch.device) -> ModuleType:
+    kernels = triton_kernels(device)
+    assert kernels is not None
+    return kernels
+
+
+@functools.cache
+def triton_kernels(device: torch.device) -> ModuleType | None:
+    """Returns the module of Triton kernels, or None, with one warning that says why, if it cannot run on the device."""
+    # Tries a small kernel, since Triton needs a C compiler and a GPU that it supports. Also runs the operations that
+    # the capture of a CUDA graph uses, so that they are loaded before a capture begins.
+    try:
+        kernels = importlib.import_module("halfstep.train.kernels.triton")
+        kernels.read([torch.ones(1, dtype=torch.float32, device=device)], Scratch())
+        filled([0], device)
+    except ImportError as error:
+        why = f"Triton cannot be imported ({error}); run: pip install triton"
+    except Exception as error:  # whatever a compiler and a driver raise
+        why = f"Triton does not run here: {type(error).__name__}: {error}"
+    else:
+        return kernels
+    _LOG.warning("halfstep's loops for %s run as torch operations, in more passes over memory: %s", device, why)
+    return None

@@ -1,0 +1,552 @@
+"""The read pass and the update as Triton kernels for CUDA: a launch covers many tensors through tables of addresses.
+
+Importing this file imports Triton. The arithmetic and its order are those of `train/optim/laws.py`, with every
+operation rounded separately: launches forbid contraction, and division and square root are correctly rounded. Kernels
+are not specialised on hyper-parameters, so that a scheduler which changes them causes no compilation.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from halfstep.train.kernels.batch import Batch, Options, Scratch, is_dense
+from halfstep.train.kernels.tables import KINDS, Group, Tables, addresses, bits, block_ends, groups
+
+_Tensors = tuple[Tensor, Tensor, int, Tensor]  # owners, table, number of tensors, gradients
+
+# Elements a program: on a Hopper GPU 86 KB of an update, or 48 KB of a read of bf16, are in flight a multiprocessor. In
+# an update a thread has 4 neighbours, 16 bytes of fp32: with more, fp32 and 16-bit elements would lie in the threads in
+# different ways and meet in shared memory, behind barriers.
+_UPDATE_BLOCK, _UPDATE_WARPS = 1024, 8
+_READ_BLOCK, _READ_WARPS = 4096, 4
+_EXACT = {"enable_fp_fusion": False}  # a * b + c rounds twice, as separate tensor operations do
+
+
+# Lists of arguments are long: kernels see no objects.
+# fmt: off
+@triton.jit
+def _pointer(address, start, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    pointer = address.to(tl.pointer_type(TYPE))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer + start
+
+
+@triton.jit
+def _load_as(address, start, at, mask, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    return tl.load(_pointer(address, start, TYPE, ALIGNED) + at, mask=mask)
+
+
+@triton.jit
+def _store_as(address, start, at, value, mask, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    tl.store(_pointer(address, start, TYPE, ALIGNED) + at, value.to(TYPE), mask=mask)
+
+
+@triton.jit
+def _load(address, start, at, mask, KIND: tl.constexpr, ALIGNED: tl.constexpr):
+    """Loads elements of a format as fp32; the bits of a bf16 value are the high half of its fp32 bits."""
+    if KIND == "bf16":
+        value = (_load_as(address, start, at, mask, tl.int16, ALIGNED).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    elif KIND == "fp16":
+        value = _load_as(address, start, at, mask, tl.float16, ALIGNED).to(tl.float32)
+    else:
+        value = _load_as(address, start, at, mask, tl.float32, ALIGNED)
+    return value
+
+
+@triton.jit
+def _load_weight(weight, extra, start, at, mask, LAYOUT: tl.constexpr, KIND: tl.constexpr, ALIGNED: tl.constexpr):
+    """Loads the fp32 values to update: the weight itself, its copy, or both parts of a split weight."""
+    if LAYOUT == "copy":
+        value = _load(extra, start, at, mask, "fp32", ALIGNED)
+    elif LAYOUT == "split":
+        high = _load_as(weight, start, at, mask, tl.int16, ALIGNED)
+        rest = _load_as(extra, start, at, mask, tl.int16, ALIGNED)
+        value = ((high.to(tl.int32) << 16) + rest.to(tl.int32)).to(tl.float32, bitcast=True)
+    else:
+        value = _load(weight, start, at, mask, KIND, ALIGNED)
+    return value
+
+
+@triton.jit
+def _storable(bits):
+    """Returns the bits of fp32 values; a NaN that would round to a zero in bf16 becomes the nearest NaN that does not.
+
+    `storable` in train/optim/split.py also handles NaNs whose bits are next to those of infinity. They do not occur
+    here, as a GPU's arithmetic makes every NaN 0x7FFFFFFF.
+    """
+    magnitude = bits & 0x7FFFFFFF
+    return tl.where(magnitude > 0x7FFF7FFF, bits - (magnitude - 0x7FFF7FFF), bits)
+
+
+@triton.jit
+def _store_weight(
+    weight, extra, start, at, value, mask, LAYOUT: tl.constexpr, KIND: tl.constexpr, ALIGNED: tl.constexpr
+):
+    """Stores the weight in its format, rounded half away from zero in bf16, and its copy or remainder."""
+    if KIND == "bf16":
+        bits = _storable(value.to(tl.int32, bitcast=True))
+        _store_as(weight, start, at, (bits + 0x8000) >> 16, mask, tl.int16, ALIGNED)
+        if LAYOUT == "split":
+            _store_as(extra, start, at, bits, mask, tl.int16, ALIGNED)
+    elif KIND == "fp16":
+        _store_as(weight, start, at, value, mask, tl.float16, ALIGNED)
+    else:
+        _store_as(weight, start, at, value, mask, tl.float32, ALIGNED)
+    if LAYOUT == "copy":
+        _store_as(extra, start, at, value, mask, tl.float32, ALIGNED)
+
+
+@triton.jit
+def _gradient(
+    grad, start, at, mask, factor, GRAD: tl.constexpr, SCALED: tl.constexpr, MAXIMIZE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    value = _load(grad, start, at, mask, GRAD, ALIGNED)
+    if SCALED:
+        value = value * factor
+    if MAXIMIZE:
+        value = value * -1.0  # a minus sign would be 0 - value, which loses the sign of zero
+    return value
+
+
+@triton.jit
+def _double(bits):
+    return bits.to(tl.int64).to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def _power(base, exponent):
+    """Returns a float64 raised to an integer, by squaring; the error is far too small to show in fp32."""
+    result = base * 0.0 + 1.0
+    while exponent > 0:
+        result = tl.where((exponent & 1) != 0, result * base, result)
+        base = base * base
+        exponent = exponent >> 1
+    return result
+
+
+# A launch has a table of 8 rows, with a number for each of `count` tensors: its first block, its size, and the
+# addresses of weight, extra, step count, and up to three states.
+
+
+@triton.jit(do_not_specialize=["table", "count", "found", "lr_tensor", "lr", "beta1", "beta2", "weight_decay", "out"])
+def _corrections_kernel(
+    table, count: tl.int64, found, lr_tensor, lr: tl.int64, beta1: tl.int64, beta2: tl.int64, weight_decay: tl.int64,
+    out, LR_TENSOR: tl.constexpr,
+):
+    """Counts up each tensor's step t and writes 1 - lr * weight_decay, lr / (1 - beta1^t) and sqrt(1 - beta2^t)."""
+    # Numbers are passed as the bits of a float64, because the floats that a kernel takes are fp32.
+    if tl.load(found) == 0:
+        tensor = tl.program_id(0)
+        place = tl.load(table + 4 * count + tensor).to(tl.pointer_type(tl.float32))
+        step = tl.load(place) + 1.0
+        tl.store(place, step)
+        if LR_TENSOR:
+            rate = tl.load(lr_tensor).to(tl.float64)
+        else:
+            rate = _double(lr)
+        decay = 1.0 - rate * _double(weight_decay)
+        size = rate / (1.0 - _power(_double(beta1), step.to(tl.int64)))
+        root = tl.sqrt(1.0 - _power(_double(beta2), step.to(tl.int64)))
+        tl.store(out + 3 * tensor, decay.to(tl.float32))
+        tl.store(out + 3 * tensor + 1, size.to(tl.float32))
+        tl.store(out + 3 * tensor + 2, root.to(tl.float32))
+
+
+@triton.jit
+def _adam_block(
+    weight, extra, grad, mean, square, peak, start, left, factor, decay, size, root, beta1, rest1, beta2, rest2, eps,
+    weight_decay, LAYOUT: tl.constexpr, KIND: tl.constexpr, GRAD: tl.constexpr, SCALED: tl.constexpr,
+    MAXIMIZE: tl.constexpr, AMSGRAD: tl.constexpr, DECOUPLED: tl.constexpr, ALIGNED: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    at = tl.arange(0, BLOCK)
+    if MASKED:
+        mask = at < left
+    else:
+        mask = None
+    g = _gradient(grad, start, at, mask, factor, GRAD, SCALED, MAXIMIZE, ALIGNED)
+    w = _load_weight(weight, extra, start, at, mask, LAYOUT, KIND, ALIGNED)
+    m = _load(mean, start, at, mask, "fp32", ALIGNED)
+    v = _load(square, start, at, mask, "fp32", ALIGNED)
+    if DECOUPLED:
+        w = w * decay
+    else:
+        g = tl.where(weight_decay != 0, g + w * weight_decay, g)
+    m = m * beta1 + g * rest1
+    v = v * beta2 + (g * rest2) * g
+    if AMSGRAD:
+        highest = _load(peak, start, at, mask, "fp32", ALIGNED)
+        highest = tl.where((v > highest) | (v != v), v, highest)
+        _store_as(peak, start, at, highest, mask, tl.float32, ALIGNED)
+    else:
+        highest = v
+    w = w - tl.div_rn(m, tl.div_rn(tl.sqrt_rn(highest), root) + eps) * size
+    _store_weight(weight, extra, start, at, w, mask, LAYOUT, KIND, ALIGNED)
+    _store_as(mean, start, at, m, mask, tl.float32, ALIGNED)
+    _store_as(square, start, at, v, mask, tl.float32, ALIGNED)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "owners", "table", "count", "grads", "corrections", "found", "factor", "beta1", "rest1", "beta2", "rest2",
+        "eps", "weight_decay",
+    ]
+)
+def _adam_kernel(
+    owners, table, count: tl.int64, grads, corrections, found, factor,
+    beta1: tl.float32, rest1: tl.float32, beta2: tl.float32, rest2: tl.float32, eps: tl.float32,
+    weight_decay: tl.float32,
+    LAYOUT: tl.constexpr, KIND: tl.constexpr, GRAD: tl.constexpr, SCALED: tl.constexpr, MAXIMIZE: tl.constexpr,
+    AMSGRAD: tl.constexpr, DECOUPLED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+):
+    if tl.load(found) == 0:
+        block = tl.program_id(0)
+        tensor = tl.load(owners + block)
+        row = table + tensor
+        start = (block - tl.load(row)) * BLOCK
+        left = tl.load(row + count) - start
+        weight = tl.load(row + 2 * count)
+        extra = tl.load(row + 3 * count)
+        mean = tl.load(row + 5 * count)
+        square = tl.load(row + 6 * count)
+        peak = tl.load(row + 7 * count)
+        grad = tl.load(grads + tensor)
+        decay = tl.load(corrections + 3 * tensor)
+        size = tl.load(corrections + 3 * tensor + 1)
+        root = tl.load(corrections + 3 * tensor + 2)
+        if SCALED:
+            scale = tl.load(factor)
+        else:
+            scale = 1.0
+        if left >= BLOCK:
+            _adam_block(
+                weight, extra, grad, mean, square, peak, start, left, scale, decay, size, root, beta1, rest1, beta2,
+                rest2, eps, weight_decay, LAYOUT, KIND, GRAD, SCALED, MAXIMIZE, AMSGRAD, DECOUPLED, ALIGNED, False,
+                BLOCK,
+            )
+        else:
+            _adam_block(
+                weight, extra, grad, mean, square, peak, start, left, scale, decay, size, root, beta1, rest1, beta2,
+                rest2, eps, weight_decay, LAYOUT, KIND, GRAD, SCALED, MAXIMIZE, AMSGRAD, DECOUPLED, ALIGNED, True,
+                BLOCK,
+            )
+
+
+@triton.jit
+def _sgd_block(
+    weight, extra, grad, buffer, start, left, factor, lr, momentum, weight_decay, LAYOUT: tl.constexpr,
+    KIND: tl.constexpr, GRAD: tl.constexpr, SCALED: tl.constexpr, MAXIMIZE: tl.constexpr, MOMENTUM: tl.constexpr,
+    NESTEROV: tl.constexpr, ALIGNED: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
+):
+    at = tl.arange(0, BLOCK)
+    if MASKED:
+        mask = at < left
+    else:
+        mask = None
+    g = _gradient(grad, start, at, mask, factor, GRAD, SCALED, MAXIMIZE, ALIGNED)
+    w = _load_weight(weight, extra, start, at, mask, LAYOUT, KIND, ALIGNED)
+    g = tl.where(weight_decay != 0, g + w * weight_decay, g)
+    if MOMENTUM:
+        held = _load(buffer, start, at, mask, "fp32", ALIGNED)
+        held = held * momentum + g
+        _store_as(buffer, start, at, held, mask, tl.float32, ALIGNED)
+        if NESTEROV:
+            g = g + held * momentum
+        else:
+            g = held
+    _store_weight(weight, extra, start, at, w - g * lr, mask, LAYOUT, KIND, ALIGNED)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "owners", "table", "count", "grads", "found", "factor", "lr_tensor", "lr", "momentum", "weight_decay",
+    ]
+)
+def _sgd_kernel(
+    owners, table, count: tl.int64, grads, found, factor, lr_tensor,
+    lr: tl.float32, momentum: tl.float32, weight_decay: tl.float32,
+    LAYOUT: tl.constexpr, KIND: tl.constexpr, GRAD: tl.constexpr, SCALED: tl.constexpr, MAXIMIZE: tl.constexpr,
+    MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, LR_TENSOR: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+):
+    if tl.load(found) == 0:
+        block = tl.program_id(0)
+        tensor = tl.load(owners + block)
+        row = table + tensor
+        start = (block - tl.load(row)) * BLOCK
+        left = tl.load(row + count) - start
+        weight = tl.load(row + 2 * count)
+        extra = tl.load(row + 3 * count)
+        buffer = tl.load(row + 5 * count)
+        grad = tl.load(grads + tensor)
+        if LR_TENSOR:
+            rate = tl.load(lr_tensor).to(tl.float32)
+        else:
+            rate = lr
+        if SCALED:
+            scale = tl.load(factor)
+        else:
+            scale = 1.0
+        if left >= BLOCK:
+            _sgd_block(
+                weight, extra, grad, buffer, start, left, scale, rate, momentum, weight_decay, LAYOUT,
+                KIND, GRAD, SCALED, MAXIMIZE, MOMENTUM, NESTEROV, ALIGNED, False, BLOCK,
+            )
+        else:
+            _sgd_block(
+                weight, extra, grad, buffer, start, left, scale, rate, momentum, weight_decay, LAYOUT,
+                KIND, GRAD, SCALED, MAXIMIZE, MOMENTUM, NESTEROV, ALIGNED, True, BLOCK,
+            )
+
+
+@triton.jit
+def _read_block(
+    grad, start, left, KIND: tl.constexpr, ALIGNED: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Returns the sum of squares of a block as float64, and whether it holds an infinity or a NaN."""
+    # Elements are first multiplied by a power of two that brings the largest near 1, so that no square overflows, and
+    # none that matters underflows.
+    at = tl.arange(0, BLOCK)
+    if MASKED:
+        mask = at < left
+    else:
+        mask = None
+    g = _load(grad, start, at, mask, KIND, ALIGNED)
+    if MASKED:
+        g = tl.where(mask, g, 0.0)
+    largest = tl.max(g.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=0)
+    unit = (tl.maximum(254 - (largest >> 23), 1) << 23).to(tl.float32, bitcast=True)
+    scaled = g * unit
+    one = 1.0 / unit.to(tl.float64)
+    return tl.sum(scaled * scaled, axis=0).to(tl.float64) * one * one, largest >= 0x7F800000
+
+
+@triton.jit(do_not_specialize=["owners", "table", "count", "grads", "squares", "flags"])
+def _read_kernel(
+    owners, table, count: tl.int64, grads, squares, flags, KIND: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Writes the sum of squares of each block, and sets the flag of each tensor with a non-finite element to 1."""
+    block = tl.program_id(0)
+    tensor = tl.load(owners + block)
+    row = table + tensor
+    start = (block - tl.load(row)) * BLOCK
+    left = tl.load(row + count) - start
+    grad = tl.load(grads + tensor)
+    if left >= BLOCK:
+        square, bad = _read_block(grad, start, left, KIND, ALIGNED, False, BLOCK)
+    else:
+        square, bad = _read_block(grad, start, left, KIND, ALIGNED, True, BLOCK)
+    tl.store(squares + block, square)
+    if bad:  # all that write here write the same
+        tl.store(flags + tl.load(row + 2 * count), 1)
+
+
+# fmt: on
+
+
+def can_read(grads: list[Tensor]) -> bool:
+    """Returns whether `read` takes these gradients: dense fp32, bf16 or fp16 ones on one device."""
+    return bool(grads) and all(
+        type(grad) is Tensor and grad.dtype in KINDS and grad.device == grads[0].device and grad.layout is torch.strided
+        for grad in grads
+    )
+
+
+@torch.no_grad()
+def read(grads: list[Tensor], scratch: Scratch) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the L2 norm over all `grads`, whether any element is non-finite, and a flag for each gradient."""
+    # The order of the sums is fixed, so that equal gradients give equal bits.
+    device = grads[0].device
+    tables = Tables(device, scratch)
+    held = [grad if is_dense(grad) else grad.contiguous() for grad in grads]
+    flags = torch.zeros(len(held), dtype=torch.uint8, device=device)
+    squares: list[Tensor] = []
+    numels, starts = [grad.numel() for grad in held], addresses(held)
+    for group in groups(held, [starts]):
+        sizes = group.pick(numels)
+        ends = block_ends(sizes, _READ_BLOCK)
+        if not ends[-1]:
+            continue
+        squares.append(torch.empty(ends[-1], dtype=torch.float64, device=device))
+        with _on(device):
+            _read_kernel[(ends[-1],)](
+                tables.owners(ends),
+                tables.numbers(array("q", [0, *ends[:-1]]), sizes, array("q", group.places)),
+                len(sizes),
+                tables.numbers(group.pick(starts)),
+                squares[-1],
+                flags,
+                KIND=group.kind,
+                ALIGNED=group.aligned,
+                BLOCK=_READ_BLOCK,
+                num_warps=_READ_WARPS,
+                **_EXACT,
+            )
+    bad = flags.view(torch.bool)
+    sums = squares[0] if len(squares) == 1 else torch.cat(squares or [flags[:0].double()])
+    return sums.sum().sqrt().to(torch.float32), bad.any(), bad
+
+
+def fits(batch: Batch) -> bool:
+    """Returns whether the kernels take this batch: the update is in fp32, and the weights are dense in memory."""
+    if batch.dtype is not torch.float32 or any(grad.dtype not in KINDS for grad in batch.grads):
+        return False
+    return all(map(is_dense, batch.weights))
+
+
+def update(kernel: str, batch: Batch, options: Options, factor: Tensor | None, found: Tensor, scratch: Scratch) -> None:
+    """Makes one update by the optimizer `kernel`, in one pass over memory."""
+    if kernel not in _LAUNCHES:
+        raise LookupError(
+            f"no Triton kernel {kernel!r}; the optimizer's row (halfstep/train/optim/laws.py) must name one of "
+            f"{list(_LAUNCHES)}"
+        )
+    tables = Tables(batch.device, scratch)
+    if "triton" not in batch.memory:
+        batch.memory["triton"] = _lasting(batch)
+    written, rows = batch.memory["triton"]
+    grads = addresses(batch.grads)
+    common = _Common(factor, found.view(torch.uint8), *_rate(options.lr, batch.device))
+    with _on(batch.device):
+        for group in groups(batch.grads, [grads, *rows[1:3], *rows[4:]]):
+            sizes = group.pick(rows[0])
+            ends = block_ends(sizes, _UPDATE_BLOCK)
+            table = tables.numbers(array("q", [0, *ends[:-1]]), sizes, *map(group.pick, rows[1:]))
+            corrections = _corrections(options, common, table, len(sizes)) if batch.steps else None
+            if not ends[-1]:
+                continue
+            tensors = (tables.owners(ends), table, len(sizes), tables.numbers(group.pick(grads)))
+            compiled_for = _compiled_for(batch, options, group, common)
+            _LAUNCHES[kernel](tensors, corrections, options, len(batch.states), common, compiled_for)
+    torch.autograd.graph.increment_version(written)
+
+
+def _lasting(batch: Batch) -> tuple[list[Tensor], list[list[int]]]:
+    """Returns the tensors that an update of the batch writes, and the rows of its table that are the same in each step.
+
+    A row has one number for each tensor: its size, then the addresses of its weight, extra, step count and states. The
+    table's first row, each tensor's first block, is not among them.
+    """
+    states = list(batch.states.values())
+    fixed = [batch.weights, batch.extras, batch.steps, *states]
+    rows = [[weight.numel() for weight in batch.weights], *map(addresses, fixed), *[[]] * (3 - len(states))]
+    return [t for tensors in fixed for t in tensors], rows
+
+
+@dataclass(frozen=True)
+class _Common:
+    """What all launches of an update need; the learning rate is `lr_tensor`, or `lr` if that is None."""
+
+    factor: Tensor | None
+    found: Tensor
+    lr_tensor: Tensor | None
+    lr: float
+
+
+def _corrections(options: Options, common: _Common, table: Tensor, count: int) -> Tensor:
+    """Counts up the step of each tensor; returns three coefficients per tensor (fp32), see `_corrections_kernel`."""
+    beta1, beta2, *_ = options.numbers
+    corrections = torch.empty(3 * count, dtype=torch.float32, device=table.device)
+    _corrections_kernel[(count,)](
+        table,
+        count,
+        common.found,
+        common.found if common.lr_tensor is None else common.lr_tensor,
+        bits(common.lr),
+        bits(beta1),
+        bits(beta2),
+        bits(options.weight_decay),
+        corrections,
+        LR_TENSOR=common.lr_tensor is not None,
+        num_warps=1,
+        **_EXACT,
+    )
+    return corrections
+
+
+def _launch_adam(
+    tensors: _Tensors,
+    corrections: Tensor | None,
+    options: Options,
+    states: int,
+    common: _Common,
+    compiled_for: dict[str, Any],
+) -> None:
+    beta1, beta2, eps = options.numbers
+    _adam_kernel[(len(tensors[0]),)](
+        *tensors,
+        corrections,
+        common.found,
+        common.found if common.factor is None else common.factor,
+        beta1,
+        1 - beta1,
+        beta2,
+        1 - beta2,
+        eps,
+        options.weight_decay,
+        AMSGRAD=states == 3,
+        DECOUPLED=options.decoupled,
+        **compiled_for,
+    )
+
+
+def _launch_sgd(
+    tensors: _Tensors, _: Tensor | None, options: Options, states: int, common: _Common, compiled_for: dict[str, Any]
+) -> None:
+    momentum, nesterov = options.numbers
+    _sgd_kernel[(len(tensors[0]),)](
+        *tensors,
+        common.found,
+        common.found if common.factor is None else common.factor,
+        common.found if common.lr_tensor is None else common.lr_tensor,
+        common.lr,
+        momentum,
+        options.weight_decay,
+        MOMENTUM=bool(states),
+        NESTEROV=bool(nesterov),
+        LR_TENSOR=common.lr_tensor is not None,
+        **compiled_for,
+    )
+
+
+_Launch = Callable[[_Tensors, Tensor | None, Options, int, _Common, dict[str, Any]], None]
+_LAUNCHES: dict[str, _Launch] = {"adam": _launch_adam, "sgd": _launch_sgd}
+
+
+def _compiled_for(batch: Batch, options: Options, group: Group, common: _Common) -> dict[str, Any]:
+    """Returns the compile-time arguments that the kernels of all optimizers share."""
+    return {
+        "LAYOUT": batch.layout,
+        "KIND": KINDS[batch.weights[0].dtype],
+        "GRAD": group.kind,
+        "SCALED": common.factor is not None,
+        "MAXIMIZE": bool(options.maximize),
+        "ALIGNED": group.aligned,
+        "BLOCK": _UPDATE_BLOCK,
+        "num_warps": _UPDATE_WARPS,
+        **_EXACT,
+    }
+
+
+def _rate(lr: float | Tensor, device: torch.device) -> tuple[Tensor | None, float]:
+    """Returns the learning rate as `lr_tensor` and `lr` of `_Common`."""
+    # A tensor that a kernel can read is `lr_tensor`; otherwise that is None, and `lr` is the number.
+    if isinstance(lr, Tensor) and (not lr.is_cpu or device.type == "cpu"):
+        return lr.to(device, non_blocking=True), 0.0
+    return None, float(lr)
+
+
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    """Returns a context in which kernels are launched on `device`; on a CPU (Triton's interpreter) it does nothing."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

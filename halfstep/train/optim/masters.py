@@ -1,0 +1,351 @@
+"""The fp32 values of weights that are stored in low precision: kept as a copy, split, or not at all."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from halfstep.errors import SessionError
+from halfstep.formats import bits_of, is_narrow, needs_scale
+from halfstep.plan.plan import Master
+from halfstep.torch_internals import version_of
+from halfstep.train.kernels.batch import Layout
+from halfstep.train.optim.split import join, round_half_away, split
+
+_LAYOUTS: dict[Master, Layout] = {"none": "low", "copy": "copy", "split": "split"}
+
+
+class Fit(NamedTuple):
+    """How many elements of an fp32 weight are not 0, become 0 or infinite in a low format, and are not finite in fp32.
+
+    >>> fit(torch.tensor([0.0, 1.0, 1e-9, 1e5, float("inf")]), torch.float16)
+    Fit(nonzero=4, lost=1, beyond=1, nonfinite=1)
+    """
+
+    nonzero: int
+    lost: int
+    beyond: int
+    nonfinite: int
+
+
+def fit(full: Tensor, low: torch.dtype) -> Fit:
+    """Counts the elements of an fp32 weight that the dtype `low` cannot hold."""
+    return Fit(*_counts(full, full.to(low)).tolist())
+
+
+def _counts(full: Tensor, stored: Tensor) -> Tensor:
+    """Returns the counts of a `Fit` as a tensor, without waiting for the device."""
+    nonzero, finite = full != 0, full.isfinite()
+    return torch.stack(
+        [each.sum() for each in (nonzero, nonzero & (stored == 0), finite & ~stored.isfinite(), ~finite)]
+    )
+
+
+@dataclass
+class _Entry:
+    param: Parameter
+    extra: Tensor | None
+    version: int
+    kind: Master
+    rounded: Tensor | None = None  # without a master: the counts of the fp32 value that was rounded
+
+
+COPIED, PICKLED = "__deepcopy__", "__reduce_ex__"
+"""The names in a tracked parameter's `__dict__` by which its copies and pickles have its fp32 value."""
+
+
+class MasterStore:
+    """Keeps the masters of one session's parameters.
+
+    A tracked parameter is stored in the dtype `low`. Depending on `kind`, the store keeps its `extra`: the fp32 master
+    (`copy`), the int16 remainder (`split`), or nothing (`none`). Rounding to bf16 is half away from zero for every
+    kind, so that `copy` and `split` train bit-identically. A parameter that is not tracked is its own master. Weights
+    that no optimizer updates may be tracked without a master. `joins` is called with an untracked fp32 parameter that
+    will be updated, and tells whether to track it from then on.
+
+    Whoever deep-copies or pickles a tracked parameter, alone or inside a module, an optimizer or any other object, gets
+    an ordinary fp32 Parameter: one for all references to it in the copied or pickled object.
+    """
+
+    def __init__(self, kind: Master, low: torch.dtype, joins: Callable[[Parameter], bool] | None = None) -> None:
+        if kind == "split" and low is not torch.bfloat16:
+            raise ValueError(f"master 'split' requires bf16 weights, not {low}; use master 'copy'")
+        self.kind = kind
+        self.low = low
+        self._joins = joins
+        self._entries: dict[int, _Entry] = {}  # by id: the hash of a Tensor is a Python call; entries keep theirs alive
+
+    def __contains__(self, p: object) -> bool:
+        return id(p) in self._entries
+
+    def __iter__(self) -> Iterator[Parameter]:
+        return iter([entry.param for entry in self._entries.values()])
+
+    @torch.no_grad()
+    def track(self, p: Parameter, *, master: bool = True) -> None:
+        """Keeps the fp32 value of `p` as its master and stores `p` in low precision; a tracked `p` is not changed."""
+        if p in self:
+            return
+        kind: Master = self.kind if master else "none"
+        full = torch.empty_like(p, dtype=torch.float32).copy_(p)  # dense, in the memory format of p
+        weight, extra = self._stored(full, kind)
+        _set_data(p, weight)
+        self._entries[id(p)] = _Entry(p, extra, version_of(p), kind, _rounded(full, weight, kind))
+        mine = weakref.ref(self), weakref.ref(p)
+        vars(p).update({COPIED: partial(_copied, *mine), PICKLED: partial(_pickled, *mine)})
+
+    def keeps(self, p: Parameter) -> bool:
+        """Returns whether there is a master or a remainder of `p`."""
+        entry = self._entries.get(id(p))
+        return entry is not None and entry.extra is not None
+
+    def layout(self, p: Parameter) -> Layout:
+        """Returns how the value of `p` is kept: `full` (in `p` itself), `low` (without a master), `copy` or `split`."""
+        if id(p) not in self._entries:
+            return "low" if is_narrow(p.dtype) else "full"
+        if p.dtype is not self.low:
+            raise SessionError(
+                f"a parameter of shape {tuple(p.shape)} that the session stores as {self.low} was cast to {p.dtype}; "
+                "call session.close(), which gives the trained fp32 values back, and then halfstep.initialize again"
+            )
+        return _LAYOUTS[self._entries[id(p)].kind]
+
+    def trained_layout(self, p: Parameter, name: Callable[[], str]) -> Layout:
+        """Returns the layout of a parameter that will be updated; `name` returns its name for an error."""
+        layout = self.layout(p)
+        if layout == "full" and self._joins is not None and p.dtype is torch.float32 and self._joins(p):
+            self.track(p)
+            layout = self.layout(p)
+        if layout == "low" and (p not in self or self.kind != "none"):
+            came = f"frozen and in {p.dtype}" if p not in self else "not trained, and to be stored low,"
+            raise SessionError(
+                f"{name()} trains now but has no fp32 value, because it was {came} when the session "
+                "opened: its updates would be rounded. Unfreeze it, or call model.float(), before halfstep.initialize "
+                "(inside a trainer: before training begins)"
+            )
+        return layout
+
+    def extra(self, p: Parameter) -> Tensor:
+        """Returns the fp32 master (`copy`) or the int16 remainder (`split`) of a tracked `p`, on the device of `p`."""
+        entry = self._entries[id(p)]
+        if entry.extra is None:
+            raise KeyError(f"masters of kind {entry.kind!r} keep nothing beside the weight")
+        if entry.extra.device != p.device or entry.extra.stride() != p.stride():  # moved, or in another memory format
+            entry.extra = torch.empty_like(p, dtype=entry.extra.dtype, requires_grad=False).copy_(entry.extra)
+        return entry.extra
+
+    @torch.no_grad()
+    def full(self, p: Parameter) -> Tensor:
+        """Returns the value of `p` in fp32; an untracked float64 or complex `p` keeps its dtype."""
+        entry = self._entries.get(id(p))
+        if entry is not None:
+            if not self._as_stored(entry):
+                return self._recovered(entry)
+            if entry.kind != "copy" and version_of(p) != entry.version:
+                self.adopt(p)
+        layout = self.layout(p)
+        if layout == "copy":
+            return self._reconciled(self.extra(p), p.detach())
+        if layout == "split":
+            return join(p.detach(), self.extra(p))
+        return p.detach().float() if layout == "low" else p.detach()
+
+    def updatable(self, p: Parameter) -> Tensor:
+        """Returns the value of `p` as `full` does; with `copy`, in the memory of the master, which has adopted it."""
+        if self.layout(p) != "copy":
+            return self.full(p)
+        self.adopt(p)
+        return self.extra(p)
+
+    @torch.no_grad()
+    def fit(self, p: Parameter) -> Fit:
+        """Returns how the fp32 value of `p` fits the low format."""
+        now, entry = fit(self.full(p), self.low), self._entries.get(id(p))
+        if entry is None or entry.rounded is None:
+            return now
+        nonzero, lost, beyond, _ = entry.rounded.tolist()
+        lost, beyond = min(lost, p.numel() - now.nonzero), min(beyond, now.nonfinite)
+        return Fit(nonzero, lost, beyond, now.nonfinite - beyond)
+
+    @torch.no_grad()
+    def write(self, p: Parameter, value: Tensor) -> None:
+        """Sets the value of `p` in place: the weight, and the master or remainder beside it."""
+        if p not in self:
+            p.copy_(value)
+            return
+        weight, extra = self._stored(value.detach().to(p.device, torch.float32), self._entries[id(p)].kind)
+        p.copy_(weight)
+        if extra is not None and extra.data_ptr() != self.extra(p).data_ptr():
+            self.extra(p).copy_(extra)
+        self.note([p])
+
+    @torch.no_grad()
+    def adopt(self, p: Parameter) -> None:
+        """Makes the present weight the value of `p`, after other code has changed it."""
+        if p not in self:
+            return
+        layout = self.layout(p)
+        weight = p.detach()
+        if layout == "copy":
+            master = self.extra(p)
+            master.copy_(self._reconciled(master, weight))
+        elif layout == "split":
+            self.extra(p).masked_fill_(_without_remainder(weight), 0)
+        self.note([p])
+
+    def adopt_changed(self, params: Iterable[Parameter]) -> None:
+        """Adopts the weights that an in-place operation has changed since the store last wrote them."""
+        for p in params:
+            entry = self._entries.get(id(p))
+            if entry is not None and version_of(p) != entry.version:
+                self.adopt(p)
+
+    @torch.no_grad()
+    def load(self, p: Parameter, value: Tensor) -> Tensor:
+        """Makes `value`, an entry of a checkpoint, the value of `p`; returns the stored weight, in the dtype of `p`."""
+        # A `value` in the low format lacks the bits that were rounded away when it was saved. So each element of the
+        # present fp32 value is kept if it rounds to the same low element as in `value`, and is replaced otherwise.
+        # torch then copies the returned weight into `p`, although `p` has these values already. Because of this copy,
+        # `p` looks as if other code had changed it. Adopting the change would lose the remainders of values that round
+        # to zero or infinity.
+        if p in self and value.dtype is self.low:
+            value = self._reconciled(self.full(p), value.to(p.device))
+        self.write(p, value)
+        if p in self:
+            entry = self._entries[id(p)]
+            entry.rounded = _rounded(value.to(p.device), p, entry.kind)
+        return p.detach()
+
+    def loaded(self, p: Parameter) -> None:
+        """Notes that torch has copied what `load` returned into `p`, so that this write does not count as a change."""
+        # If `p` was written more than once since `load`, it counts as changed.
+        entry = self._entries.get(id(p))
+        if entry is not None and version_of(p) == entry.version + 1:
+            entry.version = version_of(p)
+
+    @torch.no_grad()
+    def restore(self, p: Parameter) -> None:
+        """Stores a tracked `p` as its trained fp32 value and stops tracking it; its gradient becomes fp32 too."""
+        if p in self:
+            for name in (COPIED, PICKLED):
+                vars(p).pop(name, None)
+            _set_data(p, self.full(p))
+            del self._entries[id(p)]
+
+    @contextmanager
+    def widened(self) -> Iterator[None]:
+        """Stores tracked parameters in fp32 within a `with` block; the values that they have at its end are kept."""
+        # The storage must be the old one because other code holds its address.
+        held = [(p, p.detach(), p.grad) for p in self]
+        for p, _, _ in held:
+            value = self.full(p)
+            p.grad = None
+            p.data = value
+        try:
+            yield
+        finally:
+            for p, low, grad in held:
+                value = p.detach()
+                p.grad = None
+                p.data = low
+                self.write(p, value)
+                p.grad = grad
+
+    def note(self, params: Iterable[Parameter], *, writes_to_come: int = 0) -> None:
+        """Records that the store or an update, not other code, has written the present values of tracked weights."""
+        for p in params:
+            entry = self._entries.get(id(p))
+            if entry is not None:
+                entry.version = version_of(p) + writes_to_come
+
+    def bytes(self) -> int:
+        """Returns how many bytes the masters or remainders take."""
+        extras = [entry.extra for entry in self._entries.values() if entry.extra is not None]
+        return sum(extra.numel() * extra.element_size() for extra in extras)
+
+    def _stored(self, full: Tensor, kind: Master) -> tuple[Tensor, Tensor | None]:
+        if kind == "split":
+            return split(full)
+        return round_half_away(full, self.low), full if kind == "copy" else None
+
+    def _as_stored(self, entry: _Entry) -> bool:
+        p, extra = entry.param, entry.extra
+        return p.dtype is self.low and (extra is None or extra.shape == p.shape)
+
+    def _recovered(self, entry: _Entry) -> Tensor:
+        """Returns the fp32 value of a weight that was cast to another dtype."""
+        p, extra = entry.param, entry.extra
+        weight = p.detach()
+        current = weight.to(torch.float32)
+        if extra is None or extra.shape != weight.shape:
+            return current
+        extra = self.extra(p)
+        changed = version_of(p) != entry.version
+        if entry.kind == "copy":
+            same = round_half_away(extra, self.low).to(weight.dtype) == weight
+            return torch.where(same, extra, current) if changed else extra
+        low = weight.to(self.low)
+        if changed or needs_scale(weight.dtype):  # which turns small weights into zeros and large ones into inf
+            extra = extra.masked_fill(_without_remainder(low), 0)
+        full = join(low, extra)  # NaN where a cast to fp16 and on has made a zero or an infinity of another value
+        return torch.where((low.to(weight.dtype) == weight) & ~full.isnan(), full, current)
+
+    def _reconciled(self, full: Tensor, weight: Tensor) -> Tensor:
+        same = bits_of(round_half_away(full, self.low)) == bits_of(weight)
+        return torch.where(same, full, weight.float())
+
+
+def _rounded(full: Tensor, weight: Tensor, kind: Master) -> Tensor | None:
+    return _counts(full, weight) if kind == "none" else None
+
+
+def _copied(store: weakref.ref[MasterStore], of: weakref.ref[Parameter], memo: dict[int, Any]) -> Parameter:
+    """Returns a deep copy of a parameter, with its fp32 value."""
+    p, values = _both(store, of)
+    memo[id(p)] = twin = Parameter(values.full(p).detach().clone(), p.requires_grad)
+    return twin
+
+
+def _pickled(store: weakref.ref[MasterStore], of: weakref.ref[Parameter], protocol: Any) -> Any:
+    """Pickles a parameter with its fp32 value."""
+    p, values = _both(store, of)
+    twin = Parameter(values.full(p).detach(), p.requires_grad)
+    return twin.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+def _both(store: weakref.ref[MasterStore], of: weakref.ref[Parameter]) -> tuple[Parameter, MasterStore]:
+    p, values = of(), store()
+    assert p is not None  # it is being copied
+    return p, values or MasterStore("none", p.dtype)  # of a session that is gone
+
+
+def _without_remainder(weight: Tensor) -> Tensor:
+    """Returns which elements of a changed weight need a remainder of 0: zeros and values that are not finite."""
+    if weight.dtype is torch.bfloat16:  # its bits: on a CPU that flushes subnormals they compare equal to zero
+        return (bits_of(weight) << 1 == 0) | ~weight.isfinite()
+    return (weight == 0) | ~weight.isfinite()
+
+
+@torch.no_grad()
+def give_dtype(p: Parameter, dtype: torch.dtype) -> None:
+    """Converts `p` and its gradient to `dtype`; `p` stays the same object."""
+    if p.dtype is not dtype:
+        _set_data(p, p.detach().to(dtype))
+
+
+def _set_data(p: Parameter, data: Tensor) -> None:
+    grad = p.grad
+    p.grad = None
+    p.data = data
+    if p.grad_dtype is not data.dtype:
+        p.grad_dtype = None
+    if grad is not None:
+        p.grad = grad.to(data.dtype)

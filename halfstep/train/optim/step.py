@@ -1,0 +1,298 @@
+"""halfstep's own update of the optimizers in its table; the device decides whether a step is skipped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from halfstep.errors import SessionError
+from halfstep.sharded import is_sharded
+from halfstep.torch_internals import mark_stepped
+from halfstep.train.kernels.batch import Batch, Layout, Scratch, as_real, in_layout_of, is_dense, resolved
+from halfstep.train.optim.gradients import check_gradients, named, true_gradients, widened
+from halfstep.train.optim.hooks import has_hooks, run_post_hooks, run_pre_hooks
+from halfstep.train.optim.implementations import IMPLEMENTATIONS, Implementation, update
+from halfstep.train.optim.laws import Group, Row
+from halfstep.train.optim.masters import MasterStore
+from halfstep.train.optim.table import KERNELS, unsupported_options
+from halfstep.train.processes.shards import like, local, part_of, spread
+
+StateDict = dict[str, Any]
+
+
+@dataclass
+class Rows:
+    """A batch of copies of the rows of a weight that a sparse gradient reaches."""
+
+    batch: Batch
+    tables: list[Tensor]  # what the rows were copied from: the weight, and its master or remainder if it has one
+    index: Tensor
+
+    def write_back(self) -> None:
+        """Writes the updated rows back into the weight and its master."""
+        for table, rows in zip(self.tables, [*self.batch.weights, *self.batch.extras], strict=True):
+            table.index_copy_(0, self.index, rows)
+
+
+@dataclass
+class Dense:
+    """A batch of parameters, and the places of their gradients among those of the step."""
+
+    batch: Batch
+    places: list[int]
+    as_given: bool = True  # whether all gradients come in the memory order of their weights
+
+
+class OnePassStepper:
+    """Updates an optimizer's parameters by `row` of halfstep's table, without the optimizer's `step` or a host sync.
+
+    The optimizer's state has the same names as with its own `step`, and is fp32 for low-precision weights. A parameter
+    has state from its first step on, even a skipped one; it is that of no update.
+
+    Step hooks find true fp32 gradients in `p.grad`, and the update uses the gradients that pre-hooks leave there. Hooks
+    run on every step, even a skipped one, because only the device knows whether it is skipped.
+    """
+
+    syncs = False
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        store: MasterStore,
+        row: Row,
+        implementations: Mapping[str, Implementation] = IMPLEMENTATIONS,
+        name_of: Callable[[Parameter], str] | None = None,
+    ) -> None:
+        self._optimizer = optimizer
+        self._store = store
+        self._row = row
+        self._implementations = implementations
+        self._name_of = name_of
+        self._scratch = Scratch()
+        self._sorted: list[tuple[list[Dense], list[Rows]]] = []  # of each group, as the last step left it
+        self._signature: list[Any] | None = None  # of the tensors in it
+        self._unread = sorted(optimizer.defaults.keys() - {*row.reads, *KERNELS})
+
+    def step(
+        self, params: list[Parameter], grads: list[Tensor], factor: Tensor | None, found: Tensor
+    ) -> BaseException | None:
+        """Updates `params` from `grads` times `factor`; changes nothing if `found` is true."""
+        if has_hooks(self._optimizer):
+            return self._step_with_hooks(params, grads, factor, found)
+        self._step(params, grads, factor, found)
+        return None
+
+    @torch.no_grad()
+    def prepare(self) -> None:
+        """Makes initial state for parameters with a gradient."""
+        params = [p for p in self._members() if p.grad is not None]
+        self._sort(params, [resolved(part_of(p.grad, p)) for p in params if p.grad is not None])
+
+    def close(self) -> None:
+        """Moves step counts to where torch keeps them: the CPU, unless the group is `fused` or `capturable`."""
+        self._sorted, self._signature = [], None
+        for group in self._optimizer.param_groups:
+            if group.get("fused") or group.get("capturable"):
+                continue
+            for p in group["params"]:
+                step = self._optimizer.state.get(p, {}).get("step")
+                if isinstance(step, Tensor):
+                    self._optimizer.state[p]["step"] = step.cpu()
+
+    def _step_with_hooks(
+        self, params: list[Parameter], grads: list[Tensor], factor: Tensor | None, found: Tensor
+    ) -> BaseException | None:
+        optimizer = self._optimizer
+        self._check(params, grads)
+        given = {id(p) for p in params}
+        held = {id(p) for p in self._members() if p.grad is not None and id(p) not in given}
+        with true_gradients(params, grads, factor):
+            run_pre_hooks(optimizer)
+            left = [p for p in self._members() if p.grad is not None and id(p) not in held]
+            self._step(left, [resolved(part_of(p.grad, p)) for p in left if p.grad is not None], None, found)
+            return run_post_hooks(optimizer)
+
+    @torch.no_grad()
+    def _step(self, params: list[Parameter], grads: list[Tensor], factor: Tensor | None, found: Tensor) -> None:
+        self._store.adopt_changed(params)
+        signature = self._signature_of(params, grads)
+        if signature is None or signature != self._signature:
+            self._signature = None
+            self._sorted = self._sort(params, grads)
+            self._signature = self._signature_of(params, grads)  # with the state that was made
+        else:
+            for each in chain.from_iterable(dense for dense, _ in self._sorted):
+                given = [grads[i] for i in each.places]
+                each.batch.grads[:] = given if each.as_given else map(_paired, given, each.batch.weights)
+        groups = self._optimizer.param_groups
+        factors = self._row.factors(groups, grads, factor)
+        for (dense, rows), group, of_group in zip(self._sorted, groups, factors, strict=True):
+            self._update(dense, rows, group, of_group, found)
+        self._store.note(params)
+        mark_stepped(self._optimizer)  # or LR schedulers warn
+
+    def _signature_of(self, params: list[Parameter], grads: list[Tensor]) -> list[Any] | None:
+        """Returns what decides how tensors are sorted into batches; None if that is new in each step (sparse rows)."""
+        # Batches of equal signatures hold the same memory: they keep theirs alive, so no other can have its address.
+        states, found, strided = self._optimizer.state, list[Any](), torch.strided
+        for group in self._optimizer.param_groups:
+            found += map(id, group["params"])
+            found += (self._row.states(group), *map(group.get, self._unread))
+        for p, grad in zip(params, grads, strict=True):
+            if grad.layout is not strided:
+                return None
+            own = p if type(p) is Parameter else local(p)
+            found += (
+                *(own.data_ptr(), own.shape, own.is_contiguous() or own.stride(), own.dtype),
+                *(type(grad), grad.shape, grad.is_contiguous() or grad.stride(), grad.dtype),
+            )
+            for value in states.get(p, {}).values():
+                if type(value) is Tensor or isinstance(value, Tensor):  # the latter alone takes longer
+                    part = value if type(value) is Tensor else local(value)
+                    found += part.data_ptr(), part.is_contiguous() or part.stride(), part.dtype
+                else:
+                    found.append(type(value))
+        return found
+
+    def _members(self) -> list[Parameter]:
+        return [p for group in self._optimizer.param_groups for p in group["params"]]
+
+    def _check(self, params: list[Parameter], grads: list[Tensor]) -> None:
+        """Refuses gradients that the row does not support, and parameters of no group."""
+        name = type(self._optimizer).__name__
+        check_gradients(params, grads, self._name_of)
+        for p, grad in zip(params, grads, strict=True):
+            if grad.is_sparse and not self._row.sparse:
+                raise SessionError(
+                    f"the gradient of {named(p, self._name_of)} is sparse, and {name} takes no sparse gradients; use "
+                    "SparseAdam or sparse=False"
+                )
+        if strange := {id(p) for p in params} - {id(p) for p in self._members()}:
+            raise SessionError(
+                f"{len(strange)} parameters to update are in no group of this {name}; add them with add_param_group()"
+            )
+
+    def _sort(self, params: list[Parameter], grads: list[Tensor]) -> list[tuple[list[Dense], list[Rows]]]:
+        """Sorts the parameters of each group into batches and sparse rows; makes missing state, changes no value."""
+        if ignored := unsupported_options(self._optimizer):
+            raise SessionError(
+                f"{type(self._optimizer).__name__} now has {', '.join(ignored)}, which halfstep's update of it does "
+                "not support; set this back, or set it before halfstep.initialize: the optimizer's own step then runs"
+            )
+        self._check(params, grads)
+        place_of = {id(p): i for i, p in enumerate(params) if p.numel()}
+        groups = self._optimizer.param_groups
+        members = [[(p, place_of[id(p)]) for p in group["params"] if id(p) in place_of] for group in groups]
+        return [self._sort_group(group, of_group, grads) for group, of_group in zip(groups, members, strict=True)]
+
+    def _sort_group(
+        self, group: Group, members: list[tuple[Parameter, int]], grads: list[Tensor]
+    ) -> tuple[list[Dense], list[Rows]]:
+        dense: dict[tuple[Any, ...], Dense] = {}
+        sparse: list[Rows] = []
+        names = self._row.states(group)
+        for p, place in members:
+            grad = grads[place]
+            layout = self._store.trained_layout(p, partial(named, p, self._name_of))
+            weight = as_real(local(p).detach())
+            extra = [self._store.extra(p)] if layout in ("copy", "split") else []
+            if grad.is_sparse:
+                grad = widened(grad)
+                rows = None if names or group["weight_decay"] else touched_rows(layout, weight, extra, grad)
+                if rows is not None:
+                    sparse.append(rows)
+                    continue
+                grad = grad.to_dense()
+            key = (layout, p.device, weight.dtype, is_dense(weight))
+            if key not in dense:
+                batch = Batch(layout, [], [], [], {name: [] for name in names}, whole=self._row.whole)
+                dense[key] = Dense(batch, [])
+            batch = dense[key].batch
+            batch.weights.append(weight)
+            batch.extras.extend(extra)
+            batch.grads.append(_paired(grad, weight))
+            dense[key].places.append(place)
+            dense[key].as_given &= batch.grads[-1] is grad
+            if names or self._row.counts:
+                self._collect_state(p, batch)
+        return list(dense.values()), sparse
+
+    def _update(
+        self, dense: list[Dense], sparse: list[Rows], group: Group, factor: Tensor | None, found: Tensor
+    ) -> None:
+        for batch in [*(each.batch for each in dense), *(rows.batch for rows in sparse)]:
+            own, skip = factor, found
+            if batch.device != found.device:
+                own = None if factor is None else factor.to(batch.device, non_blocking=True)
+                skip = found.to(batch.device, non_blocking=True)
+            update(self._row, batch, group, own, skip, self._scratch, self._implementations)
+        for each in dense:
+            each.batch.grads[:] = each.batch.weights  # so that `zero_grad` can free their memory
+        for rows in sparse:
+            rows.write_back()
+
+    def _collect_state(self, p: Parameter, batch: Batch) -> None:
+        """Adds the state of `p` to its batch, moved to the dtype, device and layout of its full weight."""
+        state = self._optimizer.state[p]
+        dtype = p.dtype if batch.layout == "full" else torch.float32
+        own = local(p)
+        for name, tensors in batch.states.items():
+            tensor = state.get(name)
+            if name in self._row.scalars:
+                tensor = torch.zeros((), dtype=dtype, device=own.device) if tensor is None else tensor
+                tensor = state[name] = tensor.to(own.device, dtype).reshape(())
+            elif tensor is None:
+                zeros = torch.full_like(own, self._row.start, dtype=dtype, requires_grad=False)
+                tensor = state[name] = like(p, zeros)
+            elif tensor.shape != p.shape:
+                raise SessionError(
+                    f"the state {name!r} of a parameter of shape {tuple(p.shape)} has shape {tuple(tensor.shape)}; "
+                    "load an optimizer state of this model, or delete that state to start afresh"
+                )
+            else:
+                if is_sharded(p) != is_sharded(tensor):
+                    tensor = state[name] = spread(tensor, p)
+                part = local(tensor)
+                if part.dtype is not dtype or part.device != own.device or part.stride() != own.stride():
+                    tensor = state[name] = like(p, in_layout_of(part.to(own.device, dtype), own))
+            tensors.append(as_real(local(tensor).detach()))  # an alias keeps the memory, whatever `.data` is set to
+        if self._row.counts:
+            batch.steps.append(_step_count(state, own.device).detach())
+
+
+def touched_rows(layout: Layout, weight: Tensor, extra: list[Tensor], grad: Tensor) -> Rows | None:
+    """Returns the rows of `weight` that the sparse `grad` reaches, or None if `grad` must be made dense."""
+    # It must on devices other than the CPU, where the host would have to wait for the number of rows.
+    if weight.device.type != "cpu" or grad.sparse_dim() != 1:
+        return None
+    merged = grad.detach().coalesce()
+    index = merged.indices()[0]
+    tables = [weight, *extra]
+    weights, *extras = [table.index_select(0, index) for table in tables]
+    return Rows(Batch(layout, [weights], extras, [merged.values()]), tables, index) if weights.numel() else None
+
+
+def _paired(grad: Tensor, weight: Tensor) -> Tensor:
+    """Returns a gradient in the memory order of its weight."""
+    if grad.is_complex() or grad.requires_grad:
+        grad = as_real(grad.detach())
+    return in_layout_of(grad, weight)
+
+
+def _step_count(state: StateDict, device: torch.device) -> Tensor:
+    step = state.get("step")
+    if step is None:
+        step = state["step"] = torch.zeros((), dtype=torch.float32, device=device)  # a value from the host would wait
+    elif not isinstance(step, Tensor):
+        step = state["step"] = torch.full((), float(step), dtype=torch.float32, device=device)
+    elif step.device != device or step.dtype is not torch.float32 or step.dim():
+        step = state["step"] = step.to(device, torch.float32).reshape(())
+    return step

@@ -1,0 +1,76 @@
+"""The table of optimizers that halfstep updates itself.
+
+To add an optimizer:
+
+1. `halfstep/train/optim/laws.py`: its law, which yields the new weight and the new states of each parameter, and a
+   `Row` with what the law needs. With these it works on every device, for weights of every layout, with skipped steps,
+   `observe` and checkpoints. Where an option that the row does not read differs from its default, the optimizer's own
+   `step` runs.
+2. Below, its exact class in `TABLE`, since a subclass may compute something else. A subclass that differs only in its
+   constructor can share the row: it sets its class attribute `updates_as` to the class in the table. A class of
+   halfstep's own stands in `halfstep/train/optim/optimizers.py`.
+3. For speed on a CPU, a struct in `halfstep/train/kernels/optimizers.h`, listed in `find_optimizer`, and its name in
+   the row. It must give the same bits as the law. A Triton kernel for CUDA can follow
+   (`halfstep/train/kernels/triton.py`); until then the law runs there.
+
+CONTRIBUTING.md says how it is tested.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+from torch import Tensor
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from halfstep.train.optim import laws
+from halfstep.train.optim.laws import Row
+from halfstep.train.optim.optimizers import Lamb, Lion, NovoGrad
+
+TABLE: dict[type[Optimizer], Row] = {
+    Adam: laws.ADAM,
+    AdamW: laws.ADAM,
+    SGD: laws.SGD,
+    Lion: laws.LION,
+    Lamb: laws.LAMB,
+    NovoGrad: laws.NOVOGRAD,
+}
+
+KERNELS = {"foreach", "fused", "capturable"}  # options of torch that choose how its own step computes, not what
+
+
+def any_row_of(cls: type[Optimizer]) -> Row | None:
+    """Returns the row of a class of optimizers, whatever their options; None if it has none."""
+    return TABLE.get(_class_of_row(cls))
+
+
+def row_of(optimizer: Optimizer) -> Row | None:
+    """Returns the row of `optimizer`; None if it has none, or has options that only its own `step` supports."""
+    return None if unsupported_options(optimizer) else any_row_of(type(optimizer))
+
+
+def unsupported_options(optimizer: Optimizer) -> list[str]:
+    """Returns the options of an optimizer that only its own `step` supports, as "name=value"; empty if it has no row.
+
+    These are options that its row does not read, unless they have the default value or only choose a kernel, and
+    options other than the learning rate whose value is a tensor.
+    """
+    cls, found = _class_of_row(type(optimizer)), []
+    if cls not in TABLE:
+        return []
+    parameters = inspect.signature(cls).parameters
+    for group in optimizer.param_groups:
+        for name in optimizer.defaults.keys() & group.keys() - KERNELS:
+            value = group[name]
+            if any(isinstance(each, Tensor) for each in (value if isinstance(value, tuple | list) else [value])):
+                supported = name == "lr"
+            else:
+                supported = name in TABLE[cls].reads or (name in parameters and value == parameters[name].default)
+            if not supported:
+                found.append(f"{name}={value!r}")
+    return sorted({*found})
+
+
+def _class_of_row(cls: type[Optimizer]) -> type[Optimizer]:
+    named: type[Optimizer] = vars(cls).get("updates_as", cls)  # not inherited: a subclass of it may compute otherwise
+    return named

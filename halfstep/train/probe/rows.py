@@ -1,0 +1,194 @@
+"""Collects the statistics of a tensor, or of one step, in rows on the tensors' devices, and reads them on the host."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from halfstep.errors import ObserveError
+from halfstep.formats import BY_DTYPE
+from halfstep.later import Later
+from halfstep.records import BINS, COUNTS, DOUBLES, Observation, TensorStats
+from halfstep.torch_internals import version_of
+from halfstep.train.kernels.stats import Updates, add_stats, empty_rows, is_sampled
+
+_NAMES = {dtype: fmt.name for dtype, fmt in BY_DTYPE.items()} | {torch.float64: "fp64"}
+_FIRST = 128  # rows to begin with
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What a row of statistics is about."""
+
+    module: str
+    kind: str
+    name: str
+    scale: int = 0  # the number, from 1, of the loss scale that multiplies the elements; 0 if there is none
+
+
+@dataclass(frozen=True)
+class _Row:
+    subject: Subject
+    format: str
+    sampled: bool
+
+
+class StepRows:
+    """Collects the statistics of one step; tensors with the same subject and format share a row."""
+
+    def __init__(self, sample: int | None) -> None:
+        self._sample = sample
+        self._buffers: dict[torch.device, Tensor] = {}
+        self._places: dict[torch.device, dict[_Row, int]] = {}
+        self._scales: list[Tensor] = []
+        self._source: tuple[Tensor, int] | None = None  # tensor and version of the last scale
+        self._lock = threading.Lock()  # backward runs in one thread per device
+
+    def add_scale(self, scale: Tensor) -> int:
+        """Records the current value of a loss scale, a tensor that changes in place; returns the value's index."""
+        source = self._source
+        if source is None or source[0] is not scale or source[1] != version_of(scale):
+            self._scales.append(scale.detach().clone())
+            self._source = scale, version_of(scale)
+        return len(self._scales)
+
+    def add(self, tensors: Sequence[Tensor], subjects: Sequence[Subject]) -> None:
+        """Adds the statistics of each tensor to the row of its subject."""
+        with self._lock:
+            places: dict[torch.device, tuple[list[Tensor], list[int]]] = {}
+            for t, subject in zip(tensors, subjects, strict=True):
+                group = places.setdefault(t.device, ([], []))
+                group[0].append(t)
+                group[1].append(self._place(t, subject))
+            for device, (group_tensors, group_places) in places.items():
+                add_stats(group_tensors, self._buffers[device], group_places, sample=self._sample)
+
+    def add_updates(self, updates: Updates, subjects: Sequence[Subject | None]) -> None:
+        """Adds the statistics of updates to the rows of their subjects; skips updates without a subject."""
+        with self._lock:
+            pairs = zip(updates.stored, subjects, strict=True)
+            places = [None if subject is None else self._place(t, subject) for t, subject in pairs]
+            if any(place is not None for place in places):
+                updates.add_to(self._buffers[updates.stored[0].device], places, sample=self._sample)
+
+    def pending(self, step: int) -> Pending:
+        """Starts copying the rows to the host and returns them; waits for nothing."""
+        rows = [list(self._places[device]) for device in self._buffers]
+        parts = [buffer[: len(self._places[device])] for device, buffer in self._buffers.items()]
+        device = self._scales[0].device if self._scales else torch.device("cpu")
+        one = torch.ones((), dtype=torch.float32, device=device)
+        values = [one, *(scale.to(device, non_blocking=True) for scale in self._scales)]
+        return Pending(step, rows, Later([torch.stack(values), *parts]))
+
+    def _place(self, t: Tensor, subject: Subject) -> int:
+        device = t.device
+        places = self._places.setdefault(device, {})
+        row = _Row(subject, format_name(t.dtype), is_sampled(t, self._sample))
+        place = places.setdefault(row, len(places))
+        buffer = self._buffers.get(device)
+        if buffer is None:
+            self._buffers[device] = empty_rows(_FIRST, device)
+        elif place >= len(buffer):
+            self._buffers[device] = torch.cat([buffer, torch.zeros_like(buffer)])
+        return place
+
+
+@dataclass(frozen=True)
+class Pending:
+    """The statistics of one step while they are being copied to the host, and its absorbed overflows."""
+
+    step: int
+    rows: list[list[_Row]]
+    numbers: Later
+    absorbed: Sequence[Observation] = ()
+
+    def __len__(self) -> int:
+        return sum(map(len, self.rows)) + len(self.absorbed)
+
+    def arrived(self) -> bool:
+        """Tells whether `read` would return without waiting."""
+        return self.numbers.arrived()
+
+    def read(self) -> list[Observation]:
+        """Returns the observations; if the copy to the host is not complete, waits for it."""
+        given, *parts = self.numbers.read()
+        scales = given.tolist()
+        found: dict[tuple[object, ...], Observation] = {}
+        for rows, values in zip(self.rows, parts, strict=True):
+            for row, stats in zip(rows, read_rows(values), strict=True):
+                new = _observation(self.step, row, scales[row.subject.scale], stats)
+                key = new.module, new.kind, new.name, new.format, new.scale
+                old = found.get(key)
+                if old is not None:
+                    new = replace(new, stats=old.stats + new.stats, sampled=old.sampled or new.sampled)
+                found[key] = new
+        return [*found.values(), *self.absorbed]
+
+
+def format_name(dtype: torch.dtype) -> str:
+    """Returns halfstep's name of a dtype, or torch's name if halfstep has none.
+
+    >>> format_name(torch.bfloat16), format_name(torch.complex64)
+    ('bf16', 'complex64')
+    """
+    return _NAMES.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def _observation(step: int, row: _Row, scale: float, stats: TensorStats) -> Observation:
+    subject = row.subject
+    return Observation(
+        step=step,
+        module=subject.module,
+        kind=subject.kind,
+        name=subject.name,
+        format=row.format,
+        scale=scale,
+        stats=stats,
+        sampled=row.sampled,
+    )
+
+
+def measure(tensor: Tensor, *, sample: int | None = None) -> TensorStats:
+    """Returns the statistics of one tensor, read on the host.
+
+    `sample` limits how many elements are read, to a multiple of 64 and at least 64: runs of 64 neighbours in memory,
+    spread evenly over the tensor. `stats.exponents[127]` counts the elements from 1 to 2 in magnitude, see TensorStats.
+
+    >>> stats = measure(torch.tensor([1.0, -3.0, 0.0, float("inf")]))
+    >>> stats.zeros, stats.negatives, stats.infinities, stats.exponents[127], stats.exponents[128], stats.amax
+    (1, 1, 1, 1, 1, 3.0)
+
+    Raises:
+        ObserveError: `tensor` is not a tensor, or `sample` is not an integer of 1 or more.
+    """
+    if not isinstance(tensor, Tensor):
+        raise ObserveError(f"measure() expected a tensor, got {type(tensor).__name__}; pass torch.as_tensor(values)")
+    check_sample(sample)
+    rows = empty_rows(1, tensor.device)
+    add_stats([tensor], rows, [0], sample=sample)
+    return read_rows(rows)[0]
+
+
+def check_sample(sample: object) -> None:
+    """Raises an ObserveError unless `sample` is an integer of 1 or more, or None."""
+    if sample is not None and (not isinstance(sample, int) or isinstance(sample, bool) or sample < 1):
+        raise ObserveError(f"sample is {sample!r}; pass how many elements of each tensor to read, or None for all")
+
+
+def read_rows(rows: Tensor) -> list[TensorStats]:
+    """Returns the statistics in rows, read on the host in one copy, which is the only wait for the device."""
+    held = rows.detach().cpu()
+    numbers = held[:, : BINS + len(COUNTS)].tolist()
+    doubles = held[:, -len(DOUBLES) :].contiguous().view(torch.float64).tolist()
+    return [
+        TensorStats(
+            **dict(zip(COUNTS, counts[BINS:], strict=True)),
+            exponents=tuple(counts[:BINS]),
+            **dict(zip(DOUBLES, sums, strict=True)),
+        )
+        for counts, sums in zip(numbers, doubles, strict=True)
+    ]

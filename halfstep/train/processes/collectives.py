@@ -1,0 +1,151 @@
+"""Calls that all processes of a group make together, and errors that name the processes that are gone."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import replace
+from itertools import count
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from halfstep.errors import SessionError, SetupError
+from halfstep.machine import DeviceFacts
+from halfstep.pages import PROCESSES, more
+from halfstep.sharded import is_sharded
+from halfstep.torch_internals import default_store, is_lost_connection
+from halfstep.train.processes.shards import group_is_open, group_of, reshard, sharded_parameters
+
+T = TypeVar("T")
+ROLL_CALL = 5.0  # seconds
+_OPENINGS = count()
+_PROCESSOR = "halfstep/processor"
+
+
+@contextmanager
+def naming_who_is_gone(group: dist.ProcessGroup | None, what: str, meeting: str) -> Iterator[None]:
+    """Raises an error that names the processes that are gone, if a collective operation inside the context fails."""
+    # After a restart by torchrun, use another `meeting`, since the store still has the keys from before the restart.
+    try:
+        yield
+    except RuntimeError as error:
+        if not (group_is_open() and is_lost_connection(error)):
+            raise
+        said = _said_of(absent(group, meeting))
+        raise SessionError(
+            f"process {dist.get_rank()} got no answer in {what} ({error}): {said}. This process has updated nothing; "
+            f"restart all processes from the last checkpoint; {more(PROCESSES)}"
+        ) from error
+
+
+def naming_who_does_not_open(group: dist.ProcessGroup) -> AbstractContextManager[None]:
+    """Returns the context `naming_who_is_gone` for one call of `halfstep.initialize`."""
+    return naming_who_is_gone(group, "halfstep.initialize", f"halfstep/failed/initialize/{next(_OPENINGS)}")
+
+
+@contextmanager
+def telling_of_errors(models: Sequence[nn.Module]) -> Iterator[None]:
+    """Reports an error inside the context to the processes that hold shards of the models."""
+    try:
+        yield
+    except Exception as error:
+        with suppress(Exception):  # from which nothing else is to be heard
+            reshard(models)
+            if group_is_open() and (own := sharded_parameters(models)):
+                group = group_of(own)
+                with naming_who_does_not_open(group):
+                    told_by_all(None, group, failed=f"{type(error).__name__}: {error}")
+        raise
+
+
+def told_by_all(value: Any, group: dist.ProcessGroup | None, failed: str | None = None) -> list[Any]:
+    """Returns the `value` of each process of a group; waits for all of them."""
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, (value, failed), group=group)
+    for rank, (_, error) in enumerate(found):
+        if error is not None:
+            raise SetupError(f"process {rank} has raised {error}")
+    return [each for each, _ in found]
+
+
+def absent(group: dist.ProcessGroup | None, meeting: str) -> list[int]:
+    """Returns the processes of a failed group that do not check in within `ROLL_CALL` seconds."""
+    # They check in through the group's store, which answers even if the group no longer works.
+    own = dist.get_rank()
+    missing = [rank for rank in dist.get_process_group_ranks(group) if rank != own]
+    until = time.monotonic() + ROLL_CALL
+    try:
+        store = default_store()
+        store.set(f"{meeting}/{own}", "")
+        while True:
+            missing = [rank for rank in missing if not store.check([f"{meeting}/{rank}"])]
+            if not missing or time.monotonic() > until:
+                break
+            time.sleep(0.05)
+    except RuntimeError:  # the store ends with the process that keeps it, where no torchrun does
+        pass
+    return missing
+
+
+def _said_of(ranks: Sequence[int]) -> str:
+    if not ranks:
+        return "no process is missing, so they make different steps (fewer batches, another loss_id)"
+    if len(ranks) == 1:
+        return f"process {ranks[0]} has ended, has raised, or is late (fewer batches); see the end of its output"
+    named = ", ".join(map(str, ranks))
+    return (
+        f"the processes {named} have ended, have raised, are late (fewer batches), or wait for one of the others; see "
+        "the end of their output"
+    )
+
+
+def full_state(root: nn.Module, rank: int) -> dict[str, Tensor]:
+    """Returns the state dict of a model with whole tensors in process `rank`, and an empty dict in the others."""
+    found = {}
+    for name, value in root.state_dict().items():
+        whole = value.full_tensor() if is_sharded(value) else value
+        if dist.get_rank() == rank:
+            found[name] = whole
+    return found
+
+
+def run_on_rank(run: Callable[[], T], rank: int, group: dist.ProcessGroup) -> T:
+    """Calls `run` in process `rank` and returns its result in all processes of a group; a collective call."""
+    failed: Exception | None = None
+    sent: list[Any] = [None, None]
+    if dist.get_rank() == rank:
+        try:
+            result = run()
+            sent = [pickle.dumps(result), None]
+        except Exception as error:  # whatever it is, the others are waiting
+            failed, sent = error, [None, f"{type(error).__name__}: {error}"]
+    dist.broadcast_object_list(sent, src=rank, group=group)
+    if failed is not None:
+        raise failed
+    if sent[1] is not None:
+        raise SessionError(f"process {rank} has raised {sent[1]}")
+    answer: T = result if dist.get_rank() == rank else pickle.loads(sent[0])
+    return answer
+
+
+def agreed(facts: DeviceFacts) -> DeviceFacts:
+    """Returns the facts of a CPU with the measurements of the process of this run that asked first."""
+    if facts.kind != "cpu" or not group_is_open():
+        return facts
+    row = facts.processor
+    own = json.dumps([row.bf16, row.fp16, row.wide_backward])
+    try:
+        found = default_store().compare_set(_PROCESSOR, "", own).decode()
+    except (RuntimeError, NotImplementedError):  # the process that keeps the store has ended, or it compares nothing
+        return facts
+    if found == own:
+        return facts
+    bf16, fp16, wide = json.loads(found)
+    source = f"measured in another process of this run; {row.source}"
+    limits = tuple((width, length) for width, length in wide)
+    return replace(facts, processor=replace(row, bf16=bf16, fp16=fp16, wide_backward=limits, source=source))

@@ -1,0 +1,387 @@
+"""Tracks which loss scale an optimizer's gradients carry, so that several backward passes add up as in fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from halfstep.formats import is_low
+from halfstep.torch_internals import foreach_mul_, version_of
+from halfstep.train.kernels.batch import Scratch, resolved
+from halfstep.train.processes.buckets import WideSums
+from halfstep.train.processes.shards import local, part_of
+from halfstep.train.scale.norm import read
+
+
+@dataclass(eq=False)
+class Collected:
+    """The gradients of one step as stored in `p.grad`: each gradient times `inverse` is the true gradient.
+
+    `scale` is the loss scale of the last backward pass (0-dim fp32), `scales` maps a loss id to the scale of that
+    loss's last backward pass, and `losses` are the ids of the losses that contributed. `found` says whether a loss is
+    known to have overflowed, even if its gradients no longer show it (0-dim bool, None if nothing was noted). The step
+    must be skipped if `found` is true or a present gradient is non-finite. `absent` are parameters without a gradient.
+    """
+
+    params: list[Parameter]
+    grads: list[Tensor]
+    scale: Tensor
+    found: Tensor | None
+    losses: tuple[int, ...]
+    flags: Mapping[int, Tensor] = field(repr=False)
+    scales: Mapping[int, Tensor] = field(repr=False)
+    true: bool = field(repr=False)
+    absent: Sequence[Parameter] = field(default=(), repr=False)
+
+    @property
+    def inverse(self) -> Tensor:
+        """The factor that makes `grads` true gradients (0-dim fp32): 1 if they are true already."""
+        return torch.ones_like(self.scale) if self.true else _inverse(self.scale)
+
+    @property
+    def carried(self) -> Tensor:
+        """The scale that `grads` carry (0-dim fp32): 1 if they are true gradients."""
+        return torch.ones_like(self.scale) if self.true else self.scale
+
+    def overflowed(self, found: Tensor) -> dict[int, Tensor]:
+        """Returns, by loss id, whether the scale of that loss must back off (0-dim bool)."""
+        clean = torch.zeros_like(found)
+        flags = {loss: self.flags[loss].to(found.device) if loss in self.flags else clean for loss in self.losses}
+        return flags if self.true else {loss: flag | found for loss, flag in flags.items()}
+
+
+class GradientAccumulator:
+    """Lets backward passes add up in one optimizer's `p.grad`, even under different loss scales or after `unscale_`.
+
+    The scaled gradients of a step's first backward pass stay in `p.grad` in the parameters' own dtype. With
+    `full_accumulate`, a second pass adds to them in fp32 (low-precision sums stop growing at 256 times their smallest
+    term). Before a pass under another loss's scale, or after `unscale_`, the gradients so far are unscaled and taken
+    out of `p.grad`; after the pass, its gradients are unscaled and added to them. Gradients left over from an earlier
+    step take part as they would in fp32. Nothing waits for the device.
+
+    If `reduced()` is true, gradients are all-reduced over processes. They are not unscaled between passes then, since a
+    later pass may be the first to reduce them. Gradients that the communication hook `sums` all-reduces add up in fp32.
+    All others add up in the parameters' own dtype, in which torch all-reduces them.
+
+    `left_over` is True if the last backward pass added to the previous step's gradients, which were never zeroed.
+    `params` is called each time, so that parameter groups added later take part. Call `before_backward` before each
+    backward pass and `after_backward` after it, or `undo_backward` if it raised.
+    """
+
+    def __init__(
+        self,
+        params: Callable[[], list[Parameter]],
+        full_accumulate: bool,
+        reduced: Callable[[], bool] = lambda: False,
+        sums: WideSums | None = None,
+    ) -> None:
+        self._params = params
+        self._full_accumulate = full_accumulate
+        self._reduced = reduced
+        self._sums = WideSums() if sums is None else sums
+        self._stash: dict[Parameter, Tensor] = {}
+        self._widened: set[Parameter] = set()
+        self._named: set[Parameter] = set()  # whose gradients have their dtype by name
+        self._flags: dict[int, Tensor] = {}
+        self._losses: tuple[int, ...] = ()
+        self._losses_before: tuple[int, ...] = ()
+        self._scales: dict[int, Tensor] = {}
+        self._source: tuple[Tensor, int] | None = None
+        self._copied: tuple[Tensor, int, Tensor] | None = None  # a scale, the count of writes to it, and what it was
+        self._mark: tuple[int, int] | None = None
+        self._present: list[Parameter] = []  # the parameters of the backward pass that runs
+        self.left_over = False
+        self._scratch = Scratch()
+        self._one = torch.ones((), dtype=torch.float32, device="cpu")
+        self._forget()
+        for param in self.parameters():
+            narrow = param.grad is None or param.grad.dtype is param.dtype
+            if param.grad_dtype is None and narrow:  # as an earlier session has left it
+                param.grad_dtype = param.dtype
+                self._named.add(param)
+
+    def before_backward(self, loss_id: int, scale: Tensor) -> None:
+        """Prepares `p.grad` for a backward pass of loss `loss_id` times `scale` (0-dim fp32 tensor)."""
+        self._present = self.parameters()
+        held = [param for param in self._present if param.grad is not None]
+        self.left_over = (
+            bool(held) and self._stale and self._mark is not None and self._mark == _mark_of(self._params())
+        )
+        if not held:
+            self._narrow()
+            self._forget()
+            self._carry(scale)
+        elif self._may_join(loss_id, scale):
+            self._drop_cleared_flags(held)
+            self._join(held, scale)
+        else:
+            self._set_apart(held)
+        if self._widened:
+            self._sum_in(torch.float32)
+        self._losses_before = self._losses
+        if loss_id not in self._losses:
+            self._losses += (loss_id,)
+
+    def after_backward(self, loss_id: int, scale: Tensor, found: Tensor | None = None) -> None:
+        """Adds the gradients that `before_backward` took out of `p.grad` to those that the backward pass left there."""
+        # `found` (0-dim bool) marks the loss as overflowed whatever its gradients are, for example because the loss is
+        # not finite.
+        if found is not None and _first_gradient(self._present) is not None:
+            self._flag(loss_id, found)
+        for param, held in self._sums.release(self._present).items():  # what the all-reduce has not included
+            new, param.grad = param.grad, None
+            self._set_wide(param, held if new is None else held.add_(new))
+        if self._stash:
+            self._add_apart(loss_id, scale)
+        if self._widened:
+            self._sum_in(None)
+        self._scales[loss_id] = self._scale
+        self._mark = _mark_of(self._present)
+
+    def undo_backward(self) -> None:
+        """Puts the gradients back after a backward pass that raised."""
+        # Gradients that the pass has already added in place stay, as in torch; gradients that were held apart come
+        # back unchanged.
+        if self._stash:
+            for param in self._params():
+                param.grad = None
+            self._losses = self._losses_before
+        self._put_back()
+        for param, held in self._sums.release(self._present).items():
+            param.grad = None
+            self._set_wide(param, held)
+        self._sum_in(None)
+
+    def unscale_(self) -> None:
+        """Turns `p.grad` into the true gradients: unscaled, and in fp32 for parameters in low precision."""
+        held = self._held()
+        if held and not self._true:
+            self._make_true(held)
+        self._mark = _mark_of(self._params())
+
+    def collect(self) -> Collected:
+        """Returns the gradients for one step, with their scales and the overflows noted so far."""
+        params: list[Parameter] = []
+        grads: list[Tensor] = []
+        absent: list[Parameter] = []
+        for param in self.parameters():
+            grad = param.grad
+            if grad is None:
+                absent.append(param)
+            else:
+                params.append(param)
+                grads.append(resolved(grad if type(grad) is Tensor else part_of(grad, param)))
+        device = grads[0].device if grads else self._scale.device
+        found = None
+        for flag in self._flags.values():
+            here = flag if flag.device == device else flag.to(device, non_blocking=True)
+            found = here if found is None else found | here
+        flags, scales = dict(self._flags), dict(self._scales)
+        return Collected(params, grads, self._scale, found, self._losses, flags, scales, self._true, absent)
+
+    def consumed(self) -> None:
+        """Ends the step: a later backward pass adds to gradients left in `p.grad`; past overflows no longer count."""
+        self._flags, self._losses, self._scales, self._stale = {}, (), {}, True
+
+    def close(self) -> None:
+        """Leaves true gradients in `p.grad`; from then on autograd makes gradients in the parameter's dtype again."""
+        self.unscale_()
+        self._narrow()
+        for param in self._named:
+            param.grad_dtype = None  # a fixed one would outlive the session and a later model.double()
+        self._named.clear()
+        self._forget()
+
+    def _forget(self) -> None:
+        """Forgets scales, losses and overflows; a gradient that a caller then puts into `p.grad` counts as true."""
+        self._flags, self._losses, self._scales, self._stale = {}, (), {}, True
+        self._scale, self._source, self._true = self._one, None, False
+        self._mark = None
+
+    def parameters(self) -> list[Parameter]:
+        """Returns the optimizer's present parameters, each once."""
+        return list({id(param): param for param in self._params()}.values())
+
+    def _held(self) -> list[Parameter]:
+        return [param for param in self.parameters() if param.grad is not None]
+
+    def _carry(self, scale: Tensor) -> None:
+        """Notes that `p.grad` carries the present value of `scale`; keeps a copy, since `scale` changes in place."""
+        if not self._is_carried(scale):
+            if self._copied is None or self._copied[0] is not scale or self._copied[1] != version_of(scale):
+                self._copied = scale, version_of(scale), scale.clone()
+            self._source, self._scale = self._copied[:2], self._copied[2]
+        self._true = self._stale = False
+
+    def _is_carried(self, scale: Tensor) -> bool:
+        return self._source is not None and self._source[0] is scale and self._source[1] == version_of(scale)
+
+    def _may_join(self, loss_id: int, scale: Tensor) -> bool:
+        same_loss = self._losses == (loss_id,) and not self._true
+        return self._stale or same_loss or self._is_carried(scale) or self._reduced()
+
+    def _join(self, held: list[Parameter], scale: Tensor) -> None:
+        """Makes the gradients of `held` carry `scale`, so that the backward pass can add to them in place."""
+        carried = self._is_carried(scale)
+        reduced = self._reduced()
+        summed = [param for param in held if param in self._sums] if reduced else held
+        if not carried or self._full_accumulate:
+            self._widen(summed if carried else held)
+        if not carried:
+            factor = scale.detach() if self._true else scale.detach() * _inverse(self._scale).to(scale.device)
+            _multiply_(held, factor)
+        if reduced:
+            self._hold(summed)
+            self._shrink(held)
+        self._carry(scale)
+
+    def _hold(self, params: Iterable[Parameter]) -> None:
+        """Moves fp32 gradients from `p.grad` into the communication hook `sums`."""
+        for param in self._widened.intersection(params):
+            self._sums.hold(param)
+            self._named.add(param)
+            self._widened.discard(param)
+
+    def _sum_in(self, dtype: torch.dtype | None) -> None:
+        """Has a backward pass sum the uses of a weight that has an fp32 gradient in `dtype`; None: in that of each."""
+        for param in self._widened:
+            if param.grad is None or param.grad.dtype is torch.float32:
+                param.grad_dtype = dtype
+
+    def _set_wide(self, param: Parameter, grad: Tensor) -> None:
+        param.grad_dtype = None  # any: code that makes gradients itself assigns them in the parameter's dtype
+        param.grad = grad
+        self._widened.add(param)
+
+    def _set_apart(self, held: list[Parameter]) -> None:
+        """Unscales the gradients of `held` in fp32 and takes them out of `p.grad` for the next backward pass."""
+        self._drop_cleared_flags(held)
+        if not self._true:
+            self._make_true(held)
+        for param in held:
+            if param.grad is not None:
+                self._stash[param] = param.grad
+                param.grad = None
+
+    def _add_apart(self, loss_id: int, scale: Tensor) -> None:
+        """Unscales the new gradients in fp32 and adds those that `_set_apart` took out of `p.grad`."""
+        new = self._held()
+        self._flag(loss_id, self._widen_and_multiply(new, _inverse(scale.detach())))
+        with torch.no_grad():
+            for param in new:
+                old = self._stash.pop(param, None)
+                if old is not None and param.grad is not None:
+                    param.grad = _sum(old, param.grad)
+        self._put_back()
+        self._scale = scale.detach().clone()
+
+    def _put_back(self) -> None:
+        for param, grad in self._stash.items():
+            param.grad = grad
+        self._stash.clear()
+
+    def _make_true(self, held: list[Parameter]) -> None:
+        """Unscales the gradients of `held` in fp32, and notes for each contributing loss whether they overflowed."""
+        found = self._widen_and_multiply(held, _inverse(self._scale))
+        for loss in self._losses:
+            self._flag(loss, found)
+        self._true, self._source = True, None
+
+    def _widen_and_multiply(self, params: list[Parameter], factor: Tensor) -> Tensor:
+        grads = [local(param.grad) for param in params if param.grad is not None]
+        reading = read(grads, device=factor.device, scratch=self._scratch)
+        self._widen(params)
+        _multiply_(params, factor)
+        return reading.found
+
+    def _widen(self, params: Iterable[Parameter]) -> None:
+        """Converts low-precision gradients to fp32 and makes autograd add to them in fp32."""
+        for param in params:
+            grad = param.grad
+            if grad is not None and is_low(grad.dtype):
+                param.grad = None
+                if grad.shape == param.shape:  # else somebody reshaped its data; it fits nowhere
+                    self._set_wide(param, grad.float())
+
+    def _shrink(self, params: Iterable[Parameter]) -> None:
+        """Converts gradients that `_widen` made fp32 back to the dtypes of their parameters."""
+        for param in self._widened.intersection(params):
+            grad, param.grad = param.grad, None
+            param.grad_dtype = param.dtype
+            self._named.add(param)
+            param.grad = None if grad is None else grad.to(param.dtype)
+            self._widened.discard(param)
+
+    def _narrow(self) -> None:
+        """Makes autograd produce gradients in a parameter's own dtype again, if the parameter has no fp32 gradient now.
+
+        Sets `p.grad_dtype` to that dtype, because None would let a gradient keep the dtype in which the backward pass
+        computes it, which is fp32 for an LSTM.
+        """
+        for param in [param for param in self._widened if param.grad is None or param.grad.dtype is param.dtype]:
+            param.grad_dtype = param.dtype
+            self._named.add(param)
+            self._widened.discard(param)
+
+    def _flag(self, loss_id: int, found: Tensor) -> None:
+        old = self._flags.get(loss_id)
+        self._flags[loss_id] = found if old is None else old | found.to(old.device, non_blocking=True)
+
+    def _drop_cleared_flags(self, held: list[Parameter]) -> None:
+        """Forgets noted overflows if all gradients are zero now, as after `zero_grad(set_to_none=False)`."""
+        if not self._flags or self._mark == _mark_of(self._params()):
+            return
+        norm = read([local(param.grad) for param in held if param.grad is not None], scratch=self._scratch).norm
+        for loss, flag in self._flags.items():
+            self._flags[loss] = flag & (norm != 0).to(flag.device, non_blocking=True)
+
+
+def _first_gradient(params: Iterable[Parameter]) -> Tensor | None:
+    return next((param.grad for param in params if param.grad is not None), None)
+
+
+def _mark_of(params: Iterable[Parameter]) -> tuple[int, int] | None:
+    """Returns the id and version counter of the first gradient, to see later whether it was replaced or changed."""
+    grad = _first_gradient(params)
+    return None if grad is None else (id(grad), version_of(local(grad)))
+
+
+def _inverse(scale: Tensor) -> Tensor:
+    """Returns 1 / `scale` in fp32, correctly rounded."""
+    return scale.double().reciprocal().float()
+
+
+@torch.no_grad()
+def _multiply_(params: Iterable[Parameter], factor: Tensor) -> None:
+    """Multiplies the gradients of `params` by a 0-dim tensor, in place unless they require a gradient themselves."""
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for param in params:
+        grad = param.grad
+        if grad is None:
+            continue
+        if resolved(grad) is not grad:
+            grad = param.grad = resolved(grad)
+        if grad.requires_grad:
+            with torch.enable_grad():
+                param.grad = grad * factor.to(grad.device, non_blocking=True)
+            continue
+        grad = local(grad)
+        if grad.layout is not torch.strided:
+            grad.mul_(factor.to(grad.device, non_blocking=True))
+        else:
+            groups.setdefault((grad.device, grad.dtype), []).append(grad)
+    for (device, _), grads in groups.items():
+        foreach_mul_(grads, factor.to(device, non_blocking=True))
+
+
+def _sum(old: Tensor, new: Tensor) -> Tensor:
+    """Returns the sum of two gradients, each dense or sparse, in the memory of one of them if possible."""
+    if old.layout is not torch.strided and new.layout is torch.strided:
+        old, new = new, old
+    if old.requires_grad or new.requires_grad or old.layout is not torch.strided:
+        return old + new
+    return old.add_(new)

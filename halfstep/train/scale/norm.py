@@ -1,0 +1,173 @@
+"""Reads the gradients once, for their global norm and an exact test for non-finite values, without a host sync."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from halfstep.formats import is_low, needs_scale
+from halfstep.torch_internals import foreach_norm
+from halfstep.train.kernels import devices, native
+from halfstep.train.kernels.batch import Scratch
+
+# A fp32 sum of squares over a whole large tensor is off by 1e-3 on a CPU (25M elements); over pieces this long by 2e-7.
+_PIECE = 2**16
+
+# Devices whose norm kernel sums low and fp32 elements in float64 at the speed of memory.
+_WIDE_SUMS = ("cuda",)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The result of reading gradients once.
+
+    `norm` is the L2 norm over all elements (0-dim fp32), `found` says whether any element is infinite or NaN (0-dim
+    bool), and `flags` says the same for each gradient (bool, in the order of the gradients).
+    """
+
+    norm: Tensor
+    found: Tensor
+    flags: Tensor
+
+
+class Clip:
+    """Clips by the global norm, bit for bit as `torch.nn.utils.clip_grad_norm_` does, without a host sync.
+
+    Its constants are tensors on the device: an operation on a Python number takes three times as long on a CPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._epsilon = torch.tensor(1e-6, dtype=torch.float32, device=device)
+        self._last: tuple[float, Tensor] | None = None
+
+    def factor(self, norm: Tensor, max_norm: float) -> Tensor:
+        """Returns the factor (0-dim fp32, at most 1) that clips gradients of this `norm` to `max_norm`."""
+        if self._last is None or self._last[0] != max_norm:
+            most = torch.full((), float(max_norm), dtype=torch.float64, device=norm.device)
+            self._last = max_norm, most.to(norm.dtype)
+        return (norm + self._epsilon).reciprocal_().mul_(self._last[1]).clamp_max_(1.0)
+
+
+@dataclass(frozen=True)
+class Reader:
+    """One implementation of `read`: `fits` says whether it supports the gradients, `read` reads them.
+
+    `read` returns the three tensors of a `Reading`, and never waits for the device. It may keep in the Scratch what
+    speeds up the next read of the same memory.
+    """
+
+    fits: Callable[[list[Tensor]], bool]
+    read: Callable[[list[Tensor], Scratch], tuple[Tensor, Tensor, Tensor]]
+
+
+def read(grads: list[Tensor], *, device: torch.device | None = None, scratch: Scratch | None = None) -> Reading:
+    """Reads `grads` once with the first of `READERS` that supports them; the results are on `device`."""
+    if device is None:
+        device = grads[0].device if grads else torch.device("cpu")
+    for reader in READERS.values():
+        if reader.fits(grads):
+            found = reader.read(grads, Scratch() if scratch is None else scratch)
+            break
+    if found[0].device == device:
+        return Reading(*found)
+    return Reading(*(t.to(device, non_blocking=True) for t in found))
+
+
+@torch.no_grad()
+def read_with_torch(grads: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the norm, the non-finite test and the flags of a `Reading`, for any gradients, with torch operations."""
+    device = grads[0].device if grads else torch.device("cpu")
+    flags = [torch.zeros((), dtype=torch.bool, device=device)] * len(grads)
+    groups: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = {}
+    for i, grad in enumerate(grads):
+        values = elements(grad)
+        if values.numel():
+            groups.setdefault((values.device, values.dtype), []).append((i, values))
+    norms = []
+    for (where, dtype), members in groups.items():
+        one_pass = needs_scale(dtype) or (where.type in _WIDE_SUMS and dtype is not torch.float64)
+        pieces = [(i, piece) for i, values in members for piece in _pieces(values)]
+        sizes, finite = (_one_pass if one_pass else _two_passes)([piece for _, piece in pieces], dtype)
+        norms.append(_norm_of_norms(sizes).to(device=device, dtype=torch.float32, non_blocking=True))
+        bad = (~finite).to(device, non_blocking=True)
+        start = 0
+        for i, count in Counter(i for i, _ in pieces).items():
+            flags[i] = bad[start : start + count].any()
+            start += count
+    if not norms:
+        nothing = torch.zeros((), dtype=torch.float32, device=device)
+        return nothing, torch.zeros((), dtype=torch.bool, device=device), _stack(flags, device)
+    norm = norms[0] if len(norms) == 1 else _norm_of_norms(torch.stack(norms))
+    stacked = _stack(flags, device)
+    return norm, stacked.any(), stacked
+
+
+def _stack(flags: list[Tensor], device: torch.device) -> Tensor:
+    return torch.stack(flags) if flags else torch.zeros(0, dtype=torch.bool, device=device)
+
+
+def elements(grad: Tensor) -> Tensor:
+    """Returns the elements of a gradient as a dense real tensor.
+
+    For a sparse gradient these are its values; values with the same index are summed first, low ones in fp32.
+
+    >>> elements(torch.tensor([[1.0, 0.0]]).to_sparse())
+    tensor([1.])
+    """
+    if grad.layout is not torch.strided:
+        wide = grad.float() if is_low(grad.dtype) else grad
+        grad = wide.coalesce().values()
+    grad = grad.detach()
+    return torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad
+
+
+def _norm_of_norms(norms: Tensor) -> Tensor:
+    """Returns the L2 norm of non-negative numbers, scaled so that no square overflows."""
+    unit = _units(norms.amax())
+    scaled: Tensor = torch.linalg.vector_norm(norms / unit)
+    return scaled * unit
+
+
+def _units(largest: Tensor) -> Tensor:
+    """Returns what to divide numbers by so that their squares do not overflow: their `largest`, if finite and not 0."""
+    return torch.where(torch.isfinite(largest) & (largest > 0), largest, torch.ones_like(largest))
+
+
+def _one_pass(pieces: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Returns the L2 norm of each piece and whether it is finite."""
+    wide = torch.float32 if needs_scale(dtype) else torch.float64
+    norms = torch.stack(list(foreach_norm(pieces, 2, dtype=wide)))
+    return norms, torch.isfinite(norms)
+
+
+def _two_passes(pieces: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Returns the L2 norm of each piece, and whether the piece is finite."""
+    # The first pass finds the largest magnitude of a piece. The second divides the elements by it, squares and sums
+    # them, so that no square overflows and no square that matters underflows.
+    wide = dtype if dtype is torch.float64 else torch.float32
+    low, high = zip(*(torch.aminmax(piece) for piece in pieces), strict=True)
+    largest = torch.maximum(torch.stack(high), -torch.stack(low)).to(wide)
+    units = _units(largest)
+    norms = [
+        torch.linalg.vector_norm(piece.to(wide) / unit) for piece, unit in zip(pieces, units.unbind(), strict=True)
+    ]
+    return torch.stack(norms) * units, torch.isfinite(largest)
+
+
+def _pieces(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Returns the tensor whole, or in flat pieces if it is long, contiguous and on a CPU."""
+    if tensor.numel() <= _PIECE or not tensor.is_cpu or not tensor.is_contiguous():
+        return (tensor,)
+    return torch.split(tensor.view(-1), _PIECE)
+
+
+# In order of preference. The last one takes everything; it is the reference that the others are tested against.
+READERS = {
+    "native": Reader(native.can_read, lambda grads, _: native.read(grads)),
+    "triton": Reader(devices.triton_can_read, devices.triton_read),
+    "torch": Reader(lambda grads: True, lambda grads, _: read_with_torch(grads)),
+}

@@ -1,0 +1,275 @@
+"""Decides what a session will do, once, before it changes anything."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from halfstep.errors import SetupError
+from halfstep.formats import FP32, Format
+from halfstep.machine import WORTH, DeviceFacts, Processor, emulation_notice, needs_emulation
+from halfstep.plan.compatibility import check_closures, check_models, check_optimizers, check_parameters, device_of
+from halfstep.plan.matching import unwrap
+from halfstep.plan.plan import Plan
+from halfstep.plan.resolve import Assignment, check_forwards, resolve
+from halfstep.sharded import is_sharded
+from halfstep.torch_internals import parameters_of
+from halfstep.train.cast.functions import check_functions
+from halfstep.train.optim.steppers import needs_closure
+from halfstep.train.optim.table import row_of, unsupported_options
+from halfstep.train.processes.shards import reshard
+from halfstep.train.processes.wrappers import refuse_wrapped
+
+MPS = (
+    "{plan} is refused on MPS, the GPU of Apple silicon, where nothing of halfstep has been run: train at O0 there, or "
+    "move the model to the CPU"
+)
+_LOG = logging.getLogger("halfstep")
+_WORTH_SAYING = 1.0  # MiB
+Stepping = Literal["session", "optimizer"]
+Places = frozenset[tuple[int, str]]
+"""Parameters, each by the number of its model and its dotted name there, so that they are found in copies too."""
+
+
+@dataclass(frozen=True, eq=False)
+class Decision:
+    """What a session will do: which models it trains, under which plan, and on which device and processor.
+
+    `roots` are the models without their wrappers, and `assignment` has the formats that the plan gives their modules.
+    `emulate` says whether products of the low format are computed in a wider format, and `asked` whether the user asked
+    for that (True), asked not to (False), or left it to the `facts` of the device. `mixed` is False if the plan casts
+    and scales nothing. `stepping` says whose `step` the training loop calls: the session's or the optimizer's.
+    `untrained` has the places of the parameters that no optimizer updates, `group` the processes that the user said
+    step together.
+    """
+
+    roots: tuple[nn.Module, ...]
+    optimizers: tuple[Optimizer, ...]
+    plan: Plan
+    assignment: Assignment
+    device: torch.device
+    emulate: bool
+    asked: bool | None
+    facts: DeviceFacts
+    mixed: bool
+    stepping: Stepping = "session"
+    untrained: Places = frozenset()
+    group: dist.ProcessGroup | None = None
+
+    def stored_low(self) -> Iterator[nn.Parameter]:
+        """Yields the fp32 parameters that the session will store in low precision."""
+        for module, formats in zip(_modules(self.roots), self.assignment.modules, strict=True):
+            for name, p in parameters_of(module).items():
+                full = p is None or p.dtype is not torch.float32 or is_sharded(p)
+                if not full and formats.stored(name) not in (None, FP32):
+                    yield p  # type: ignore[misc]  # not None
+
+
+def decide(  # noqa: PLR0913  # all that it depends on
+    models: Sequence[nn.Module],
+    optimizers: Sequence[Optimizer],
+    plan: Plan,
+    *,
+    emulate: bool | None,
+    stepping: Stepping = "session",
+    facts: DeviceFacts,
+    made_low: Sequence[nn.Parameter] = (),
+    training: bool = True,
+    group: dist.ProcessGroup | None = None,
+) -> Decision:
+    """Returns what a session for these models and optimizers will do; adapts the plan to what the optimizers support.
+
+    `emulate=None` decides by the `facts` of the device. `made_low` are parameters that another session stores low and
+    that will be fp32 again when this session opens. Other trainable parameters in a low format are refused.
+    `training=False` is for inference.
+
+    Raises:
+        PlanError: the plan fits no module.
+        SetupError: the models or optimizers cannot be trained under the plan.
+    """
+    reshard(models)
+    device = device_of(models, plan)
+    if facts.kind == "mps" and plan.ops != "none":
+        raise SetupError(MPS.format(plan=plan.name))
+    roots = tuple(unwrap(model) for model in models)
+    check_models(models, plan, made_low)
+    if plan.param == "low":
+        refuse_wrapped(roots, f"the weights change format at {plan.name}")
+    check_optimizers(optimizers, models)
+    check_training(optimizers, models, plan)
+    untrained = places_untrained(roots, optimizers) if training else frozenset()
+    resolved = functools.partial(resolve, made_low=made_low, untrained=at_places(roots, untrained))
+    assignment = resolved(plan, roots)
+    check_forwards(roots, assignment)
+    check_functions(plan.op_changes)
+    if plan.master == "split" and any(row_of(optimizer) is None for optimizer in optimizers):
+        plan = replace(plan, master="copy")
+        assignment = resolved(plan, roots)
+    mixed = plan.ops != "none"
+    return Decision(
+        roots,
+        tuple(optimizers),
+        plan,
+        assignment,
+        device,
+        mixed and needs_emulation(plan.low, facts) if emulate is None else emulate,
+        emulate,
+        facts,
+        mixed,
+        stepping,
+        untrained,
+        group,
+    )
+
+
+def emulates_after(decision: Decision, saved: bool | None) -> bool:
+    """Returns whether a session emulates products once it has loaded a state, and logs where that was otherwise."""
+    if saved is None or saved is decision.emulate or not decision.mixed:
+        return decision.emulate
+    low, kinds = decision.plan.low, {True: "emulated", False: "native"}
+    came = f"the session state was saved by training with {kinds[saved]} {low} products"
+    if decision.asked is not None:
+        _LOG.warning(
+            "%s, and emulate=%s was passed: they are %s from here on, and the run does not repeat bit for bit",
+            came, decision.asked, kinds[decision.emulate],
+        )  # fmt: skip
+        return decision.emulate
+    gain = decision.facts.processor.gain(low)
+    costs = f"; {_slower(low, decision.facts.processor)}" if not saved and gain is not None and gain < 1.0 else ""
+    _LOG.warning("%s, so they are here too; pass emulate=%s to change that%s", came, not saved, costs)
+    return saved
+
+
+def places_untrained(roots: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> Places:
+    """Returns the places of the parameters that no optimizer updates: frozen ones, and those that no optimizer holds.
+
+    If there is no optimizer yet, those that are not frozen are taken for trained ones.
+    """
+    held = [p for each in optimizers for group in each.param_groups for p in group["params"]]
+    if not optimizers:
+        held = [p for root in roots for p in root.parameters()]
+    trained = {id(p) for p in held if p.requires_grad}
+    return frozenset((at, name) for at, name, p in _placed(roots) if id(p) not in trained)
+
+
+def at_places(roots: Sequence[nn.Module], places: Places) -> list[nn.Parameter]:
+    """Returns the parameters at these places in the models, or in copies of them."""
+    return [p for at, name, p in _placed(roots) if (at, name) in places]
+
+
+def _placed(roots: Sequence[nn.Module]) -> Iterator[tuple[int, str, nn.Parameter]]:
+    for at, root in enumerate(roots):
+        yield from ((at, name, p) for name, p in root.named_parameters(remove_duplicate=False))
+
+
+def _modules(roots: Sequence[nn.Module]) -> list[nn.Module]:
+    return [module for root in roots for module in root.modules()]
+
+
+def decide_for_copies(decision: Decision, copies: Sequence[nn.Module], plan: Plan) -> Decision:
+    """Returns what a session without optimizers will do with copies of the models, under another plan."""
+    mixed = plan.ops != "none"
+    return replace(
+        decision,
+        roots=tuple(copies),
+        optimizers=(),
+        plan=plan,
+        assignment=resolve(plan, copies, untrained=at_places(copies, decision.untrained)),
+        emulate=decision.emulate and mixed,
+        mixed=mixed,
+    )
+
+
+def say_what_stays_full(decision: Decision) -> None:
+    """Logs which weights stay in fp32 because no optimizer updates them, and what it would save to store them low."""
+    if decision.plan.param == "full":
+        return
+    pairs = zip(_modules(decision.roots), decision.assignment.modules, strict=True)
+    kept = {
+        id(p): p for module, formats in pairs for name in formats.kept if (p := parameters_of(module)[name]) is not None
+    }
+    saved = sum(p.numel() * (4 - decision.plan.low.dtype.itemsize) for p in kept.values()) / 2**20
+    if kept:
+        _LOG.log(
+            logging.WARNING if saved >= _WORTH_SAYING else logging.INFO,
+            "%d weights that no optimizer updates stay in fp32, so that averages written into them are exact; "
+            "frozen='low' or a rule would store them in %s without masters and save %.2f MiB",
+            len(kept),
+            decision.plan.low,
+            saved,
+        )
+
+
+def say_what_steps_itself(decision: Decision, optimizers: Sequence[Optimizer]) -> None:
+    """Warns about optimizers without an update in halfstep, if their step needs more time or memory than in fp32."""
+    if decision.plan.param == "low" or (decision.mixed and decision.device.type != "cpu"):
+        for optimizer in optimizers:
+            if row_of(optimizer) is None:
+                options = ", ".join(unsupported_options(optimizer))
+                _say_that_it_steps_itself(type(optimizer).__name__ + (options and f" with {options}"))
+
+
+def say_how_products_run(decision: Decision, *, told: bool) -> None:
+    """Logs, once per process, that products are emulated by default, or what the wish not to do so costs."""
+    low, processor = decision.plan.low, decision.facts.processor
+    gain = processor.gain(low)
+    if not decision.mixed or decision.facts.kind != "cpu":
+        return
+    if decision.asked is None and decision.emulate and not told:
+        _say(emulation_notice(low, decision.facts))
+    elif decision.asked is False and gain is not None and gain < 1.0:
+        _say(f"emulate=False: {_slower(low, processor)}")
+    elif decision.asked and gain is not None and gain >= WORTH:
+        _say(
+            f"emulate=True: native {low} products are about {gain:.2g} times as fast as emulated ones on this "
+            f"processor ({processor.name})"
+        )
+
+
+def _slower(low: Format, processor: Processor) -> str:
+    gain = processor.gain(low)
+    times = f"about {1 / gain:.2g} times" if gain else "many times"
+    return f"native {low} products take {times} as long as emulated ones on this processor ({processor.name})"
+
+
+@functools.cache
+def _say(notice: str) -> None:
+    _LOG.warning(notice)
+
+
+@functools.cache
+def _say_that_it_steps_itself(name: str) -> None:
+    """Warns, once per process and `name`, that halfstep has no update for such an optimizer, and what that costs."""
+    _LOG.warning(
+        "halfstep has no update of its own for %s: its own step runs, on fp32 copies of low weights, and is waited for",
+        name,
+    )
+
+
+def check_training(optimizers: Sequence[Optimizer], models: Sequence[nn.Module], plan: Plan) -> None:
+    """Refuses optimizers that cannot train their parameters under a plan."""
+    check_parameters(optimizers, models, plan)
+    _refuse_whole_rows(optimizers, plan)
+    check_closures([optimizer for optimizer in optimizers if needs_closure(optimizer)], plan)
+
+
+def _refuse_whole_rows(optimizers: Sequence[Optimizer], plan: Plan) -> None:
+    """Refuses optimizers that have sharded parameters, if their update in halfstep needs whole weights."""
+    for optimizer in optimizers:
+        row = row_of(optimizer)
+        if plan.ops == "none" or row is None or not row.whole:
+            continue
+        if any(is_sharded(p) for group in optimizer.param_groups for p in group["params"]):
+            raise SetupError(
+                f"{type(optimizer).__name__} needs the norms of whole weights, and its parameters are sharded over "
+                "processes; use torch.optim.AdamW, Adam or SGD, or halfstep.Lion, or train replicas under "
+                "DistributedDataParallel"
+            )

@@ -1,0 +1,130 @@
+"""The optimizers of a session, each with its gradient accumulator and its stepper."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from halfstep.errors import SessionError
+from halfstep.plan.compatibility import FSDP_LINES
+from halfstep.torch_internals import sparse_indices, sparse_values
+from halfstep.train.optim.steppers import Stepper
+from halfstep.train.processes.shards import local, reshard
+from halfstep.train.scale.accumulator import GradientAccumulator
+from halfstep.validate import named
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """One optimizer of a session, with its gradient accumulator and its stepper, which makes its updates."""
+
+    optimizer: Optimizer
+    accumulator: GradientAccumulator
+    stepper: Stepper
+    needs_closure: bool
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Returns the parameters that the optimizer updates, in the order of its groups."""
+        return updated_by(self.optimizer)
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """What is known about the last step that used gradients of one loss, that is of one `loss_id`.
+
+    `scale` is the loss scale of that step if it was `skipped`, else the present one. `bad` has the names of the
+    parameters whose `p.grad` is not finite. `left_over` is True if the gradients of the step before were never zeroed.
+    `first_loss` is the value of the loss at the session's first step (None: there was none, or it was not finite).
+    """
+
+    scale: float
+    skipped: bool
+    bad: tuple[str, ...]
+    left_over: bool
+    first_loss: float | None
+
+
+def memory_of(
+    parameters: Iterable[nn.Parameter], optimizers: Iterable[Optimizer], *, masters: int = 0
+) -> dict[str, int]:
+    """Returns the bytes of "weights", "masters" (as passed), "gradients" and "optimizer" state."""
+    parameters = list(parameters)
+    states = [value for optimizer in optimizers for state in optimizer.state.values() for value in state.values()]
+    return {
+        "weights": sum(map(_bytes, parameters)),
+        "masters": masters,
+        "gradients": sum(_bytes(p.grad) for p in parameters if p.grad is not None),
+        "optimizer": sum(_bytes(value) for value in states if isinstance(value, Tensor)),
+    }
+
+
+def _bytes(t: Tensor) -> int:
+    """Returns the bytes of a tensor in this process: for a sparse tensor those of its values and indices."""
+    return sparse_indices(t).nbytes + sparse_values(t).nbytes if t.is_sparse else local(t).nbytes
+
+
+def parts_to_step(parts: Sequence[Part], awaiting: Sequence[Part], optimizer: Optimizer | None) -> list[Part]:
+    """Returns the parts to step: those in `awaiting`, which had a backward pass since their last step."""
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        raise SessionError(
+            f"step() expected one of the session's optimizers, got {type(optimizer).__name__}; it takes no closure"
+        )
+    asked = [part for part in parts if optimizer is None or part.optimizer is optimizer]
+    if not asked:
+        what = "the optimizer is not one of this session's" if parts else "this session has no optimizer (inference)"
+        raise SessionError(f"{what}; pass the optimizer to halfstep.initialize")
+    for part in asked:
+        if part.needs_closure:
+            name = type(part.optimizer).__name__
+            raise SessionError(
+                f"{name} needs a closure: call optimizer.step(closure), with session.backward inside the closure"
+            )
+    found = [part for part in asked if part in awaiting]
+    if not found:
+        raise SessionError(
+            "step() was called without gradients; call session.backward(loss) first (not loss.backward(), which does "
+            "not scale the loss)"
+        )
+    return found
+
+
+class Replacements:
+    """Finds parameters that were replaced in the model after their optimizer was made: the new ones would never train.
+
+    `parts` are all parts of a session. A step searches the models only if a parameter has no gradient and had one at
+    every step before.
+    """
+
+    def __init__(self, roots: Iterable[nn.Module], parts: Sequence[Part]) -> None:
+        self._roots, self._parts = list(roots), parts
+        self._idle: set[nn.Parameter] = set()
+
+    def look(self, absent: Sequence[nn.Parameter]) -> None:
+        """Checks, before a step, the parameters that have no gradient."""
+        if self._idle.issuperset(absent):
+            return
+        reshard(self._roots)
+        updated = {id(p) for part in self._parts for p in part.parameters()}
+        present = {id(p) for root in self._roots for p in root.parameters()}
+        shapes = [p.shape for p in absent if id(p) not in present]
+        names = [
+            name
+            for root in self._roots
+            for name, p in root.named_parameters()
+            if p.requires_grad and id(p) not in updated and p.shape in shapes
+        ]
+        if names or (shapes and len(absent) == len(updated)):
+            raise SessionError(
+                "parameters that the optimizer updates are no longer in the model "
+                f"({named(names) or 'of shapes ' + named(map(str, map(tuple, shapes)))}); a call such as fully_shard "
+                f"or parallelize_module replaced them. Make that call before you make the optimizer: {FSDP_LINES}"
+            )
+        self._idle.update(absent)
+
+
+def updated_by(optimizer: Optimizer) -> list[nn.Parameter]:
+    """Returns the parameters that an optimizer updates, in the order of its groups."""
+    return [p for group in optimizer.param_groups for p in group["params"]]

@@ -1,0 +1,195 @@
+"""The `scaling`, `unscale_` and `step` of a session: under its plan, or as in a plain loop.
+
+A session calls them on one object: a `PlainTraining` if the plan casts and scales nothing, otherwise a `MixedTraining`.
+So the session itself does not look at the plan in these methods.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.records import StepRecord
+from halfstep.sharded import is_sharded
+from halfstep.train.cast.casting import Casting
+from halfstep.train.kernels.batch import Scratch
+from halfstep.train.optim.gradients import check_gradients
+from halfstep.train.optim.masters import MasterStore
+from halfstep.train.optim.update_watch import UpdateWatch
+from halfstep.train.probe.probe import Probes
+from halfstep.train.processes.shards import Unreduced, reshard
+from halfstep.train.scale.accumulator import Collected
+from halfstep.train.scale.buffers import BufferGuard
+from halfstep.train.scale.loss import overflowed
+from halfstep.train.scale.norm import Clip
+from halfstep.train.scale.scales import LossScales
+from halfstep.train.session.parts import Part, Replacements
+from halfstep.train.session.replicas import Replicas
+from halfstep.train.session.step import Hearing, Step
+
+
+@dataclass(eq=False)
+class PlainTraining:
+    """Backward and step as in a plain loop: nothing is scaled, cast or skipped."""
+
+    roots: Sequence[nn.Module]
+    parts: Sequence[Part]
+    probes: Probes
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        self._replacements = Replacements(self.roots, self.parts)
+        self._false = torch.zeros((), dtype=torch.bool, device=self.device)
+        self._one = torch.ones((), dtype=torch.float32, device=self.device)
+        self._nothing = Collected([], [], self._one, None, (), {}, {}, true=True)  # an optimizer's own step reads none
+        self._store = MasterStore("none", torch.float32)
+
+    def scaling(
+        self, losses: Sequence[Tensor], loss_id: int, *, unscale: bool = True
+    ) -> AbstractContextManager[Tensor]:
+        """Returns a context that does nothing and yields the scale 1."""
+        return nullcontext(self._one)
+
+    def unscale_(self) -> None:
+        """Does nothing, since the gradients are not scaled."""
+
+    def step(self, step: Step, number: int, *, max_norm: float | None, loss: Tensor | None, stop: bool) -> None:
+        """Clips the gradients as torch does, and calls the `step` of each optimizer."""
+        parts = step.parts
+        self._replacements.look([p for part in parts for p in part.parameters() if p.grad is None])
+        step.held = [part.accumulator.collect() if self.probes.looking else self._nothing for part in parts]
+        read_for(self.probes, step)
+        if max_norm is not None:
+            reshard(self.roots)
+            mine = {id(p) for part in parts for p in part.parameters()}
+            ordered = [p for root in self.roots for p in root.parameters() if id(p) in mine]
+            norm = nn.utils.clip_grad_norm_(ordered, max_norm)  # in the model's order, on which the sum's bits depend
+            step.norm = norm.full_tensor() if is_sharded(norm) else norm
+        step.record = StepRecord(number, self._false.clone(), self._one, step.norm, loss=loss)
+        step.factors = [None] * len(parts)
+        update_each(step, self._false, self._store, self.probes)
+
+
+@dataclass(eq=False)
+class MixedTraining:
+    """Backward and step under a plan: scales the loss, and skips the step if a gradient is not finite.
+
+    If `unscales`, for loops that call `optimizer.step`, each backward pass leaves true gradients in `p.grad`.
+    """
+
+    roots: Sequence[nn.Module]
+    parts: Sequence[Part]
+    casting: Casting
+    scales: LossScales
+    store: MasterStore
+    buffers: BufferGuard
+    replicas: Replicas
+    probes: Probes
+    device: torch.device
+    name_of: Callable[[nn.Parameter], str]
+    unscales: bool
+
+    def __post_init__(self) -> None:
+        self._replacements = Replacements(self.roots, self.parts)
+        self._scratch = Scratch()  # of the read of the gradients
+        self._clip = Clip(self.device)
+        self._hearing = Hearing(self.replicas)
+        self._unreduced = Unreduced(self.roots) if self.replicas.sharded and self.scales.active else None
+
+    @contextmanager
+    def scaling(self, losses: Sequence[Tensor], loss_id: int, *, unscale: bool = True) -> Iterator[Tensor]:
+        """Yields the loss scale (0-dim fp32) for a backward pass; an error in it leaves the gradients as they were."""
+        scale = self.scales.of(loss_id)
+        if self._unreduced is not None:
+            self._unreduced.before_backward(scale.value)
+        self.replicas.find_stages()
+        self.replicas.sums.before_backward()
+        for part in self.parts:
+            part.accumulator.before_backward(loss_id, scale.value)
+        if not losses and self.scales.active:
+            self.replicas.refuse_a_stage_alone()
+        bad = [overflowed(loss) for loss in losses]
+        found = bad[0] if len(bad) == 1 else torch.stack(bad).any() if bad else None
+        sent = scale.value
+        if found is not None and self.replicas.joining:  # where processes exchange only gradients
+            sent = sent.masked_fill(found.to(sent.device), math.nan)
+        try:
+            with self.casting.backward():
+                yield sent
+        except BaseException:
+            for part in self.parts:
+                part.accumulator.undo_backward()
+            with self.replicas.naming_who_is_gone("the backward pass"):
+                raise
+        for part in self.parts:
+            part.accumulator.after_backward(loss_id, scale.value, found)
+        self.scales.went_backward(loss_id)
+        if self.unscales and unscale and (self.scales.active or any(True for _ in self.store)):  # else they are true
+            self.unscale_()
+
+    def unscale_(self) -> None:
+        """Makes the gradients in `p.grad` true gradients in fp32."""
+        for part in self.parts:
+            part.accumulator.unscale_()
+
+    def step(self, step: Step, number: int, *, max_norm: float | None, loss: Tensor | None, stop: bool) -> None:
+        """Reads the gradients once, and updates the weights in one pass if all gradients are finite."""
+        parts = step.parts
+        self.casting.weights_changed()
+        step.held = [part.accumulator.collect() for part in parts]
+        self._replacements.look([p for held in step.held for p in held.absent])
+        for held in step.held:  # before one of them has stepped, and before kernels read what has no memory
+            if len(parts) > 1 or set(map(type, held.grads)) != {Tensor}:
+                check_gradients(held.params, held.grads, self.name_of)
+        step.read(self.replicas, self.device, self._scratch, scaled=self.scales.active, stop=stop)
+        found = step.found(self.device)
+        if max_norm is not None and step.norm is not None:
+            clip = self._clip.factor(step.norm, max_norm)
+            step.factors = [clip if factor is None else factor * clip for factor in step.factors]
+        synced = any([part.stepper.syncs for part in parts])
+        step.record = StepRecord(number, found, step.held[0].scale, step.norm, synced, loss)
+        read_for(self.probes, step)
+        try:
+            update_each(step, found, self.store, self.probes)
+        finally:
+            if step.spoiled is not None:  # the other processes have made all of it
+                step.made = list(parts)
+            if step.made:
+                self._end(step, found)
+
+    def _end(self, step: Step, found: Tensor) -> None:
+        for part in step.made:
+            part.accumulator.consumed()
+        self.buffers.restore(found)
+        count = len(step.made)
+        self.scales.update(step.held[:count], [reading.found for reading in step.readings[:count]])
+        self._hearing.hear(step)
+
+
+Training = PlainTraining | MixedTraining
+"""An object that runs the backward passes and steps of a session."""
+
+
+def read_for(probes: Probes, step: Step) -> None:
+    """Passes the gradients of a step to the probes that measure this step."""
+    if probes.looking:
+        for held in step.held:
+            probes.read(held.params, held.grads, held.carried)
+
+
+def update_each(step: Step, found: Tensor, store: MasterStore, probes: Probes) -> None:
+    """Makes the updates of a step, unless `found`; an error of a hook ends the step there, as in torch."""
+    for part, held, factor in zip(step.parts, step.held, step.factors, strict=True):
+        watch = partial(UpdateWatch, part.optimizer, part.stepper, store, found)
+        looking = probes.looking
+        with probes.updating(watch, held.params, held.grads, factor) if looking else nullcontext():
+            failed = part.stepper.step(held.params, held.grads, factor, found)
+        step.made.append(part)
+        if failed is not None:  # after the update
+            raise failed

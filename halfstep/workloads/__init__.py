@@ -1,6 +1,0 @@
-"""Small real training jobs by name: char_lm, cifar_resnet, imdb_lstm, regression."""
-
-from halfstep.workloads.load import WORKLOADS, load_workload, parse_settings
-from halfstep.workloads.workload import Batch, Workload
-
-__all__ = ["WORKLOADS", "Batch", "Workload", "load_workload", "parse_settings"]
