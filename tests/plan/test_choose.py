@@ -54,14 +54,14 @@ def test_a_cpu_takes_bf16_and_the_notice_says_whether_it_is_emulated(facts):
     assert facts.processor.name in notice
     assert "\n" not in notice
     assert ("computed in fp32 and rounded, as a GPU's tensor cores do" in notice) is not (
-        facts.processor is AVX512_BF16
+        facts.processor in (AMX_FP16, AVX512_BF16)
     )
 
 
 @pytest.mark.parametrize("facts", CPUS)
 def test_a_format_is_emulated_on_every_cpu_but_bf16_where_it_was_measured_to_be_fast(facts):
     assert needs_emulation(FP16, facts)
-    assert needs_emulation(BF16, facts) is (facts.processor is not AVX512_BF16)
+    assert needs_emulation(BF16, facts) is (facts.processor not in (AMX_FP16, AVX512_BF16))
 
 
 @pytest.mark.parametrize("fmt", [BF16, FP16])
@@ -108,7 +108,7 @@ def test_where_no_format_is_named_one_line_says_which_is_taken_and_whether_it_is
     starts = Starts()
     opened([starts], plan="O1")
     assert caplog.messages == [choose_low(DeviceFacts("cpu", processor=each_processor))[1]]
-    assert [start.emulated for start in starts] == [each_processor is not AVX512_BF16]
+    assert [start.emulated for start in starts] == [each_processor not in (AMX_FP16, AVX512_BF16)]
 
 
 @pytest.mark.parametrize("low", [BF16, FP16], ids=str)
