@@ -20,12 +20,13 @@ from halfstep.plan.plan import Plan
 from halfstep.torch_internals import FunctionSchema, all_op_names, has_kernel, has_kernel_for, schemas_of_op
 
 Action = Literal[
-    "low", "full", "promote", "norm", "gather", "refuse", "logits", "pass", "infer", "probability", "carry"
+    "low", "product", "full", "promote", "norm", "gather", "refuse", "logits", "pass", "infer", "probability", "carry"
 ]
 """What happens to an overload: "pass" runs it as written, its parts by their own rows; "infer" runs both as written.
 
 So do "probability" and "carry", which also keep how to compute the result in fp32, in case it leaves the model.
 "logits" is "full", but computes a low sigmoid again, in fp32 from what it was given.
+"product" is "low" for an einsum that sums products, and "pass" for any other, such as an outer product.
 """
 
 Source = Literal["torch", "halfstep"]
@@ -211,6 +212,9 @@ _CPU_ONLY = (
 AS_WRITTEN = tuple(_CPU_ONLY.split())
 """Overloads that torch's list for CPU runs full or promotes, but the table runs as written, as on CUDA."""
 
+BY_CALL: Mapping[str, Action] = {"einsum": "product"}
+"""Ops that torch's list for CUDA casts in every call, but the table decides by call; an outer product sums nothing."""
+
 GATHERS = ("embedding", "embedding_bag", "embedding_bag.padding_idx", "index.Tensor")
 """Overloads whose backward on a CPU sums low gradients one by one in the low format, so that sums stop growing."""
 
@@ -274,7 +278,8 @@ def device_note(row: ListedOp, device_type: str) -> str:
     >>> device_note(next(row for row in ROWS if row.op == "linear"), "cpu")
     'torch'
     """
-    own = [stock_action(overload, device_type) == _BY_CATEGORY[row.category] for overload in row.overloads]
+    does = BY_CALL.get(row.op, _BY_CATEGORY[row.category])
+    own = [stock_action(overload, device_type) == does for overload in row.overloads]
     return "torch" if all(own) else "torch, halfstep" if any(own) else "halfstep"
 
 
@@ -284,7 +289,7 @@ def effective(plan: Plan) -> Mapping[str, Action]:
         return {}
     actions: dict[str, Action] = {}
     for row in ROWS:
-        action = _BY_CATEGORY[row.category]
+        action = BY_CALL.get(row.op, _BY_CATEGORY[row.category])
         if plan.param == "low" and action == "full" and row.why not in _FULL_AT_LOW_WEIGHTS:
             action = "pass"
         for overload in row.overloads:

@@ -175,6 +175,8 @@ def test_regions_emulate_products_where_the_cpu_has_no_units_and_say_so_once(low
         with torch.autocast("cpu", low), torch.autocast("cpu", low):
             out, _ = layer(x)
             product = a @ b
+            assert torch.einsum("i,j->ij", a[0], b[0]).dtype is torch.float32
+            assert torch.einsum("ij,jk->ik", a, b).dtype is low
             with torch.autocast("cpu", enabled=False):
                 assert (a @ b).dtype is torch.float32
         out.float().sum().backward()

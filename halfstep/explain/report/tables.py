@@ -87,6 +87,7 @@ def _scale(scaling: Scaling) -> str:
 WORDS: Mapping[Action | None, str] = {
     "low": "low",
     "full": "fp32",
+    "product": "low where it sums products",
     "promote": "widest input",
     "norm": "fp32 where formats mix",
     "gather": "as stored; on cpu gradients of low weights add up in fp32",

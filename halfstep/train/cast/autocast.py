@@ -13,7 +13,7 @@ import torch
 from halfstep.errors import PlanError
 from halfstep.formats import as_format, is_low
 from halfstep.machine import emulation_notice, needs_emulation, read_facts
-from halfstep.plan.optable import ROWS, Action, stock_action
+from halfstep.plan.optable import BY_CALL, ROWS, Action, stock_action
 from halfstep.torch_internals import OpenAutocast
 from halfstep.train.cast.ops import OpEngine
 from halfstep.train.cast.products import EMULATED
@@ -68,7 +68,9 @@ def _as_torch() -> dict[str, Action]:
     names = {name for row in ROWS for name in row.overloads}
     stock = {name: stock_action(name, "cpu") for name in names}
     composite = {name for name in names if stock[name] is None and name.partition(".")[0] in EMULATED}
-    return {name: action for name, action in stock.items() if action is not None} | dict.fromkeys(composite, "low")
+    return {name: action for name, action in stock.items() if action is not None} | {
+        name: BY_CALL.get(name, "low") for name in composite
+    }
 
 
 class autocast(OpenAutocast):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import operator
 import warnings
 from collections.abc import Callable, Sequence
+from functools import cache
 from types import BuiltinFunctionType
 from typing import Any
 
@@ -210,6 +211,28 @@ def _low(site: OpSite) -> Act:
     return act
 
 
+def _product(site: OpSite) -> Act:
+    low, below = _low(site), site.below
+
+    def act(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return low(keyset, args, kwargs) if contracts(args[0]) else below(keyset, args, kwargs)
+
+    return act
+
+
+@cache
+def contracts(equation: str) -> bool:
+    """Tells whether an einsum sums products: over an index that two operands share and that its result lacks.
+
+    >>> [contracts(equation) for equation in ("ij,jk->ik", "bi,bi", "i,j->ij", "bi,bj->bij", "ij,k->ik", "ii->")]
+    [True, True, False, False, False, False]
+    """
+    given, arrow, kept = equation.replace(" ", "").replace("...", ".").partition("->")
+    operands = given.split(",")
+    shared = {i for n, one in enumerate(operands) for i in one for other in operands[n + 1 :] if i in other}
+    return not shared.issubset(kept if arrow else ".")
+
+
 def _recurrent(site: OpSite) -> Act:
     """Returns a function that runs an RNN with its sequences and states cast to low."""
     # Sequences are cast here because in fp16 on a CPU, an fp32 sequence would select a oneDNN kernel that the CPU may
@@ -391,6 +414,7 @@ def _infer(site: OpSite) -> Act:
 
 _MAKERS: dict[Action, Callable[[OpSite], Act]] = {
     "low": _low,
+    "product": _product,
     "full": _full,
     "promote": _promote,
     "norm": _norm,
