@@ -37,20 +37,13 @@ WORTH = 2.0
 
 @dataclass(frozen=True)
 class Processor:
-    """A class of processors and what was measured on it.
-
-    `bf16` and `fp16` say how many times as fast native products of the format are as emulated ones (computed in fp32,
-    then rounded): `gains.weighed` of matrix products and convolutions. None means that it was not measured on this
-    class; `read_processor` then measures it. `wide_backward` has
-    (head width, length) pairs: for attention with such heads that runs natively, the backward pass is faster in fp32 if
-    the sequence is not longer than that. `source` says where this was measured.
-    """
+    """A class of processors and what was measured on it."""
 
     name: str
-    bf16: float | None
-    fp16: float | None
-    wide_backward: WideBackward
-    source: str
+    bf16: float | None  # how many times as fast as emulated products native ones are (`gains.weighed`)
+    fp16: float | None  # the same; None: `read_processor` measures it
+    wide_backward: WideBackward  # pairs of head width and longest sequence where attention's backward is faster in fp32
+    source: str  # where this was measured
 
     def gain(self, fmt: Format) -> float | None:
         """Returns how many times as fast native products of a format are as emulated ones; None if not known."""
@@ -140,22 +133,18 @@ class DeviceFacts:
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine and the versions that a measurement was made with.
-
-    `fast` names the formats that the device computes fast; `commit` is the commit of halfstep's source, followed by
-    "-dirty" if files of the package differ from it, or None if the package is not in a git repository of its own.
-    """
+    """The machine and the versions that a measurement was made with."""
 
     device: str
     processor: str
     cores: int
     threads: int
-    fast: tuple[str, ...]
+    fast: tuple[str, ...]  # formats that the device computes fast
     system: str
     python: str
     torch: str
     halfstep: str
-    commit: str | None
+    commit: str | None  # of halfstep's repository; "-dirty" if files of the package differ from it
 
 
 def read_facts(device: torch.device) -> DeviceFacts:

@@ -20,36 +20,27 @@ class Spread:
 
 @dataclass(frozen=True)
 class BenchRun:
-    """One workload under one plan, or under torch.amp (`peer`), over all seeds; what was not measured is None.
-
-    `times_ms` has the milliseconds of each step after the warm-up, seed after seed. `vs_o0` and `vs_amp` are the
-    medians over all steps of the other run's time (O0's, torch.amp's in the same format) divided by this run's.
-    `peak_bytes` is the most memory that one training step holds, weights included; `bytes_per_parameter` has what is
-    held between two steps, by use. `train_loss` (the mean of the last tenth of the steps), `validation` (by figure,
-    such as accuracy), `skipped` (steps) and `scale` (the final one) have one entry per seed; `losses`, in a sweep only,
-    has the loss of each step. `error` says why the run did not start or what ended it. `slow` says how many times O0's
-    step one of its steps takes, if it was therefore timed over a few steps and not trained.
-    """
+    """One workload under one plan over all seeds; what was not measured is None."""
 
     name: str
     level: str
     low: str
-    peer: bool
+    peer: bool  # under torch.amp
     emulated: bool
-    times_ms: tuple[float, ...] = ()
+    times_ms: tuple[float, ...] = ()  # of each step after the warm-up, seed after seed
     step_ms: Spread | None = None
-    vs_o0: float | None = None
-    vs_amp: float | None = None
-    peak_bytes: int | None = None
-    bytes_per_parameter: dict[str, float] = field(default_factory=dict)
-    train_loss: tuple[float, ...] = ()
-    validation: dict[str, tuple[float, ...]] = field(default_factory=dict)
-    skipped: tuple[int, ...] = ()
-    scale: tuple[float, ...] = ()
-    error: str | None = None
+    vs_o0: float | None = None  # the median over all steps of O0's time / this run's
+    vs_amp: float | None = None  # the same of torch.amp's in the same format
+    peak_bytes: int | None = None  # the most that one step holds, weights included
+    bytes_per_parameter: dict[str, float] = field(default_factory=dict)  # between two steps, by use
+    train_loss: tuple[float, ...] = ()  # of each seed, the mean of the last tenth of the steps
+    validation: dict[str, tuple[float, ...]] = field(default_factory=dict)  # by figure, such as accuracy
+    skipped: tuple[int, ...] = ()  # steps of each seed
+    scale: tuple[float, ...] = ()  # of each seed, the final one
+    error: str | None = None  # why it did not start, or what ended it
     compiled: bool = False
-    losses: tuple[float, ...] = ()
-    slow: float | None = None
+    losses: tuple[float, ...] = ()  # of each step, in a sweep only
+    slow: float | None = None  # how many times O0's step its own takes, if it was timed and not trained
 
     @property
     def out_of_memory(self) -> bool:
@@ -59,26 +50,22 @@ class BenchRun:
 
 @dataclass(frozen=True)
 class BenchResult:
-    """One workload under several plans, side by side: its settings, the machine, and the result of each run.
-
-    The first `warmup` steps of a seed are not timed, nor is the first fifth of a turn, in which each run makes `turn`
-    steps. `complete` is false if the benchmark was interrupted; `peak_method` says how peak memory was counted.
-    """
+    """One workload under several plans, side by side."""
 
     workload: str
     settings: dict[str, str]
     parameters: int
     steps: int
-    warmup: int
+    warmup: int  # steps of a seed that are not timed
     seeds: tuple[int, ...]
     runs: tuple[BenchRun, ...]
-    peak_method: str
+    peak_method: str  # how peak memory was counted
     notes: tuple[str, ...]
-    complete: bool
+    complete: bool  # False if it was interrupted
     machine: Machine
     command: str
     date: str
-    turn: int = 1
+    turn: int = 1  # steps of a run in a row, of which the first fifth is not timed
 
 
 @dataclass(frozen=True)
@@ -103,36 +90,28 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Largest:
-    """The largest batch with which a model in one configuration trains within `limit` bytes; 0 if not even one fits.
-
-    If it is None, `error` says why. `tried` has each batch size that was tried, and whether it fitted.
-    """
+    """The largest batch with which a model in one configuration trains within `limit` bytes."""
 
     model: str
     name: str
     limit: int
-    batch: int | None = None
-    tried: tuple[tuple[int, bool], ...] = ()
+    batch: int | None = None  # 0 if not even one fits; None: `error` says why
+    tried: tuple[tuple[int, bool], ...] = ()  # each size, and whether it fitted
     error: str | None = None
 
 
 @dataclass(frozen=True)
 class Rate:
-    """How fast a device does one kind of work in one format.
-
-    `how` is "native", "TF32" (fp32 operands on TF32 units) or "emulated" (fp32 products, rounded). `seconds` is the
-    time of one call; `unit` is GFLOP/s, or GB/s read and written. `vs_fp32` is the median of fp32's time divided by
-    this format's, in turns. `error` says why there is no figure.
-    """
+    """How fast a device does one kind of work in one format."""
 
     work: str
     format: str
-    how: str
-    seconds: Spread | None
+    how: str  # "native", "TF32" (fp32 operands on its units) or "emulated" (fp32 products, rounded)
+    seconds: Spread | None  # of one call
     rate: float | None
-    unit: str
-    vs_fp32: float | None
-    error: str | None = None
+    unit: str  # GFLOP/s, or GB/s read and written
+    vs_fp32: float | None  # the median of fp32's time / this format's, in turns
+    error: str | None = None  # why there is no figure
 
 
 @dataclass(frozen=True)
@@ -156,59 +135,48 @@ class Setting:
 
 @dataclass(frozen=True)
 class Choice:
-    """A choice that sessions base on the class of the processor, and what a measurement says of it.
-
-    `used` is the value that sessions use now, `table` that of halfstep's table for the class of this processor.
-    """
+    """A choice that sessions base on the class of the processor, and what a measurement says of it."""
 
     what: str
-    used: str
-    table: str
+    used: str  # by sessions now
+    table: str  # halfstep's, for the class of this processor
     measured: str
     agrees: bool
 
 
 @dataclass(frozen=True)
 class Examination:
-    """What a machine is, how fast it computes, and which level and format to train in, with the reason.
-
-    `processor` is the class of the processor, and `source` says where the choices for it come from. `tools` says what
-    was found of the tools that fast kernels need, such as "Triton". `saved` is the file that `--save` wrote.
-    """
+    """What a machine is, how fast it computes, and which level and format to train in, with the reason."""
 
     machine: Machine
     device: str
-    processor: str
-    source: str
+    processor: str  # its class
+    source: str  # of the choices for that class
     rates: tuple[Rate, ...]
     memory: tuple[Footprint, ...]
     settings: tuple[Setting, ...]
     choices: tuple[Choice, ...]
-    tools: dict[str, str]
+    tools: dict[str, str]  # that fast kernels need, such as "Triton"
     level: str
     low: str
     reason: str
     seconds: float
     date: str
-    saved: str | None = None
+    saved: str | None = None  # the file that `--save` wrote
 
 
 @dataclass(frozen=True)
 class OpRow:
-    """The calls of one operation on the same formats, added up over one step.
-
-    `formats` are those of its inputs and output, as "bf16, bf16 -> bf16". `flops` counts products only, a multiply-add
-    as two. `bytes` counts reads and writes. `share` is the row's share of the total time.
-    """
+    """The calls of one operation on the same formats, added up over one step."""
 
     operator: str
     phase: str
-    formats: str
+    formats: str  # of inputs and output, as "bf16, bf16 -> bf16"
     calls: int
-    flops: int
-    bytes: int
+    flops: int  # of products only, a multiply-add as two
+    bytes: int  # read and written
     seconds: float
-    share: float
+    share: float  # of the total time
 
 
 @dataclass(frozen=True)
@@ -225,33 +193,25 @@ class CastRow:
 
 @dataclass(frozen=True)
 class ModuleRow:
-    """The formats that the plan gives a module, and the reason, such as the rule that decided them.
-
-    `param` is the format of its own weights, "-" if it has none, `compute` that of operations for which the op table
-    leaves a choice, `output` that of its results: "-" if they are not cast, "input" if it is that of the first input.
-    """
+    """The formats that the plan gives a module."""
 
     name: str
     type: str
-    param: str
-    compute: str
-    output: str
-    reason: str
+    param: str  # of its own weights; "-": it has none
+    compute: str  # of operations for which the op table leaves a choice
+    output: str  # of its results; "-": not cast, "input": that of the first input
+    reason: str  # such as the rule that decided
 
 
 @dataclass(frozen=True)
 class Saving:
-    """A way to save time in a step: the place, what was seen, what to do, the edits, and the seconds that it saves.
-
-    `seconds` was measured, in most cases by running the operations of that place alone, in their present and in their
-    later formats; None if they could not be measured, and `evidence` says why.
-    """
+    """A way to save time in a step."""
 
     code: str
     place: str
-    evidence: str
-    advice: str
-    seconds: float | None
+    evidence: str  # what was seen
+    advice: str  # what to do
+    seconds: float | None  # measured, mostly on the operations alone; None: `evidence` says why not
     cure: tuple[Edit, ...] = ()
 
 

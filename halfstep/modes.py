@@ -229,10 +229,7 @@ def run_uncompiled() -> Callable[[], None]:
 
 
 def put_on_top(mode: OpMode) -> Callable[[], None]:
-    """Puts a mode on the stack of modes until the returned function is called; compiled code runs eagerly meanwhile.
-
-    Inside a forward this would be too late: a `with` block around the forward would pop the mode.
-    """
+    """Puts a mode on the stack, not inside a forward, until the returned function is called."""
     compile_again, thread = run_uncompiled(), threading.get_ident()
     mode.__enter__()  # type: ignore[no-untyped-call]
 

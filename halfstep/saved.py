@@ -23,12 +23,7 @@ _Size = Annotated[int, msgspec.Meta(ge=1, le=2**31)]
 
 
 class Saved(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Saved measurements of a processor, which sessions use in place of those in `machine.py`.
-
-    They have the same meaning as the fields of `machine.Processor`. They apply only to the class of processors,
-    processor model and version of torch that the fields `processor`, `model` and `torch` name, and are ignored
-    elsewhere.
-    """
+    """Measurements used in place of those in `machine.py`, on the processor and torch that they name."""
 
     processor: str
     model: str

@@ -228,10 +228,7 @@ def uncompiled(function: Function) -> Function:
 
 
 def compiled_inside(function: Function) -> Function:
-    """Makes torch.compile trace a function only as a part of what calls it; where that breaks, the function runs as is.
-
-    What the function calls is compiled all the same.
-    """
+    """Has torch.compile trace a function only inside its caller; where that breaks, it runs as is."""
     _set_strategy(function.__code__, _FRAME_STRATEGY(_FRAME_ACTION.SKIP, _FRAME_ACTION.DEFAULT))
     return function
 

@@ -1,8 +1,4 @@
-"""halfstep inside Accelerate: call `prepare` instead of `accelerator.prepare`. Needs the extra [accelerate].
-
-An Accelerator calls its scaler for everything that mixed precision does: `scale`, `step`, `update`, and saving and
-loading. Here the scaler passes these calls to a Session.
-"""
+"""halfstep inside Accelerate (extra [accelerate]): a Session takes the calls that it makes to its scaler."""
 
 from __future__ import annotations
 

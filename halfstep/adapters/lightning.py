@@ -1,7 +1,4 @@
-"""halfstep inside Lightning (extra [lightning]): a plugin for `Trainer(plugins=[...])` and `Fabric(plugins=[...])`.
-
-Each run is one Session; Lightning's own loop calls `optimizer.step()`.
-"""
+"""halfstep inside Lightning (extra [lightning]): a plugin for `Trainer(plugins=[...])` and `Fabric(plugins=[...])`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""halfstep inside Hugging Face's Trainer: a mixin, and a Trainer with it. Needs the extra [transformers].
-
-Each call of `train` is one Session on the Trainer's Accelerator (`halfstep.adapters.accelerate`).
-"""
+"""halfstep inside Hugging Face's Trainer (extra [transformers]): each `train` is a Session on its Accelerator."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Checks that a plan is compatible with a model and its optimizers; the error names what is incompatible.
-
-Nothing is changed.
-"""
+"""Checks that a plan is compatible with a model and its optimizers; the error names what is incompatible."""
 
 from __future__ import annotations
 

@@ -115,17 +115,14 @@ def _row(formats: ModuleFormats, *, several: bool) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class _Decision:
-    """The policy of a module and the reason for it.
-
-    If `stored_full` is True, the module's own parameters are stored in fp32, even if `policy.param` is "low".
-    """
+    """The policy of a module and the reason for it."""
 
     policy: Policy
     buffers: BufferWidth
     reason: str
     input: RuleInput = "policy"
     ruled: bool = False
-    stored_full: bool = False
+    stored_full: bool = False  # its own parameters, whatever `policy.param` says
 
     @property
     def param(self) -> Width:
@@ -233,11 +230,7 @@ def _of_plan(plan: Plan) -> _Decision:
 
 
 def _decide(plan: Plan, site: Site, rule: Rule | None, above: _Decision, owner: nn.Module | None) -> _Decision:
-    """Returns the decision for a module: made from the `rule` that matches it, or else taken from its parent (`above`).
-
-    Without a rule, the decision for norms and for modules that must compute in fp32 may differ from their parent's.
-    `owner` is the parent module.
-    """
+    """Returns the decision for a module: by the `rule` that matches it, or else by its parent's (`above`, `owner`)."""
     statistics = has_running_stats(site.module)
     if rule is not None:
         if statistics and (rule.policy.param == "low") != (rule.buffers == "low"):
@@ -336,10 +329,7 @@ def _keep(  # all that it depends on
 
 
 def _computes_a_weight(site: Site) -> bool:
-    """Returns whether a module is part of a parametrization: code that reads the weight outside of the model calls it.
-
-    Such code, as that which bakes the weight in, gets fp32.
-    """
+    """Whether a module is in a parametrization, which also code outside of the model calls, for fp32."""
     return "parametrizations" in site.name.split(".")
 
 

@@ -1,7 +1,4 @@
-"""The stand-in for `apex.amp`: the same functions and arguments, carried out by a Session.
-
-As in apex, all functions share one state. docs/apex.md lists what works as in apex and what was fixed.
-"""
+"""The stand-in for `apex.amp`, by a Session; docs/apex.md lists what works as in apex and what was fixed."""
 
 from __future__ import annotations
 

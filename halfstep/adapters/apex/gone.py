@@ -27,12 +27,7 @@ _NAMES = re.compile(
 
 
 def refuse(module: str, name: str) -> Any:
-    """The `__getattr__` of a module of the stand-in.
-
-    Raises:
-        ImportError: the name is one that apex had and the stand-in has not.
-        AttributeError: it is any other name.
-    """
+    """The `__getattr__` of a module: an ImportError for a name that apex had, else an AttributeError."""
     if not _NAMES.fullmatch(name):  # what looks through all modules for a name expects this error
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
     raise ImportError(

@@ -48,11 +48,7 @@ def _signature(**defaults: Any) -> inspect.Signature:
 
 
 class _Fused(Optimizer):
-    """Takes apex's arguments: `takes` has those after `params`, in apex's order.
-
-    `in_groups` are those that the base class does not take. `set_grad_none` is the default of `set_to_none` in
-    `zero_grad`.
-    """
+    """Takes apex's arguments: `takes` after `params`, in apex's order; `in_groups` are not the base class's."""
 
     takes: inspect.Signature
     in_groups: tuple[str, ...] = ()

@@ -82,11 +82,7 @@ class Properties:
 
 
 def defaults(opt_level: str, low: torch.dtype) -> Properties:
-    """Returns the options of a level, with `low` for the low format.
-
-    Raises:
-        RuntimeError: there is no such level.
-    """
+    """Returns the options of a level, with `low` for the low format."""
     if opt_level not in _LEVELS:
         raise RuntimeError(
             f"Unexpected optimization level {opt_level}. Options are 'O0', 'O1', 'O2', 'O3'. "

@@ -90,9 +90,7 @@ class AmpState:
 class Trained:
     """One call of `initialize`: its session, and the steps whose overflow has not been printed yet.
 
-    The session keeps this object in its list of watchers and calls `after_step` after each step. On a CUDA device an
-    overflow is printed up to a step late, so that no step waits for the device. `pending`, an error by which a watcher
-    can stop the training, is always None here.
+    A watcher of the session. On a CUDA device an overflow is printed up to a step late, so that no step waits.
     """
 
     pending: BaseException | None = None

@@ -18,21 +18,16 @@ Original = Callable[..., Any]
 
 @dataclass(eq=False)
 class Call:
-    """One recorded call of a layer; `parent` is the call of the layer around it, None for the outermost.
-
-    `gives` tells what `outputs` are: the layer's outputs, a loss that the layer added, or an input that it cast to its
-    compute format. Each of the three is recorded as a separate call. `is_leaf` is False if the call has called other
-    layers.
-    """
+    """One recorded call of a layer."""
 
     path: str
     layer: Any
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] | None = None
-    parent: Call | None = None
+    parent: Call | None = None  # the call of the layer around it
     outputs: Any = None
-    is_leaf: bool = True
-    gives: Literal["outputs", "losses", "casts"] = "outputs"
+    is_leaf: bool = True  # False if it has called other layers
+    gives: Literal["outputs", "losses", "casts"] = "outputs"  # added losses and casts of inputs are calls too
 
     @property
     def given(self) -> Any:

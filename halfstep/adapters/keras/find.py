@@ -71,11 +71,10 @@ def loss_of_batch(model: keras.Model, x: Any, y: Any, sample_weight: Any) -> Any
 
 
 def find_cause(model: keras.Model, x: Any, y: Any, sample_weight: Any, *, scale: float) -> Verdict | None:
-    """Returns the verdict of `find_broken` on a compiled model; on torch the verdict also names the failing operation.
+    """Returns the verdict of `find_broken` on a compiled model; on torch with the operation that `blame` finds.
 
-    On torch, `blame` finds this operation. `find_broken` and `blame` may name different layers: `find_broken` counts a
-    cast between two layers as part of the second layer. The verdict takes the layer from `blame` only if this layer is
-    inside the layer that `find_broken` names.
+    A cast between two layers counts as part of the second in `find_broken`, of the first in `blame`: the layer is from
+    `blame` only if it is inside that of `find_broken`.
     """
 
     def loss() -> Any:
@@ -177,14 +176,11 @@ def _in_backward(model: keras.Model, run: Callable[[], Any], scale: float) -> Ve
 
 @dataclass(frozen=True)
 class _Gradient:
-    """The first non-finite gradient of a backward pass, described by `seen`.
+    """The first non-finite gradient of a backward pass."""
 
-    `at` is the layer call where the gradient appears; `maker` is the call whose code computes it.
-    """
-
-    at: Call
-    maker: Call
-    seen: str
+    at: Call  # where it appears
+    maker: Call  # whose code computes it
+    seen: str  # in words
 
 
 def _first_in_backward(model: keras.Model, run: Callable[[], Any], scale: float) -> _Gradient | None:

@@ -68,15 +68,11 @@ _LOG = logging.getLogger("halfstep")
 
 @dataclass(eq=False)
 class _Made:
-    """An optimizer of the script, held weakly.
-
-    `release` undoes what was put on it until a session steps it. `waits` is True for a copy, until a module that it
-    trains is called: a script may keep copies that it never trains with.
-    """
+    """An optimizer of the script, held weakly."""
 
     own: weakref.ref[Optimizer]
-    release: Callable[[], None]
-    waits: bool
+    release: Callable[[], None]  # undoes what was put on it until a session steps it
+    waits: bool  # a copy, of whose modules none was called: it may never train
 
 
 class Conversion:
@@ -326,11 +322,7 @@ class Conversion:
         self._skipped = record.skipped
 
     def backward(self, original: Callable[..., Any], tensors: Any, grad_tensors: Any, kwargs: dict[str, Any]) -> None:
-        """Runs a backward pass from `tensors` with the session's loss scale; all leaf tensors get unscaled gradients.
-
-        `tensors`, `grad_tensors` and `kwargs` are arguments of `torch.autograd.backward`. `original` is torch's own
-        version of this function, which runs the pass.
-        """
+        """Runs torch's `original` backward at the session's loss scale; all leaves get unscaled gradients."""
         session = self._current()
         outputs, directions = paired(tensors, grad_tensors)
         own = self._opened_ids()

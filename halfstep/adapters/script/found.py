@@ -69,10 +69,7 @@ class ByHand(Optimizer):
 
 
 class Outsiders:
-    """Names the models whose weights get gradients and change, although the session does not train them.
-
-    It looks at few passes: the first one, and then whenever their number has doubled.
-    """
+    """Names the models whose weights change although the session does not train them; looks at pass 1, 2, 4, 8 ..."""
 
     def __init__(self) -> None:
         self._passes = 0
@@ -176,11 +173,7 @@ def unowned(parameters: Sequence[Tensor], roots: Iterable[nn.Module]) -> list[Te
 
 
 def paired(tensors: Any, directions: Any) -> tuple[tuple[Tensor, ...] | None, tuple[Tensor | None, ...]]:
-    """Returns the outputs that a backward pass starts from, and for each its gradient (None for 1).
-
-    None is returned in place of outputs that halfstep cannot scale, such as a GradientEdge, which has no value, and of
-    arguments that torch will refuse.
-    """
+    """Returns a pass's outputs and their gradients (None for 1); None for outputs that halfstep cannot scale."""
     given = [each if each is None or isinstance(each, Tensor) else list(each) for each in (tensors, directions)]
     try:
         return pair_outputs(*given)

@@ -31,22 +31,15 @@ _LOG = logging.getLogger("halfstep")
 
 @dataclass(frozen=True)
 class Ran:
-    """How a script ran.
+    """How a script ran."""
 
-    `trained` is the status of its session, None if neither the script nor halfstep opened one. `peak` is the largest
-    number of bytes that was allocated on a GPU. `brings` names the mixed precision that the script itself uses; None if
-    it uses none. `seconds` is how long the whole script took. `error` is the exception (SystemExit included) that ended
-    the script; None if the script ran to its last line. `rank` is the rank of this process. `outside` names the types
-    of the models that were trained without the session, in plain fp32, by an optimizer that is not torch's.
-    """
-
-    trained: Status | None
-    peak: int
-    brings: str | None
-    seconds: float
-    error: BaseException | None
-    rank: int
-    outside: tuple[str, ...] = ()
+    trained: Status | None  # the status of its session, if one was opened
+    peak: int  # the most bytes allocated on a GPU
+    brings: str | None  # the mixed precision that the script itself uses
+    seconds: float  # of the whole script
+    error: BaseException | None  # that ended the script, SystemExit included
+    rank: int  # of this process
+    outside: tuple[str, ...] = ()  # types of models that an optimizer not of torch trained, in fp32
 
 
 IN_A_SCRIPT = (

@@ -1,7 +1,4 @@
-"""Counts how many steps in a row were skipped, and at which loss scale.
-
-Values are read a few steps late, when their copies to the host are complete, so that no step waits for the device.
-"""
+"""Counts how many steps in a row were skipped, and at which loss scale."""
 
 from __future__ import annotations
 

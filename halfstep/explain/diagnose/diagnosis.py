@@ -130,10 +130,7 @@ class Diagnosis:
 
     @property
     def explodes(self) -> bool:
-        """Whether an operation that runs repeatedly on its own results, as in a recurrent model, grows without limit.
-
-        In fp32 the loss is then huge, or an operation that depends on these results overflows.
-        """
+        """Whether an operation that runs on its own results grows without limit, also in fp32."""
         if not self.is_forward_overflow or self.runs < _RUNS or self.low is None or self.full_loss is None:
             return False
         if self.full is None:

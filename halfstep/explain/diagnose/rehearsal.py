@@ -81,10 +81,7 @@ def leaves_kept(loss: Tensor, params: list[nn.Parameter]) -> Iterator[list[Tenso
 
 
 class Inputs:
-    """Compares the inputs of the first module that each run of a closure calls.
-
-    `same` is True if these inputs were equal in all runs: then all runs got the same batch.
-    """
+    """Compares the inputs of the first module that each run of a closure calls; `same`: they were equal in all runs."""
 
     def __init__(self) -> None:
         self.same = True
@@ -173,10 +170,7 @@ class Rehearsal:
 
     @contextmanager
     def gradients(self, loss: Tensor, scale: float | None) -> Iterator[list[Tensor]]:
-        """Runs the backward pass at a loss scale (None: unscaled) and yields the gradients of all leaves of the loss.
-
-        Gradients of leaves other than the models' parameters are restored at the end of the `with` block.
-        """
+        """Runs the backward pass at a loss scale (None: unscaled); yields the gradients of all leaves."""
         with leaves_kept(loss, self.params) as leaves:
             for leaf in leaves:
                 leaf.grad = None
@@ -253,10 +247,7 @@ def _standing_in(models: Sequence[nn.Module], twins: Sequence[nn.Module]) -> Ite
 
 
 class _Calls:
-    """Runs copies of modules in place of the modules, and keeps the attributes of both the same.
-
-    Changed attributes are copied to the copies before the outermost call, and back to the modules after it.
-    """
+    """Runs copies of modules in their place; attributes are copied to them before and back after a call."""
 
     def __init__(self, pairs: Sequence[tuple[nn.Module, nn.Module]]) -> None:
         self._pairs = [(own, twin, attributes(own), attributes(twin)) for own, twin in pairs]

@@ -1,7 +1,4 @@
-"""Finds fp32 inputs and buffers that turn all later values into fp32, which modules then cast again and again.
-
-Nothing fails because of this; the findings are notes.
-"""
+"""Finds fp32 inputs and buffers that turn all later values into fp32, which modules then cast again and again."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Watches products in a forward and gradients in a backward pass, and rounds a backward pass as a low format would.
-
-Rounding applies to the products of a model, and to every result inside its recurrent layers.
-"""
+"""Watches products in a forward and gradients in a backward pass, and rounds a backward pass as a low format would."""
 
 from __future__ import annotations
 
@@ -54,11 +51,7 @@ See = Callable[[TensorName, Tensor], Tensor | None]
 
 
 def step(model: nn.Module, closure: Callable[[], Any], see: See, *, backward: Callable[[Tensor], None]) -> Tensor:
-    """Runs the closure, then `backward(loss)`; passes every tensor of the step to `see` and returns the detached loss.
-
-    Raises:
-        SessionError: the closure returns no scalar loss that needs a gradient, or has called backward itself.
-    """
+    """Runs the closure, then `backward(loss)`; passes every tensor to `see` and returns the detached loss."""
     with watching(model, see):
         loss = compute_loss(closure, list(model.parameters()))
         backward(loss)

@@ -20,8 +20,7 @@ COLUMNS = tuple(each.name for each in fields(StepValues) if each.name not in ("s
 class AsyncReader:
     """Reads the tensors of StepRecords on the host, as StepValues; no step waits for the device.
 
-    A step on a CPU is available at once, a step on a GPU as soon as the GPU has finished it. Steps that are captured
-    into a CUDA graph are left out, since replays of the graph make no records.
+    Steps that are captured into a CUDA graph are left out, since replays of the graph make no records.
     """
 
     def __init__(self) -> None:

@@ -46,11 +46,7 @@ class Sums:
     largest: Array = field(default_factory=lambda: np.zeros(0))
 
     def judge(self, limits: Limits, scale: float) -> Array:
-        """Returns three shares of each row's nonzero values: those lost, subnormal and saturated at a loss scale.
-
-        The result has the shape (row, 3). The true values are multiplied by `scale` and then compared with `limits`,
-        which are the limits of a format.
-        """
+        """Returns (row, 3): shares of the nonzero values that are lost, subnormal and saturated at a loss scale."""
         low = np.arange(FIRST, FIRST + OCTAVES, dtype=np.float64)
         given = (self.histogram, self.largest)
         limits, edges = limits.times(1 / scale), (low, low + 1)
@@ -62,24 +58,18 @@ class Sums:
 
 @dataclass(frozen=True)
 class AbsorbedAt:
-    """An absorbed overflow at one place, that is, an overflow that a later operation made finite.
+    """An absorbed overflow at one place, that is, an overflow that a later operation made finite."""
 
-    `first` is its first observation, and `steps` are all steps in which it was observed.
-    """
-
-    first: Observation
-    steps: tuple[int, ...]
+    first: Observation  # of its observations
+    steps: tuple[int, ...]  # all in which it was observed
 
 
 @dataclass(frozen=True)
 class Gathered:
-    """The sums of a run's observations by kind of tensor, and its absorbed overflows.
-
-    `columns` are the first and last step of each group of steps; a group is a column of a heat map.
-    """
+    """The sums of a run's observations by kind of tensor, and its absorbed overflows."""
 
     low: Format
-    columns: tuple[tuple[int, int], ...]
+    columns: tuple[tuple[int, int], ...]  # the first and last step of each column of a heat map
     kinds: dict[str, Sums]
     absorbed: tuple[AbsorbedAt, ...] = ()
 

@@ -37,17 +37,14 @@ class Start(Struct, frozen=True, tag_field="type", tag="start"):
 
 
 class SessionLine(Struct, frozen=True, tag_field="type", tag="session"):
-    """The line for a new session: its plan, whether its low format is emulated, its modules, and the machine.
-
-    `process` is the rank if several processes train together.
-    """
+    """The line for a new session."""
 
     time: Time
     plan: dict[str, Any]
     emulated: bool
     modules: tuple[str, ...]
     machine: Machine
-    process: int | None = None
+    process: int | None = None  # its rank if several train together
 
 
 class End(Struct, frozen=True, tag_field="type", tag="end"):
@@ -104,12 +101,7 @@ def encode(record: Line) -> bytes:
 
 
 def decode(line: bytes) -> Line:
-    """Returns the record in a line of a log.
-
-    Raises:
-        msgspec.DecodeError: the line is cut or damaged, or (a ValidationError) not a line of a log.
-        UnicodeDecodeError: the line is not UTF-8.
-    """
+    """Returns the record in a line of a log; raises a msgspec.DecodeError or UnicodeDecodeError if it is none."""
     try:
         found = _DECODER.decode(line)
     except RecursionError as error:

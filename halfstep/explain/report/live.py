@@ -69,10 +69,7 @@ class LiveLine(AbstractContextManager["LiveLine"]):
             self._draw(self._last)
 
     def record(self, record: SessionStart | Observation | Verdict | Finding) -> None:
-        """Prints a verdict, a finding or an absorbed overflow above the line; ignores other records.
-
-        An absorbed overflow is one that a later operation made finite. Only the first one at each place is printed.
-        """
+        """Prints verdicts, findings and each place's first absorbed overflow above the line."""
         text = ""
         if isinstance(record, (Verdict, Finding)):
             text = str(record)

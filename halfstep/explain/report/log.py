@@ -154,10 +154,7 @@ def path_of(path: str | os.PathLike[str]) -> Path:
 
 
 def reason(error: OSError | ValueError) -> str:
-    """Returns the reason why a file cannot be used, as text from the exception that using it raised.
-
-    A path that no system allows, such as one with a null character, raises a ValueError instead of an OSError.
-    """
+    """Returns as text why a file cannot be used (a ValueError: a path that no system allows)."""
     return str(getattr(error, "strerror", None) or error)
 
 

@@ -162,10 +162,9 @@ def _some(steps: Sequence[float], points: int = POINTS // 2) -> list[int]:
 
 
 def _shift(steps: Sequence[StepValues]) -> int:
-    """Returns log2 of the loss scale that the page's histogram starts with: the most frequent scale of unskipped steps.
+    """Returns log2 of the loss scale that the page's histogram starts with: the most frequent one of unskipped steps.
 
-    It is not the last scale, because a failing run ends with lower and lower scales. If several scales are equally
-    frequent, it is the one that was used last.
+    Not the last one, as a failing run ends with lower and lower scales; but of equally frequent ones the last.
     """
     made = [values.scale for values in steps if 0 < values.scale < math.inf and not values.skipped]
     tried = [values.scale for values in steps if 0 < values.scale < math.inf] or [1.0]

@@ -25,20 +25,15 @@ _SHOWN = 3  # notes of one kind
 
 @dataclass(frozen=True)
 class Process:
-    """One process that wrote a log: its start and end (seconds since 1970) and its versions.
+    """One process that wrote a log."""
 
-    `closed` is false if the log was not closed: the process was killed or is still running. `error` is the class of the
-    exception that ended the process, if the log was used in a `with` statement. `first_step` is the number of the first
-    step that the process logged, None if it logged no step.
-    """
-
-    start: float
+    start: float  # seconds since 1970, as `end`
     end: float
-    halfstep: str
+    halfstep: str  # its version, as `torch`
     torch: str
-    closed: bool = False
-    error: str | None = None
-    first_step: int | None = None
+    closed: bool = False  # False if it was killed or is still running
+    error: str | None = None  # the class of the exception that ended its `with` statement
+    first_step: int | None = None  # the number of the first step that it logged
 
 
 @dataclass(frozen=True)
@@ -139,18 +134,15 @@ def _lines(path: Path) -> Iterator[tuple[int, Line | str]]:
 
 @dataclass
 class _Found:
-    """Collects what the lines of a log hold, one line at a time; its method `run` makes a Run of it.
-
-    `session` is the line of the last session. `wentback` and `damaged` become notes of the Run.
-    """
+    """Collects what the lines of a log hold, one line at a time; its method `run` makes a Run of it."""
 
     processes: list[Process] = field(default_factory=list)
-    session: SessionLine | None = None
+    session: SessionLine | None = None  # the last one
     steps: list[StepValues] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     observed: set[int] = field(default_factory=set)
     returns: list[tuple[int, int]] = field(default_factory=list)
-    wentback: list[str] = field(default_factory=list)
+    wentback: list[str] = field(default_factory=list)  # a note of the Run, as `damaged`
     damaged: list[str] = field(default_factory=list)
     end: int = 0
 

@@ -138,10 +138,7 @@ WORDS = ("loss scale", "set by", "format", "tensors", "lowest SNR at", "module",
 
 
 def whatif_report(result: WhatIf, *, modules: bool = False) -> Group:
-    """Returns tables of safe loss scales, of the effect of formats on each kind of tensor, and of modules to keep full.
-
-    `modules` adds a row for each module and kind.
-    """
+    """Returns tables of safe loss scales, effects of formats, and modules to keep full (`modules`: all)."""
     kinds = (
         [row for row in result.rows if row.low and (row.format, row.kind) == (fmt, kind)]
         for fmt in result.formats

@@ -30,18 +30,15 @@ class Chart:
 
 @dataclass(frozen=True)
 class Sheet:
-    """A measurement as it is shown: the headline recommends, `notes` say what the table's figures mean.
-
-    The charts and `facts`, which say how it was measured, are for pages alone.
-    """
+    """A measurement as it is shown."""
 
     title: str
-    headline: str
+    headline: str  # recommends
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
-    notes: Sequence[str]
-    charts: Sequence[Chart]
-    facts: Mapping[str, str]
+    notes: Sequence[str]  # what the figures mean
+    charts: Sequence[Chart]  # for pages alone
+    facts: Mapping[str, str]  # for pages alone: how it was measured
 
 
 def sheet_text(sheet: Sheet) -> Group:
@@ -243,10 +240,7 @@ def bars(
 
 
 def lines(name: str, title: str, given: Sequence[tuple[str, str, Sequence[float]]]) -> Chart:
-    """Returns a chart of losses by step, with a line for each (name, kind, losses) in `given`.
-
-    Lines with the same name have the same colour. Lines with the same kind, such as a batch size, have the same dashes.
-    """
+    """Returns a chart of losses by step from (name, kind, losses): a colour for each name, dashes for each kind."""
     names, kinds = (list(dict.fromkeys(each[at] for each in given)) for at in (0, 1))
     traces = [
         {

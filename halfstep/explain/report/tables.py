@@ -35,10 +35,7 @@ def numbered(headers: Iterable[str]) -> Columns:
 
 
 def table(rows: Iterable[Any], columns: Columns, *, words: Collection[str] = ()) -> Table:
-    """Returns a table with a row for each of `rows`; where there is little room it wraps words, but never figures.
-
-    The columns in `words` hold words and are left-aligned, all others hold figures and are right-aligned.
-    """
+    """Returns a table; columns in `words` are left-aligned and wrap where room is short, others are figures."""
     made, filled = Table(box=None, padding=(0, 1)), cells(rows, columns)
     for at, header in enumerate(columns):
         longest = max((len(word) for row in filled for word in row[at].split()), default=None)
@@ -104,19 +101,15 @@ CHANGED = "changed by the plan"
 
 @dataclass(frozen=True)
 class OpLine:
-    """A row of the op table, as text.
-
-    `why` is the reason for the category, `source` says whose list the op is from (torch's, halfstep's or the plan's),
-    `action` is what the plan does with the op, and `cpu` and `cuda` say who does it there, torch or halfstep.
-    """
+    """A row of the op table, as text."""
 
     op: str
     category: str
-    why: str
-    source: str
-    action: str
-    cpu: str
-    cuda: str
+    why: str  # of the category
+    source: str  # whose list it is: torch's, halfstep's or the plan's
+    action: str  # what the plan does with it
+    cpu: str  # who does it there, torch or halfstep
+    cuda: str  # the same
 
 
 # What a plan does to ops without a row.

@@ -67,12 +67,9 @@ class _Origin(Generic[T]):
 
 @dataclass(frozen=True, eq=False)
 class _Shadow(Generic[T]):
-    """The fp32 values of all elements of a storage.
+    """The fp32 values of all elements of a storage."""
 
-    `reference` keeps the identity of the storage from being reused after it is freed.
-    """
-
-    reference: StorageWeakRef
+    reference: StorageWeakRef  # keeps the storage's identity from being reused
     values: Tensor
     dtype: torch.dtype  # of the tensors in that memory
     origin: _Origin[T]

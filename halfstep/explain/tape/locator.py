@@ -61,10 +61,7 @@ class _Known:
 
 
 class Locator:
-    """Finds the names of the modules and tensors of models by identity, and the place of the running operation.
-
-    If there are several models, names begin with the number of the model: "1:encoder.attn".
-    """
+    """Finds names of modules and tensors ("1:attn" in several models) and the place of the running operation."""
 
     def __init__(self, roots: Sequence[nn.Module]) -> None:
         self._modules: dict[int, tuple[str, weakref.ref[nn.Module]]] = {}  # weak, so that a session is not kept alive
@@ -148,10 +145,7 @@ class Locator:
         return Place(None if module is None else module[0], line, call or (0, 0), function, again, foreign)
 
     def _is_foreign(self, code: CodeType) -> bool:
-        """Tells whether code belongs to a function that the models' classes neither define nor name, nor one of those.
-
-        A function that a module holds in an attribute counts as the model's, too.
-        """
+        """Whether code is of a function that the models' classes neither define nor name, nor a module holds."""
         modules = [module() for _, module in self._modules.values()]
         classes = {id(each): each for module in modules for each in type(module).__mro__}
         held = [value for owner in (*classes.values(), *modules) for value in vars(owner).values()]

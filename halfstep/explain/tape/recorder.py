@@ -110,12 +110,9 @@ class Leaf:
 
 @dataclass(eq=False)
 class _Writes:
-    """The last operation that wrote to a storage, and all operations that wrote non-finite values to it.
+    """The last operation that wrote to a storage, and all that wrote non-finite values to it."""
 
-    `reference` keeps the identity of the storage from being reused after it is freed.
-    """
-
-    reference: StorageWeakRef
+    reference: StorageWeakRef  # keeps the storage's identity from being reused
     last: Note
     bad: list[Note] = field(default_factory=list)
 
@@ -130,10 +127,7 @@ class _Read:
 
     @staticmethod
     def before(tensor: Tensor, writes: bool) -> _Read:
-        """Captures an argument before the operation runs; `writes` says whether the operation writes to any argument.
-
-        Its memory is captured separately: an in-place addition to a sparse tensor replaces the tensor of its values.
-        """
+        """Captures an argument, with its memory, before the operation runs; `writes`: it writes to any argument."""
         if not writes:
             return _Read(tensor, tensor, tensor)
         keep = 0 < tensor.numel() <= _KEPT and (_is_dense(tensor) or tensor.is_sparse)

@@ -20,22 +20,15 @@ _FOR_VALIDATION = 1 / 2
 
 @dataclass(frozen=True)
 class Course:
-    """What the rows of a benchmark do.
+    """What the rows of a benchmark do."""
 
-    `steps` is the number of steps that each row makes from each seed; the first `untimed` warm up. `slow` has the rows
-    that are not trained, with how many times the step of O0 one of theirs takes; these make `timed` steps, and
-    if that is 0 their trial is all that is timed. `seconds` is
-    the time for one seed without the validation; None: as long as it takes. `validate` is false if a validation would
-    take too long. A row makes `turn` steps before it is another's turn.
-    """
-
-    steps: int
-    untimed: int
-    slow: Mapping[int, float] = field(default_factory=dict)
-    timed: int = 0
-    seconds: float | None = None
-    validate: bool = True
-    turn: int = 1
+    steps: int  # of each row from each seed
+    untimed: int  # of them, which warm up
+    slow: Mapping[int, float] = field(default_factory=dict)  # rows not trained: steps of O0 in one of theirs
+    timed: int = 0  # steps of these; 0: their trial alone
+    seconds: float | None = None  # of one seed without the validation; None: as long as it takes
+    validate: bool = True  # False if it would take too long
+    turn: int = 1  # steps of a row before it is another's turn
 
     @property
     def cold(self) -> int:

@@ -34,10 +34,7 @@ class Step:
 
 
 class Deal:
-    """The batches of a workload on a device; rows that train in turn in one process are given the same tensors.
-
-    `turn` is the number of steps that a row makes before the next one makes the same ones.
-    """
+    """The batches of a workload, for rows that each make `turn` steps on the same tensors in turn."""
 
     def __init__(self, workload: Workload, device: torch.device) -> None:
         self.workload, self.device = workload, device
@@ -70,11 +67,7 @@ class Local:
         self._variant: Variant | None = None
 
     def begin(self, seed: int, *, counted: bool = False, limit: int | None = None) -> Begun:
-        """Builds the model of a seed, in the place of an earlier one.
-
-        If it is `counted`, the memory of its first steps is. `limit` is the number of bytes that the process may
-        allocate from now on.
-        """
+        """Builds the model of a seed in place of an earlier one; `limit`: bytes that may be allocated from now on."""
         self.close()
         self._seed, self._made = seed, 0
         self._count: CpuBytes | CudaBytes | None = None

@@ -65,8 +65,7 @@ class OutOfMemory(WorkloadError):
 class Remote:
     """Trains one row as `Local` does, in a process that starts at once: where no session of another row is open.
 
-    Each call raises `OutOfMemory` if the process ran out of memory, and `WorkloadError` if something else failed in it
-    or it died.
+    Raises `OutOfMemory` where its memory ran out, and `WorkloadError` where something else failed in it.
     """
 
     def __init__(self, task: Task) -> None:

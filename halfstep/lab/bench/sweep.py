@@ -36,19 +36,14 @@ UNTIMED = COUNTED + 1  # steps: one warms up when memory is counted no more
 
 @dataclass(frozen=True)
 class Asked:
-    """What a sweep was asked to measure: models, batch sizes, rows and steps.
+    """What a sweep was asked to measure."""
 
-    A model is given by its name in `halfstep.lab.workloads.load.MODELS`, or by a workload's name. Without batch sizes
-    each model uses its own default; a name that ends with "@16" uses only that batch size. Every configuration
-    makes `steps` timed steps from the same seed; `settings` are passed to each model.
-    """
-
-    models: tuple[str, ...]
-    batches: tuple[int, ...]
+    models: tuple[str, ...]  # names in MODELS, or workloads; "NAME@16" has only that batch size
+    batches: tuple[int, ...]  # none: each model's own
     rows: tuple[Entry, ...]
-    steps: int
+    steps: int  # timed, of each configuration
     device: torch.device
-    settings: Mapping[str, str] = field(default_factory=dict)
+    settings: Mapping[str, str] = field(default_factory=dict)  # of each model
     data: Path | None = None
     seed: int = 0
     command: str = ""

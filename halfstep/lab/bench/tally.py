@@ -44,24 +44,19 @@ class End(Facts):
 
 @dataclass
 class Tally:
-    """The measurements of one row so far.
-
-    `times_ms` has an element for each timed step; `train_loss`, `validation`, `skipped` and `scale` have one for each
-    seed. `error` says why the row failed; `slow` says how many times the step of O0 one of its steps takes, if it was
-    timed and not trained for that.
-    """
+    """The measurements of one row so far; lists have an entry for each seed."""
 
     entry: Entry
-    times_ms: list[float] = field(default_factory=list)
+    times_ms: list[float] = field(default_factory=list)  # of each timed step
     train_loss: list[float] = field(default_factory=list)
     validation: dict[str, list[float]] = field(default_factory=dict)
     skipped: list[int] = field(default_factory=list)
     scale: list[float] = field(default_factory=list)
     memory: dict[str, int] = field(default_factory=dict)
     peak: int | None = None
-    losses: list[float] = field(default_factory=list)
-    error: str | None = None
-    slow: float | None = None
+    losses: list[float] = field(default_factory=list)  # of each step
+    error: str | None = None  # why the row failed
+    slow: float | None = None  # how many times O0's step its own takes, if it was timed and not trained
 
     @contextmanager
     def failing(self, where: str = "") -> Iterator[None]:
@@ -140,10 +135,7 @@ def reason(error: Exception) -> str:
 
 @contextmanager
 def foreseen(what: str) -> Iterator[None]:
-    """Returns a context manager that turns exceptions of a user's workload, except halfstep's own, into WorkloadError.
-
-    `what` names what failed; the message begins with it.
-    """
+    """Within the context, exceptions of a user's workload (not halfstep's own) become WorkloadErrors about `what`."""
     try:
         yield
     except HalfstepError:

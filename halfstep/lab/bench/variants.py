@@ -23,31 +23,24 @@ PEER = "torch.amp"
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts about a training run so far: its skipped steps, current loss scale and memory.
-
-    `memory` has the bytes held between steps, by what holds them: weights, masters, gradients or optimizer state.
-    """
+    """Facts about a training run so far."""
 
     skipped: int
     scale: float
-    memory: dict[str, int]
+    memory: dict[str, int]  # bytes held between steps: weights, masters, gradients, optimizer state
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One row of a benchmark: a level in a format, or torch.amp (`peer`) in a format.
-
-    If the row is not run, `refused` says why. `compiled` says whether it trains through torch.compile, `scaled` whether
-    it scales the loss dynamically in every format.
-    """
+    """One row of a benchmark: a level in a format, or torch.amp in a format."""
 
     level: str
     low: Format
-    peer: bool
+    peer: bool  # of torch.amp
     emulated: bool = False
-    refused: str | None = None
-    compiled: bool = False
-    scaled: bool = False
+    refused: str | None = None  # why it is not run
+    compiled: bool = False  # by torch.compile
+    scaled: bool = False  # the loss, dynamically, in every format
 
     @property
     def name(self) -> str:
@@ -94,10 +87,7 @@ def entries(levels: Iterable[str], lows: Iterable[Format], facts: DeviceFacts, *
 
 
 class SessionVariant:
-    """Trains a workload in a halfstep session as the README describes, with `backward` and `step`.
-
-    For every variant only `train` is timed; `observe` is called after each step, outside the timing.
-    """
+    """Trains in a halfstep session as the README does; only `train` is timed, `observe` follows each step."""
 
     def __init__(self, workload: Workload, model: nn.Module, plan: Plan, *, loss_scale: str | None = None) -> None:
         self.model = model
@@ -127,11 +117,7 @@ class SessionVariant:
 
 
 class AmpVariant:
-    """Trains a workload under torch.amp as torch documents it, with a fused optimizer.
-
-    A GradScaler scales the loss in fp16, and in every format if the row is `scaled`. The loss is computed on fp32
-    outputs outside the autocast region, as for all variants.
-    """
+    """Trains under torch.amp as torch documents it, with a fused optimizer; the loss is computed on fp32 outputs."""
 
     def __init__(
         self, workload: Workload, model: nn.Module, low: Format, device: torch.device, *, scaled: bool = False

@@ -1,7 +1,4 @@
-"""Examines a machine: its speed in each format, what its settings cost, and which level and format to train in.
-
-It also measures the facts by which sessions choose formats, and compares them with the table of processor classes.
-"""
+"""Examines a machine: its speed in each format, what its settings cost, and which level and format to train in."""
 
 from __future__ import annotations
 
@@ -124,10 +121,7 @@ def _words(rates: Rates, low: str) -> str:
 
 
 def gain(rates: Rates, low: str) -> float:
-    """Returns how many times as fast native products of a format are as emulated ones, as `machine.Processor` has it.
-
-    It is 0 where torch has no native kernel for matrix products or convolutions.
-    """
+    """Returns how many times as fast as emulated products native ones are; 0 where torch has no native kernel."""
     found = [
         _vs_fp32(rates, work, low, NATIVE) / (_vs_fp32(rates, work, low, EMULATED) or 1.0)
         for work in (PRODUCT, CONVOLUTION)
@@ -136,10 +130,7 @@ def gain(rates: Rates, low: str) -> float:
 
 
 def wide_backward(*, seconds: float) -> tuple[tuple[int, int], ...]:
-    """Returns pairs (head width, longest sequence for which attention's backward pass is faster in fp32 than in bf16).
-
-    Head widths for which fp32 is not faster are left out.
-    """
+    """Returns pairs of head width and longest sequence for which attention's backward is faster in fp32."""
     share = seconds / (len(_WIDTHS) * len(_LENGTHS))
     found = []
     for width in _WIDTHS:

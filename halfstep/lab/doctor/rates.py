@@ -31,18 +31,14 @@ GIGA = 1e9
 
 @dataclass(frozen=True)
 class Work:
-    """One kind of work to time: its name, its size as text, its fp32 operands, and the function to call on them.
-
-    `operations` is the number of floating-point operations per call. If it is 0, the rate is in bytes per second, and
-    `numbers` is how many numbers a call reads; it writes as many.
-    """
+    """One kind of work to time."""
 
     name: str
-    size: str
-    operands: tuple[Tensor, ...]
+    size: str  # as text
+    operands: tuple[Tensor, ...]  # fp32
     call: Callable[..., object]
-    operations: float = 0.0
-    numbers: int = 0
+    operations: float = 0.0  # of floating point in a call; 0: the rate is in bytes per second
+    numbers: int = 0  # that a call reads; it writes as many
 
 
 def works(device: torch.device) -> list[Work]:

@@ -140,10 +140,7 @@ def _not_aligned(step: Step) -> Iterator[Saving]:
 
 
 def _wide_streams(step: Step, again: Again) -> Iterator[Saving]:
-    """Yields a saving for each fp32 input or buffer that makes later activations fp32, so that many modules cast them.
-
-    The saving is measured: in repeated steps, the operations that combine this input or buffer with low values run low.
-    """
+    """Yields a saving for each fp32 input or buffer that makes later activations fp32, measured in repeated steps."""
     if step.plan.param != "low":  # where weights are fp32 streams are
         return
     by_source: dict[str, list[Stream]] = defaultdict(list)

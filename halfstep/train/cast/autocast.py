@@ -22,11 +22,7 @@ _LOG = logging.getLogger("halfstep")
 
 
 class Emulators:
-    """Emulates products in autocast regions on a CPU that has no units for their format.
-
-    Its engines put kernels into torch's dispatcher when a region first needs them, and keep them until `close`, since
-    that takes longer than many a region.
-    """
+    """Emulates products in autocast regions on a CPU without units; keeps its kernels, slow to make."""
 
     def __init__(self) -> None:
         self._engines: dict[torch.dtype, OpEngine | None] = {}

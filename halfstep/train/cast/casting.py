@@ -84,11 +84,7 @@ class Casting:
         return None if self._engine is None else self._engine.switch
 
     def open(self) -> Undo:
-        """Puts the kernels and function wrappers of the plan's op table in place; returns a function that removes them.
-
-        Raises:
-            PlanError: too many sessions with different op tables are open.
-        """
+        """Puts the kernels and wrappers of the plan's op table in place; returns a function that removes them."""
         self._opened.callback(self._open())
         return self._opened.close
 
@@ -246,11 +242,7 @@ class Casting:
 
     @contextmanager
     def over_emulation(self, wrapped: Callable[[Mode], Mode]) -> Iterator[None]:
-        """Returns a context manager in which `wrapped(mode)` is used in place of the emulation's dispatch mode `mode`.
-
-        If the session does not emulate, it has no effect. Several such contexts may be open at a time and may end in
-        any order.
-        """
+        """A context in which `wrapped(mode)` replaces the emulation's mode; may end in any order."""
         self._over.append(wrapped)
         try:
             yield
@@ -259,10 +251,7 @@ class Casting:
 
     @contextmanager
     def before_forwards(self, begin: Callable[[], None]) -> Iterator[None]:
-        """Returns a context manager; inside it, `begin` is called before each `region` and each forward under the plan.
-
-        Forwards that torch.compile has compiled do not call it.
-        """
+        """A context in which `begin` is called before each `region` and uncompiled forward of the plan."""
         own = self._begin
         self._begin_with(begin)
         try:

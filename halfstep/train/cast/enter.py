@@ -120,10 +120,7 @@ def _methods(base: type[nn.Module]) -> dict[str, FunctionType]:
 
 
 def _entering(call: Callable[..., Any], *, door: Switch | None, at_call: bool) -> Callable[..., Any]:
-    """Returns a forward, or `at_call` a `__call__`, that makes a `call` in the way that the module's gate says.
-
-    A door (a module whose call from outside of the model's forward enters the plan) has no casts inside.
-    """
+    """Returns a forward, or `at_call` a `__call__`, that makes a call as the gate says; a door has no casts inside."""
     is_on, dtype_of = torch.is_autocast_enabled, torch.get_autocast_dtype
     marker, device_type, low = ("", "", None) if door is None else (door.marker, door.device_type, door.low)
 
@@ -258,10 +255,7 @@ def put_in_place(stand_ins: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> C
 
 
 class Entrances:
-    """Puts gates around the modules of one session, by changing each module's class to a subclass that calls the gate.
-
-    Modules of the same class that are installed with the same options share a subclass.
-    """
+    """Gates the modules of one session by changing their classes to subclasses, one for each class and options."""
 
     def __init__(self) -> None:
         self._classes: dict[tuple[Any, ...], type[nn.Module]] = {}

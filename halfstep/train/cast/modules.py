@@ -191,11 +191,7 @@ def _kept(module: nn.Module, values: Values32) -> list[tuple[str, nn.Parameter]]
 
 
 def refuse_removal(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Raises a SessionError if this call, which computes a parametrized weight, comes from `remove_parametrizations`.
-
-    `remove_parametrizations` would write the weight, in fp32, into a parameter that is stored low. For any other call,
-    returns (args, kwargs).
-    """
+    """Raises a SessionError if `remove_parametrizations` calls, which would write fp32 into a low parameter."""
     frame: FrameType | None = sys._getframe(1)
     for _ in range(_FRAMES_OF_A_CALL):
         frame = None if frame is None else frame.f_back

@@ -158,10 +158,7 @@ def _widen_traced(value: Tensor) -> Tensor:
 
 
 def define_traced() -> torch.library.Library:
-    """Returns a library with the operation that stands in traced code for `widen`, and for the cast to fp32 after it.
-
-    The compiler's next stage runs it on the tensors that the kernels of `probability` have seen, so it leaves no trace.
-    """
+    """Returns a library with the operation that stands in traced code for `widen` and its cast; it leaves no trace."""
     library = torch.library.Library("halfstep", "FRAGMENT")  # type: ignore[no-untyped-call]
     library.define("to_full(Tensor value) -> Tensor")  # type: ignore[no-untyped-call]
     library.impl("to_full", lambda value: widen(value).float(), "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]

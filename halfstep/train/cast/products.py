@@ -259,10 +259,7 @@ class _Widened:
         return wide if self.traced is None else _Rounded.apply(wide, self.traced)  # type: ignore[no-untyped-call]
 
     def kept_low(self, *, of_operands_alone: bool) -> AbstractContextManager[Any]:
-        """Returns a context in which autograd keeps low operands, where that saves memory and nothing else hinders it.
-
-        `of_operands_alone` says that the backward pass of the operation needs nothing but the operands.
-        """
+        """A context in which autograd keeps low operands, if backward needs `of_operands_alone`."""
         if all(t.numel() < KEEP_LOW_FROM for t in self._operands) or not _may_keep_low(*self._operands):
             return nullcontext()
         kept = {

@@ -18,18 +18,13 @@ _MOST_VIEWS = 4096  # of scratch memory; far more than chunks, unless other para
 
 
 class Options(NamedTuple):
-    """The numbers of an update, from a param group.
-
-    `decoupled` weight decay shrinks the weight by `lr * weight_decay` of itself (Loshchilov & Hutter 2019); otherwise
-    `weight_decay` times the weight is added to the gradient. `numbers` are the optimizer's own, such as Adam's betas
-    and eps, in the order in which its kernels take them.
-    """
+    """The numbers of an update, from a param group."""
 
     lr: float | Tensor
     weight_decay: float
     maximize: bool
-    decoupled: bool
-    numbers: tuple[float, ...]
+    decoupled: bool  # as by Loshchilov & Hutter 2019; else decay is added to the gradient
+    numbers: tuple[float, ...]  # the optimizer's own, such as betas and eps, as its kernels take them
 
 
 @dataclass
@@ -141,10 +136,7 @@ def is_dense(t: Tensor) -> bool:
 
 
 def resolved(t: Tensor) -> Tensor:
-    """Returns `t` without torch's lazy negative and conjugate bits, so that kernels read the right values from memory.
-
-    Autograd may return gradients as negative or conjugate views.
-    """
+    """Returns `t` without torch's lazy negative and conjugate bits, which kernels do not read."""
     if t.is_conj():
         t = t.resolve_conj()
     return t.resolve_neg() if t.is_neg() else t

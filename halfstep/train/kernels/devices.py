@@ -25,11 +25,7 @@ def triton_can_read(grads: list[Tensor]) -> bool:
 
 
 def triton_read(grads: list[Tensor], scratch: Scratch) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the L2 norm of all gradients, whether any of them is non-finite, and for each whether it is non-finite.
-
-    The results are a 0-dim fp32 tensor, a 0-dim bool tensor, and a 1-dim bool tensor with one element for each
-    gradient.
-    """
+    """Returns the L2 norm of all gradients, whether any is non-finite, and for each whether it is (bool, one each)."""
     result: tuple[Tensor, Tensor, Tensor] = _known(grads[0].device).read(grads, scratch)
     return result
 

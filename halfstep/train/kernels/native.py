@@ -98,10 +98,7 @@ class Table:
         self.common = _Common()
 
     def point(self, batch: Batch, options: Options, factor: Tensor | None, found: Tensor) -> tuple[Any, Any]:
-        """Sets this step's gradients and options in the two structures that the loops take; returns pointers to both.
-
-        Gradients are multiplied by `factor` (None for 1). If `found` is true, the loops change nothing.
-        """
+        """Sets this step's gradients, `factor` (None: 1), `found` and options; returns the loops' two pointers."""
         self.arrays["grads"] = grads = pointers(batch.grads)
         self.tensors.grads = address(grads)
         self.tensors.threads = torch.get_num_threads()

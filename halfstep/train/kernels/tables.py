@@ -21,14 +21,11 @@ _VECTOR = 16  # bytes: tensors that start at multiples of it are read and writte
 
 @dataclass(frozen=True)
 class Group:
-    """The tensors of one launch: `places` are their indices in the lists passed to `groups`.
+    """The tensors of one launch."""
 
-    `kind` is the format of their gradients; `aligned` says that all of them start at multiples of 16 bytes.
-    """
-
-    places: list[int]
-    kind: str
-    aligned: bool
+    places: list[int]  # their indices in the lists passed to `groups`
+    kind: str  # the format of their gradients
+    aligned: bool  # all start at multiples of 16 bytes
 
     def pick(self, numbers: Sequence[int]) -> array[int]:
         """Returns this group's entries of `numbers`, which has one per parameter; zeros if `numbers` is empty."""

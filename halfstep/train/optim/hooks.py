@@ -125,11 +125,7 @@ class _Watch:
 
 
 def watch_steps(look: Callable[[Optimizer], None]) -> Callable[[], None]:
-    """Calls the method `look` with each optimizer of this process before it steps; returns a function that undoes this.
-
-    If `look` raises, the step is not made. The object that the method belongs to is held by a weak reference: once it
-    is deleted, the calls end.
-    """
+    """Calls `look`, a method held weakly, with each optimizer before it steps; returns a function that undoes this."""
     method = WeakMethod(look, lambda _: undo())
     undo: Callable[[], None] = register_optimizer_step_pre_hook(_Watch(method)).remove
     return undo

@@ -23,10 +23,7 @@ from halfstep.train.processes.shards import part_of
 
 
 class Stepper(Protocol):
-    """Makes one optimizer's updates.
-
-    `syncs` says that `step` waits for the device to read `found`; otherwise `found` takes effect on the device.
-    """
+    """Makes one optimizer's updates; `syncs`: `step` waits to read `found`, which else takes effect on the device."""
 
     syncs: bool
 
@@ -139,10 +136,7 @@ class ForeignStepper:
         return stand_in
 
     def _exchange(self, by: dict[Parameter, Parameter]) -> None:
-        """Replaces each parameter `p` in `by` with `by[p]`, in the optimizer's param groups and as a key of its state.
-
-        The `params` lists and the state dict stay the same objects.
-        """
+        """Replaces each parameter `p` in `by` with `by[p]`, in the same param groups and state dict."""
         optimizer = self._optimizer
         for group in optimizer.param_groups:
             group["params"][:] = [by.get(p, p) for p in group["params"]]
@@ -159,11 +153,7 @@ def make_stepper(
     plain: bool,
     name_of: Callable[[Parameter], str] | None = None,
 ) -> Stepper:
-    """Returns the stepper for `optimizer`: its own step (`plain`), halfstep's update, or its own step on the masters.
-
-    `name_of` names a parameter in errors. halfstep updates optimizers of exactly the classes in its table
-    (`halfstep.train.optim.table`); a subclass may compute something else.
-    """
+    """Returns halfstep's update if its table has the class, else the optimizer's own step, if `plain` as it is."""
     if plain:
         return PlainStepper(optimizer)
     row = row_of(optimizer)

@@ -35,10 +35,8 @@ _PART = 2**16  # elements at a time, 256 KiB each of some eight tensors
 class UpdateWatch:
     """Computes what one step of one optimizer adds to some of its parameters.
 
-    For an optimizer with a row in halfstep's table, the update is computed apart from the step, from the same state and
-    gradients (before step hooks change them). It is not added to the weight, so it includes what the stored format, or
-    even fp32, would round away. For other optimizers, and for rows whose update needs whole weights (LAMB, NovoGrad),
-    the update is the change that the step makes to the fp32 value.
+    By the law of a row, apart from the step: what the stored format would round away is included. For other optimizers,
+    and for laws of whole weights (LAMB, NovoGrad), it is the change that the step makes to the fp32 value.
     """
 
     def __init__(self, optimizer: Optimizer, stepper: Stepper, store: MasterStore, skipped: Tensor) -> None:
@@ -128,18 +126,14 @@ class UpdateWatch:
 
 @dataclass(frozen=True)
 class Coming:
-    """The updates that a step will make to the parameters of one batch; `batch.steps` do not count that step yet.
-
-    The true gradients are `batch.grads` times `factor` (None means 1). If `skipped` (0-dim bool) is true, all updates
-    are 0.
-    """
+    """The updates that a step will make to the parameters of one batch."""
 
     row: Row
     params: list[Parameter]
-    batch: Batch
+    batch: Batch  # whose `steps` do not count that step yet
     group: Group
-    factor: Tensor | None
-    skipped: Tensor
+    factor: Tensor | None  # of the true gradients over `batch.grads`; None: 1
+    skipped: Tensor  # 0-dim bool; all updates are 0
 
     @property
     def stored(self) -> list[Tensor]:

@@ -91,15 +91,10 @@ class _ForwardHook:
 
 
 class StepHooks:
-    """Passes the outputs of modules to `saw` and their gradients to `saw_grad`, from `put_on` to `remove`.
+    """Passes the outputs of modules to `saw(name, found)` and their gradients to `saw_grad(name, place, gradient)`.
 
-    `saw(name, found)` gets the module's name and a list of (place, tensor) for the floating-point and complex tensors
-    in its output; a place is a string such as "hidden.0". `saw_grad(name, place, gradient)` gets the gradient of each
-    of these tensors.
-
-    A forward with gradients off (evaluation) is not reported. An output that a checkpoint computes twice is reported
-    once: the first time that gradients are on. A tensor that a module returns unchanged from a module inside it is
-    reported for the inner one only. Nothing is reported while `active` is False.
+    `found` has (place, tensor) for each floating-point or complex tensor. Not reported: forwards without gradients, a
+    checkpoint's second run, a tensor that a module passes on from one inside it, anything while `active` is False.
     """
 
     def __init__(

@@ -38,10 +38,9 @@ Overflows = Callable[[list[Callable[[], None]]], tuple[OverflowWatch, Callable[[
 
 
 class Window:
-    """Measures tensors of some `kinds` in `modules`, a dict of modules by name, from its creation until `close`.
+    """Measures tensors of some `kinds` in `modules`, a dict by name, from its creation until `close`.
 
-    The functions that detach it are added to `undo`. They do not refer to the modules or the window, so that a
-    finalizer may hold them. `absorbed` starts a watch for absorbed overflows (None: they are not requested).
+    What is added to `undo` refers to neither modules nor window, so that a finalizer may hold it.
     """
 
     def __init__(

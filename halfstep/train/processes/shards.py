@@ -99,11 +99,7 @@ def reshard(roots: Iterable[nn.Module]) -> None:
 
 
 class Unreduced:
-    """Refuses a backward pass if FSDP2 holds unreduced gradients whose loss scale differs from that of the pass.
-
-    FSDP2 keeps gradients unreduced after a backward pass with `set_requires_gradient_sync(False)`; they are not in
-    `p.grad`, so halfstep cannot rescale them.
-    """
+    """Refuses a backward pass at another loss scale than that of gradients which FSDP2 holds unreduced."""
 
     def __init__(self, roots: Iterable[nn.Module]) -> None:
         self._roots = list(roots)

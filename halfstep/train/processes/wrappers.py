@@ -85,11 +85,7 @@ def retire(wrapper: weakref.ref[DistributedDataParallel], low: Sequence[nn.Param
 
 
 class _Retired:
-    """A hook that makes a DistributedDataParallel wrapper refuse to train parameters whose dtype has changed.
-
-    In a copy of the wrapper the hook does nothing, since torch prepares the copy for the dtypes that its parameters
-    have when the copy is made.
-    """
+    """A hook with which a DDP wrapper, but no copy of it, refuses to train parameters whose dtype has changed."""
 
     def __init__(self, made_for: Sequence[nn.Parameter]) -> None:
         self._made_for = [(weakref.ref(p), p.dtype) for p in made_for]

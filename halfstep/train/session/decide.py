@@ -41,28 +41,20 @@ Places = frozenset[tuple[int, str]]
 
 @dataclass(frozen=True, eq=False)
 class Decision:
-    """What a session will do: which models it trains, under which plan, and on which device and processor.
+    """What a session will do."""
 
-    `roots` are the models without their wrappers, and `assignment` has the formats that the plan gives their modules.
-    `emulate` says whether products of the low format are computed in a wider format, and `asked` whether the user asked
-    for that (True), asked not to (False), or left it to the `facts` of the device. `mixed` is False if the plan casts
-    and scales nothing. `stepping` says whose `step` the training loop calls: the session's or the optimizer's.
-    `untrained` has the places of the parameters that no optimizer updates, `group` the processes that the user said
-    step together.
-    """
-
-    roots: tuple[nn.Module, ...]
+    roots: tuple[nn.Module, ...]  # without their wrappers
     optimizers: tuple[Optimizer, ...]
     plan: Plan
     assignment: Assignment
     device: torch.device
-    emulate: bool
-    asked: bool | None
+    emulate: bool  # products are computed in a wider format
+    asked: bool | None  # by the user, for that or not; None: the `facts` decide
     facts: DeviceFacts
-    mixed: bool
-    stepping: Stepping = "session"
-    untrained: Places = frozenset()
-    group: dist.ProcessGroup | None = None
+    mixed: bool  # False if the plan casts and scales nothing
+    stepping: Stepping = "session"  # whose `step` the loop calls
+    untrained: Places = frozenset()  # parameters that no optimizer updates
+    group: dist.ProcessGroup | None = None  # processes that the user said step together
 
     def stored_low(self) -> Iterator[nn.Parameter]:
         """Yields the fp32 parameters that the session will store in low precision."""
@@ -149,10 +141,7 @@ def emulates_after(decision: Decision, saved: bool | None) -> bool:
 
 
 def places_untrained(roots: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> Places:
-    """Returns the places of the parameters that no optimizer updates: frozen ones, and those that no optimizer holds.
-
-    If there is no optimizer yet, those that are not frozen are taken for trained ones.
-    """
+    """Returns the places of parameters that no optimizer updates; without optimizers, of the frozen ones."""
     held = [p for each in optimizers for group in each.param_groups for p in group["params"]]
     if not optimizers:
         held = [p for root in roots for p in root.parameters()]

@@ -33,18 +33,13 @@ class Part:
 
 @dataclass(frozen=True)
 class StepFacts:
-    """What is known about the last step that used gradients of one loss, that is of one `loss_id`.
+    """What is known about the last step that used gradients of one loss."""
 
-    `scale` is the loss scale of that step if it was `skipped`, else the present one. `bad` has the names of the
-    parameters whose `p.grad` is not finite. `left_over` is True if the gradients of the step before were never zeroed.
-    `first_loss` is the value of the loss at the session's first step (None: there was none, or it was not finite).
-    """
-
-    scale: float
+    scale: float  # of that step if it was skipped, else the present one
     skipped: bool
-    bad: tuple[str, ...]
-    left_over: bool
-    first_loss: float | None
+    bad: tuple[str, ...]  # parameters whose `p.grad` is not finite
+    left_over: bool  # gradients of the step before were never zeroed
+    first_loss: float | None  # of the session's first step, if finite
 
 
 def memory_of(
@@ -92,11 +87,7 @@ def parts_to_step(parts: Sequence[Part], awaiting: Sequence[Part], optimizer: Op
 
 
 class Replacements:
-    """Finds parameters that were replaced in the model after their optimizer was made: the new ones would never train.
-
-    `parts` are all parts of a session. A step searches the models only if a parameter has no gradient and had one at
-    every step before.
-    """
+    """Finds parameters replaced after their optimizer was made, where one has no gradient but always had."""
 
     def __init__(self, roots: Iterable[nn.Module], parts: Sequence[Part]) -> None:
         self._roots, self._parts = list(roots), parts

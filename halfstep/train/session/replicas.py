@@ -363,10 +363,7 @@ class _Like:
 
 
 class _Join:
-    """Replaces the `join_hook` of a DistributedDataParallel wrapper, to add what a session does in `join()`.
-
-    A copy of the wrapper uses torch's own `join_hook`.
-    """
+    """Replaces the `join_hook` of a DDP wrapper (not of copies), to add what a session does in `join()`."""
 
     def __init__(self, wrapper: DistributedDataParallel | None = None, replicas: Replicas | None = None) -> None:
         self._wrapper = _weak(wrapper)
@@ -403,10 +400,7 @@ class _Join:
 
 
 class _Joined(JoinHook):
-    """The join hook of a DDP wrapper: after torch's own, it sends the session's state from a process that joined last.
-
-    That state is the weights, masters and optimizer states.
-    """
+    """DDP's join hook; then sends weights, masters and optimizer states from a process that joined last."""
 
     def __init__(self, hook: JoinHook, wrapper: DistributedDataParallel, replicas: Replicas) -> None:
         self._hook, self._wrapper, self._replicas = hook, wrapper, replicas

@@ -24,8 +24,8 @@ from halfstep.train.scale.scales import LossScales
 class Runtime:
     """Runs the models `roots` under a plan, forward and backward, but makes no step.
 
-    `full` returns the fp32 value of a stored parameter, and `fit` how that fits the low format; `summing` tells whether
-    several processes decide together on each step.
+    `full` returns a stored parameter's fp32 value, `fit` how it fits the low format; `summing`: processes decide
+    together on each step.
     """
 
     plan: Plan

@@ -87,10 +87,7 @@ class SharedState:
         return [group for group in groups if not wanted.isdisjoint(map(id, group["params"]))]
 
     def adopt(self, scales: Any, parameters: Sequence[nn.Parameter], *, sent_again: bool) -> None:
-        """Loads the loss scales of another process, after its weights and masters were written into these parameters.
-
-        With `sent_again`, the same weights will be written once more; that write will not count as a change of them.
-        """
+        """Loads another process's loss scales after its weights; if these come again, it is no change of them."""
         self.store.note(parameters, writes_to_come=int(sent_again))
         if scales != self.scales.state_dict():
             self.scales.load_state_dict(scales)
