@@ -134,6 +134,9 @@ class Mutants:
         if report.failed:
             self.failed = self.failed or report.nodeid
 
+    def pytest_collection(self) -> None:
+        torch.set_num_threads(1)  # conftest.py may have set more, and a fork of a process with threads hangs
+
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         for path in self._files():
@@ -291,7 +294,6 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     if bool(options.sources) == bool(options.again):
         parser.error("name sources to change, or a file with --again")
-    torch.set_num_threads(1)
     plugin = Mutants(options)
     if options.again:
         options.tests = [each for each in plugin._known()["tests"] if Path(each.partition("::")[0]).exists()]
