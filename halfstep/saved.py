@@ -7,7 +7,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -81,16 +81,28 @@ def check_savable() -> None:
 def save(found: Saved) -> Path:
     """Writes the measurements to their file, which is replaced as a whole, and returns its path."""
     with _writing() as path:
-        file, name = tempfile.mkstemp(dir=path.parent, prefix=_NAME)
-        try:
-            with os.fdopen(file, "wb") as part:
-                part.write(msgspec.json.format(msgspec.json.encode(found)) + b"\n")
-            os.replace(name, path)
-        except BaseException:
-            Path(name).unlink()
-            raise
+        replace_file(path, msgspec.json.format(msgspec.json.encode(found)) + b"\n")
     _read.cache_clear()
     return path
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Replaces a file as a whole or not at all, also if the process is killed or the disk is full."""
+    if path.exists() and not path.is_file():
+        path.write_bytes(data)
+        return
+    place = path.resolve()  # a link stays one
+    part = place.with_name(f".{place.name}.{os.getpid()}.part")
+    try:
+        with part.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, place)
+    except BaseException:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+        raise
 
 
 @contextmanager

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
-from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated
@@ -18,6 +16,7 @@ from halfstep.explain.report.sweep import Sheet
 from halfstep.lab.bench.tally import foreseen
 from halfstep.lab.workloads.load import WORKLOADS, load_workload, parse_settings
 from halfstep.lab.workloads.workload import Workload
+from halfstep.saved import replace_file
 
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 DEVICES = ("auto", "cpu", "cuda")
@@ -140,27 +139,8 @@ def write_page(path: Path | None, sheet: Sheet) -> None:
 
 def _write(path: Path, text: str, option: str) -> None:
     try:
-        replace_text(path, text)
+        replace_file(path, text.encode())
     except OSError as error:
         raise WorkloadError(
             f"{option} {path} could not be written: {error.strerror}; it is unchanged; free some space and run again"
         ) from error
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Replaces a file's text atomically, so that a killed process or a full disk leaves a complete file."""
-    if path.exists() and not path.is_file():
-        path.write_text(text, encoding="utf-8")
-        return
-    place = path.resolve()  # a link stays one
-    part = place.with_name(f".{place.name}.part")
-    try:
-        with part.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, place)
-    except BaseException:
-        with suppress(OSError):
-            part.unlink(missing_ok=True)
-        raise

@@ -20,6 +20,7 @@ from halfstep.pages import PLANS, more
 from halfstep.plan.levels import LEVELS, customize, level
 from halfstep.plan.optable import check_op_changes
 from halfstep.plan.plan import Plan
+from halfstep.saved import replace_file
 from halfstep.validate import file_path, instance, near_miss, one_of
 
 SCHEMA = 1
@@ -226,12 +227,9 @@ def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
     instance("plan", plan, Plan, "halfstep.level('O2', 'bf16')")
     file = file_path("plan file", path)
     data = _codec(file).encode(to_dict(plan))
-    half = file.with_name(f".{file.name}.{os.getpid()}.tmp")
     try:
-        half.write_bytes(data)
-        half.replace(file)
+        replace_file(file, data)
     except OSError as error:
-        half.unlink(missing_ok=True)
         raise PlanError(f"plan file {str(file)!r} cannot be written: {error.strerror}; check the folder") from None
 
 

@@ -12,7 +12,6 @@ from typing import ClassVar
 import pytest
 import torch
 
-from halfstep.cli.options import replace_text
 from halfstep.errors import DataError, WorkloadError
 from halfstep.explain.report.json import to_json
 from halfstep.formats import BF16, FP32
@@ -24,6 +23,7 @@ from halfstep.lab.bench.sweep import Asked, read_sweep, sweep
 from halfstep.lab.bench.tally import End
 from halfstep.lab.bench.variants import Entry
 from halfstep.lab.workloads.load import load_workload
+from halfstep.saved import replace_file
 
 CPU = torch.device("cpu")
 O0, O2 = Entry("O0", FP32, peer=False), Entry("O2", BF16, peer=False)
@@ -127,7 +127,7 @@ def test_an_interrupted_sweep_goes_on_and_what_was_there_stays_byte_for_byte(pla
             raise KeyboardInterrupt
 
     played.fail = stop
-    keep = lambda result: replace_text(path, to_json(result))  # noqa: E731
+    keep = lambda result: replace_file(path, to_json(result).encode())  # noqa: E731
     broken = sweep(ASKED, keep=keep)
     assert (len(broken.points), broken.total) == (1, 2)
     before = path.read_text(encoding="utf-8")
@@ -248,22 +248,22 @@ def test_a_file_that_is_no_sweep_of_this_version_is_refused_and_stays(text, said
 
 def test_a_full_disk_leaves_the_results_that_were_there(tmp_path, monkeypatch):
     path = tmp_path / "x.json"
-    replace_text(path, "first")
+    replace_file(path, b"first")
 
     def full(file):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space left on device"):
-        replace_text(path, "second")
+        replace_file(path, b"second")
     assert [each.name for each in tmp_path.iterdir()] == ["x.json"]
     assert path.read_text(encoding="utf-8") == "first"
 
 
 def test_a_link_to_the_results_stays_one(tmp_path):
     (tmp_path / "link.json").symlink_to(tmp_path / "x.json")
-    replace_text(tmp_path / "link.json", "first")
-    replace_text(tmp_path / "link.json", "second")
+    replace_file(tmp_path / "link.json", b"first")
+    replace_file(tmp_path / "link.json", b"second")
     assert (tmp_path / "link.json").is_symlink()
     assert (tmp_path / "x.json").read_text(encoding="utf-8") == "second"
 
@@ -274,7 +274,7 @@ def test_what_is_no_file_is_written_to_but_keeps_no_sweep(tmp_path):
     os.mkfifo(pipe)
     reader = threading.Thread(target=lambda: got.append(pipe.read_text(encoding="utf-8")))
     reader.start()
-    replace_text(pipe, "text")
+    replace_file(pipe, b"text")
     reader.join()
     assert got == ["text"]
     assert pipe.is_fifo()
