@@ -291,7 +291,10 @@ class Conversion:
             self.rank = own_number() or 0
             sinks = [self._note, *self._make_sinks(self.rank)]
             plan, low = self._asked if self._state is None else (self._plan, None)  # one notice
-            aliases = [self._released(optimizer) for optimizer in optimizers]
+            for optimizer in optimizers:
+                if id(optimizer) in self._made:
+                    self._made[id(optimizer)].release()
+            aliases = [alias_of(optimizer) for optimizer in optimizers]
             session = initialize(models, aliases, plan, low=low, rules=rules, sinks=sinks, stepping="optimizer")
             self._undo.callback(session.forget)
         self._session, self._opened = session, [id(optimizer) for optimizer in optimizers]
@@ -305,12 +308,6 @@ class Conversion:
             session.load_state_dict(self._state)
         if self._observe and not all(map(needs_closure, optimizers)):
             session.observe()
-
-    def _released(self, optimizer: Optimizer) -> Optimizer:
-        """Returns an alias for the session, and undoes what was put on the optimizer until a session steps it."""
-        if id(optimizer) in self._made:
-            self._made[id(optimizer)].release()
-        return alias_of(optimizer)
 
     def _check(self, roots: Sequence[nn.Module]) -> None:
         """Refuses models inside DistributedDataParallel if the plan stores weights in low precision."""

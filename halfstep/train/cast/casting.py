@@ -134,7 +134,8 @@ class Casting:
                 own_low = formats.param is not None and formats.param is not FP32
                 inside = outside = None
                 if own_low and isinstance(module, ParametrizationList):
-                    outside = _refusing()
+                    refuse = refuse_removal  # to bake a weight into a parameter that is stored low
+                    outside = Casts(nullcontext, lambda: None, lambda _: None, lambda _: None, refuse, None)
                 elif formats.boundary or formats.door:
                     own = outside = self._casts(self._engine, formats, look)
                     if not formats.boundary or id(module) in entered:
@@ -286,11 +287,6 @@ class _TellsOfCopies:
     ) -> None:
         if isinstance(error, (RuntimeError, MemoryError)) and is_out_of_memory(error) and self._why not in str(error):
             error.args = (f"{error} ({self._why})", *error.args[1:])
-
-
-def _refusing() -> Casts:
-    """Returns casts that only refuse to bake a weight into a parameter that is stored low."""
-    return Casts(nullcontext, lambda: None, lambda _: None, lambda _: None, refuse_removal, None)
 
 
 def _as_root(formats: ModuleFormats, plan: Plan) -> ModuleFormats:

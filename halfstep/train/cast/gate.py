@@ -85,7 +85,8 @@ class Calls:
             return
         key, memory = _memory_of(args, kwargs)
         if len(self._ways) >= self._room:
-            self._drop_freed()
+            for freed in [each for each in self._ways if self._is_freed(each)]:
+                del self._ways[freed], self._memory[freed]
             self._room = max(_MANY, 2 * len(self._ways))
         if key not in self._ways or self._is_freed(key):
             self._ways[key] = deque(maxlen=_MANY)
@@ -103,10 +104,6 @@ class Calls:
 
     def _is_freed(self, key: tuple[int, ...]) -> bool:
         return any(reference.expired() for reference in self._memory[key])  # type: ignore[no-untyped-call]
-
-    def _drop_freed(self) -> None:
-        for key in [key for key in self._ways if self._is_freed(key)]:
-            del self._ways[key], self._memory[key]
 
 
 def _asks_for_gradients(args: Any, kwargs: Any) -> bool:

@@ -166,7 +166,7 @@ def keep_parameters(module: nn.Module) -> Undo:
     # A load with `assign=True` would replace the Parameters that the optimizer updates.
 
     def refuse(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *rest: Any) -> None:
-        if not is_marked(module) or not metadata.get(_ASSIGN, False):
+        if module not in _OWNERS or not metadata.get(_ASSIGN, False):
             return
         for entry in (metadata, *metadata_of(state).values()):
             entry.pop(_ASSIGN, None)  # torch leaves it in the caller's dict, where it outlives the call
@@ -250,11 +250,6 @@ def mark(modules: Iterable[nn.Module], owner: object) -> Callable[[], None]:
                 del _OWNERS[module]
 
     return undo
-
-
-def is_marked(module: nn.Module) -> bool:
-    """Tells whether `mark` has given a module an owner; copies of the module have none."""
-    return module in _OWNERS
 
 
 def owners(modules: Iterable[nn.Module]) -> list[object]:

@@ -78,7 +78,7 @@ class ProductSite(OpSite):
     def excluded(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Runs the op and all its parts without autocast, in fp32 if its operands are low; rounds the result."""
         low = _low_format(args, kwargs)
-        if low is None or (not self.in_one and _emulated_by_mode()):
+        if low is None or (not self.in_one and any(isinstance(mode, Emulation) for mode in mode_stack())):
             return super().excluded(args, kwargs)
         if in_functorch() is not None:
             with _one_level_of_functorch():
@@ -260,7 +260,9 @@ class _Widened:
 
     def kept_low(self, *, of_operands_alone: bool) -> AbstractContextManager[Any]:
         """A context in which autograd keeps low operands, if backward needs `of_operands_alone`."""
-        if all(t.numel() < KEEP_LOW_FROM for t in self._operands) or not _may_keep_low(*self._operands):
+        if all(t.numel() < KEEP_LOW_FROM for t in self._operands) or not _is_eager_training(*self._operands):
+            return nullcontext()
+        if saved_tensor_hooks(False) is not None:  # another's, which would not see what autograd saves
             return nullcontext()
         kept = {
             wide.data_ptr(): low.detach()
@@ -295,11 +297,6 @@ def _unpack(packed: Any) -> Tensor:
     return wide
 
 
-def _may_keep_low(*operands: Tensor) -> bool:
-    """Tells whether autograd may keep low operands; hooks of another's would not see what it saves."""
-    return saved_tensor_hooks(False) is None and _is_eager_training(*operands)
-
-
 def _is_eager_training(*operands: Tensor) -> bool:
     return (
         torch.is_grad_enabled()
@@ -308,10 +305,6 @@ def _is_eager_training(*operands: Tensor) -> bool:
         and not mode_stack()
         and in_functorch() is None
     )
-
-
-def _emulated_by_mode() -> bool:
-    return any(isinstance(mode, Emulation) for mode in mode_stack())
 
 
 def _low_format(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.dtype | None:
