@@ -1,7 +1,7 @@
 """Makes the pictures of the pages: trains char_lm at O2 in fp16 with a log and a probe, and takes them of its page.
 
     python docs/pictures.py        # one to two minutes; needs Chromium and the extra [report]
-    python docs/pictures.py masters        # only the curves with and without masters, from their result file
+    python docs/pictures.py curves         # only what is drawn without training
 
 fp16 is emulated where the device has no units for it. The first step that is skipped is explained by `halfstep.blame`.
 """
@@ -61,31 +61,61 @@ def take(page: Path) -> None:
             raise SystemExit(f"the page logged {browser.errors}")
 
 
+class Rotary(torch.nn.Module):
+    """Turns pairs of features by an angle that grows with the position, counted from 3,000 in the format of `x`."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns features of the shape of `x` (positions, 2)."""
+        angle = torch.arange(3000, 3000 + len(x), dtype=x.dtype) * 0.1
+        u, v = x.unbind(-1)
+        return torch.stack([u * angle.cos() - v * angle.sin(), u * angle.sin() + v * angle.cos()], -1)
+
+
+def take_precision() -> None:
+    """Draws what `Rotary` returns in fp32, at O2 in bf16, and with the edit that the check proposes."""
+    torch.manual_seed(0)
+    model, x = torch.nn.Sequential(torch.nn.Linear(2, 2), Rotary()), torch.ones(128, 2)
+    curves = {}
+    for name, plan in (
+        ("fp32", "O0"),
+        ("O2 bf16", "O2"),
+        ("with Rule('1', FULL)", halfstep.level("O2", "bf16").edit(halfstep.Rule("1", halfstep.FULL))),
+    ):
+        with halfstep.initialize(model, None, plan, low="bf16"), torch.no_grad():
+            curves[name] = list(enumerate(model(x)[:, 0].float().tolist(), 3000))
+    draw("precision", curves, "position", "first feature")
+
+
 def take_masters() -> None:
     """Draws the losses of a GPT that was loaded in bf16, as `benchmarks/loaded_low.py` measured them."""
+    (result,) = (HERE.parent / "benchmarks" / "results").glob("loaded_low-*.json")
+    draw("masters", json.loads(result.read_text(encoding="utf-8"))["curves"], "step", "loss")
+
+
+def draw(name: str, curves: dict[str, list[tuple[float, float]]], across: str, up: str) -> None:
+    """Draws curves of (x, y) into the picture `name`."""
     import plotly.graph_objects as go
 
-    (result,) = (HERE.parent / "benchmarks" / "results").glob("loaded_low-*.json")
-    curves = json.loads(result.read_text(encoding="utf-8"))["curves"]
     figure = go.Figure(
         layout={"template": "plotly_white", "width": 900, "height": 380, "margin": dict.fromkeys("ltrb", 40)}
     )
-    for (name, points), dash in zip(curves.items(), ("solid", "dot", "dash"), strict=True):
-        steps, losses = zip(*points, strict=True)
-        figure.add_scatter(x=steps, y=losses, name=name, line={"dash": dash})
-    figure.update_xaxes(title="step")
-    figure.update_yaxes(title="loss")
+    for (label, points), dash in zip(curves.items(), ("solid", "dot", "dash"), strict=True):
+        x, y = zip(*points, strict=True)
+        figure.add_scatter(x=x, y=y, name=label, line={"dash": dash})
+    figure.update_xaxes(title=across)
+    figure.update_yaxes(title=up)
     with tempfile.TemporaryDirectory() as folder, Browser() as browser:
-        page = Path(folder) / "masters.html"
+        page = Path(folder) / f"{name}.html"
         figure.write_html(page, include_plotlyjs=True, config={"displayModeBar": False})
         browser.open(page)
-        browser.picture(HERE / "masters.png", selector=".plotly-graph-div")
+        browser.picture(HERE / f"{name}.png", selector=".plotly-graph-div")
 
 
 def main() -> None:
     """Trains, makes the page, takes the pictures."""
     take_masters()
-    if sys.argv[1:] == ["masters"]:
+    take_precision()
+    if sys.argv[1:] == ["curves"]:
         return
     with tempfile.TemporaryDirectory() as folder:
         log, page = Path(folder) / "runs" / "char_lm.jsonl", Path(folder) / "char_lm.html"

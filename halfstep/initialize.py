@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from halfstep.edits import OpChanges, Rule, Scaling, Width
 from halfstep.errors import SetupError
 from halfstep.explain.diagnose.guardian import Guardian, OnFailure
+from halfstep.explain.diagnose.shadow import shadows_in_turn
 from halfstep.explain.tape.overflows import watch_absorbed
 from halfstep.formats import Format
 from halfstep.machine import read_facts
@@ -116,6 +117,7 @@ def initialize(  # noqa: PLR0913  # the one public entry; each keyword is a docu
         if session.plan.ops != "none":  # else nothing runs low
             session.watchers.append(Guardian(session.runtime, session.tell, on_failure=on_failure))
             session.overflows = partial(watch_absorbed, session.runtime.roots, session.runtime.under)
+            session.shadows = shadows_in_turn
         return session
 
 

@@ -107,7 +107,10 @@ class Status:
 
 TENSOR_KINDS = ("weight", "activation", "activation_grad", "weight_grad")
 UPDATE = "update"  # a further kind: what a step added to a weight, in units of the weight's last place
+PRECISION = "precision"  # another: how far what a module returns is from the same call in fp32, in units of its spread
 ABSORBED = "absorbed"  # another: values that overflowed, after which an operation made everything finite again
+SUSPECT = 0.1  # of its spread in fp32: what a module returns may be off by so much before it is looked at
+COMPARED = "precision compared"  # the code of a finding: a step was compared with the same step in fp32
 SEVERITIES = ("note", "warning", "error")
 
 
@@ -291,9 +294,10 @@ class Observation:
     """The statistics of one tensor of one module at one step.
 
     Attributes:
-        kind: one of `TENSOR_KINDS`, `UPDATE` or `ABSORBED`. The elements of an `UPDATE` are what the step added to each
-            weight, over the distance from the stored weight to the next larger value of its format: below one half it
-            does not change the stored weight. Those of an `ABSORBED` overflow are the fp32 values that overflowed.
+        kind: one of `TENSOR_KINDS`, `UPDATE`, `ABSORBED` or `PRECISION`. The elements of an `UPDATE` are what the step
+            added to each weight, over the distance from the stored weight to the next larger value of its format: below
+            one half it does not change the stored weight. Those of an `ABSORBED` overflow are the fp32 values that
+            overflowed, those of `PRECISION` what the outputs of a module are off by, over their spread in fp32.
         name: tells several tensors of one kind apart: the name of the parameter, or the place in the module's output.
         format: the format that the tensor was stored in.
         scale: the counted values are the true ones times this loss scale (1 for weights and activations).

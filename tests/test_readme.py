@@ -23,7 +23,7 @@ NAMES = {
     "README.md": ("first lines", "README's verdict"),
     "apex.md": ("apex",),
     "design.md": ("flow", "sweep"),
-    "diagnosis.md": ("before", "findings", "prediction", "blame", "verdict"),
+    "diagnosis.md": ("before", "rotary", "lost precision", "findings", "prediction", "blame", "verdict"),
     "guide.md": ("own workload", "plan", "average", "schedule"),
     "index.md": ("front",),
     "keras.md": ("keras fit", "keras tape", "keras modules"),  # run by tests/keras/test_page.py
@@ -219,6 +219,15 @@ def test_the_verdict_of_the_pages_is_that_of_such_a_model(tmp_path):
     assert BLOCKS["the tutorial's verdict"] in (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
 
 
+def test_lost_precision_is_found_as_the_page_shows():
+    made = {"torch": torch, "nn": nn}
+    exec(compile(BLOCKS["rotary"], "model.py", "exec"), made)
+    model, x = nn.Sequential(nn.Linear(2, 2), made["Rotary"](), nn.Linear(2, 4)), torch.randn(128, 2)
+    with halfstep.initialize(model, torch.optim.SGD(model.parameters(), 0.1), "O2", low="bf16") as session:
+        (finding,) = halfstep.check(session, lambda: model(x).square().mean())
+    assert masked(f"{finding}\n") == masked(BLOCKS["lost precision"])
+
+
 def test_a_probe_sees_the_gradients_of_the_steps_it_looks_at(names, capsys):
     def train(steps):
         for _ in range(steps):
@@ -241,7 +250,7 @@ def test_a_check_and_a_prediction_end_in_a_plan_that_trains(names, capsys):
     names["batches"] = iter(names["loader"])
     names["optimizer"] = torch.optim.AdamW(names["model"].parameters(), lr=1e-2)
     exec(BLOCKS["before"], names)
-    assert capsys.readouterr().out == "", "nothing is found in this model"
+    assert capsys.readouterr().out.startswith("note: precision compared"), "nothing is wrong in this model"
     with names["session"] as session:
         assert session.plan.scale == names["prediction"].scale("fp16").edit
         backward(names)
@@ -325,7 +334,7 @@ def test_the_quickstart_trains_evaluates_resumes_looks_and_closes(names, capsys)
     exec(BLOCKS["end"], names)
     assert names["session"].status().steps == len(names["loader"])
     assert 0 <= names["accuracy"] <= 1
-    assert capsys.readouterr().out == "", "nothing is found in this model"
+    assert capsys.readouterr().out.startswith("note: precision compared"), "nothing is wrong in this model"
     assert type(names["model"]) is Model
 
 

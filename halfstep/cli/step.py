@@ -21,6 +21,9 @@ from halfstep.lab.workloads.workload import to_device_of
 HORIZON = 100  # steps of a training whose first ones are made, for the schedule of the learning rate
 
 PlanName = Annotated[str, typer.Option("--plan", help="The level, or plan file, to train under.")]
+Precision = Annotated[
+    bool, typer.Option("--precision/--no-precision", help="Compare the step with one in fp32, and try what cures it.")
+]
 Level = Annotated[str, typer.Option("--level", help="The level, or plan file, to inspect the step under.")]
 Formats = Annotated[str, typer.Option("--formats", help="Formats, separated by commas.")]
 Steps = Annotated[int, typer.Option("--steps", min=1, help="Training steps in fp32.")]
@@ -40,17 +43,17 @@ def check(  # noqa: PLR0913  # each is an option of the command, described above
     device: Device = "auto",
     seed: Seed = 0,
     json: Json = None,
+    precision: Precision = True,
 ) -> None:
-    """Check a workload before it trains, by one traced step; exits with 1 if an error was found."""
+    """Check a workload before it trains, by one step, also in fp32; exits with 1 if an error was found."""
     job, model = open_job(workload, settings, data=data, device=device, seed=seed, json=json)
-    batches = iter(job.batches(seed))
+    inputs, targets = to_device_of(model, *first_batch(job, seed))
 
     def closure() -> object:
-        inputs, targets = to_device_of(model, *next(batches))
         return job.loss(model(inputs), targets)
 
     with initialize(model, job.optimizer(model, fused=False), plan, low=low) as session:
-        found = run_check(session, closure)
+        found = run_check(session, closure, precision=precision)
         stdout().print(check_text(found, what=f"{job.name} under {session.plan.name} in {session.plan.low}"))
         checked = {"workload": job.name, "plan": session.plan.name, "low": session.plan.low.name}
         write_json(json, to_json(checked | {"findings": found}))

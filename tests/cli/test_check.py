@@ -21,7 +21,7 @@ OWN = (
 
 
 def test_a_healthy_workload_ends_with_0(halfstep):
-    code, out, err = halfstep("check", "regression", *SMALL, "--plan", "O2", "--low", "fp16")
+    code, out, err = halfstep("check", "regression", *SMALL, "--plan", "O2", "--low", "fp16", "--no-precision")
     assert (code, err) == (0, "")
     assert out == "regression under O2 in fp16: nothing found\n"
 
@@ -29,7 +29,8 @@ def test_a_healthy_workload_ends_with_0(halfstep):
 def test_notes_end_with_0(halfstep):
     code, out, _ = halfstep("check", "regression", *SMALL, "--plan", "O3", "--low", "fp16")
     assert code == 0
-    assert "1 note" in out
+    assert "2 notes" in out
+    assert "precision compared at (model)" in out
 
 
 @pytest.mark.parametrize(
@@ -51,13 +52,13 @@ def test_batches_may_be_a_list_as_for_the_other_commands(halfstep, tmp_path):
     listed = "    def batches(self, seed): return [(torch.ones(2, 4), torch.ones(2, 4))]\ndef mine()"
     own = OWN.format(expression="x").replace("def mine()", listed)
     (tmp_path / "own.py").write_text(own, encoding="utf-8")
-    code, out, _ = halfstep("check", f"{tmp_path / 'own.py'}:mine", "--plan", "O2", "--low", "fp16")
+    code, out, _ = halfstep("check", f"{tmp_path / 'own.py'}:mine", "--plan", "O2", "--low", "fp16", "--no-precision")
     assert (code, out) == (0, "Own under O2 in fp16: nothing found\n")
 
 
 def test_the_findings_are_written_as_json_also_where_it_ends_with_1(halfstep, tmp_path):
     (tmp_path / "own.py").write_text(OWN.format(expression="x.masked_fill(x > 0, -1e9)"), encoding="utf-8")
-    options = ["--plan", "O2", "--low", "fp16", "--json", tmp_path / "x.json"]
+    options = ["--plan", "O2", "--low", "fp16", "--no-precision", "--json", tmp_path / "x.json"]
     assert halfstep("check", f"{tmp_path / 'own.py'}:mine", *options)[0] == 1
     read = json.loads((tmp_path / "x.json").read_text(encoding="utf-8"))
     assert (read["plan"], read["low"]) == ("O2", "fp16")
@@ -67,4 +68,5 @@ def test_the_findings_are_written_as_json_also_where_it_ends_with_1(halfstep, tm
     assert finding["cure"] == [{"edit": "op_change", "list": "deny", "op": "masked_fill"}]
     assert [edit_from_dict(edit) for edit in finding["cure"]] == [OpChange("deny", "masked_fill")]
     assert halfstep("check", "regression", *SMALL, "--json", tmp_path / "none.json")[0] == 0
-    assert json.loads((tmp_path / "none.json").read_text(encoding="utf-8"))["findings"] == []
+    (compared,) = json.loads((tmp_path / "none.json").read_text(encoding="utf-8"))["findings"]
+    assert (compared["severity"], compared["code"]) == ("note", "precision compared")

@@ -565,6 +565,7 @@ def test_tensors_whose_elements_cannot_be_read_are_named_once(caplog):
         ({"sample": 0}, "sample is 0"),
         ({"sample": 0.5}, r"sample is 0\.5"),
         ({"absorbed": "yes"}, "absorbed is 'yes'; pass True"),
+        ({"precision": 1}, "precision is 1; pass True"),
         ({"log": "run.jsonl"}, "log is 'run.jsonl'; pass a function"),
         ({"modules": "type:ReLU", "tensors": ("weight", "update")}, "has a floating-point parameter"),
     ],
@@ -661,3 +662,37 @@ def test_an_observed_step_on_a_gpu_does_not_wait_and_counts_as_the_cpu_does():
         assert found[1][key].count == stats.count
         if key[0] == 1 and key[2] == "weight":
             assert found[1][key].exponents == stats.exponents
+
+
+class Offset(nn.Module):
+    def forward(self, x):
+        return (x + 300) - 300  # in bf16 a multiple of 2
+
+
+@pytest.mark.parametrize("name", ["O1", "O2"])
+def test_modules_take_turns_in_being_called_again_in_fp32(name):
+    model = nn.Sequential(nn.Linear(4, 16), Offset(), nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5)))
+    kept = copy.deepcopy(model)
+    seen = observed(name, model=model, steps=4, tensors=(), precision=True)
+    assert [(each.step, each.module, each.kind) for each in seen] == [
+        (1, "0", "precision"), (2, "1", "precision"), (3, "2.0", "precision"), (4, "2.1", "precision")
+    ]  # fmt: skip
+    off = [each.stats.rms for each in seen]
+    assert off[1] > 0.3
+    assert max(off[0], off[2]) < 0.02
+    assert off[3] == 0.0  # with the same random numbers
+
+    torch.manual_seed(0)
+    _, session = small_session(name, model=kept)
+    for _ in range(4):
+        step(kept, session)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), kept.parameters(), strict=True))
+
+
+def test_a_module_that_cannot_be_called_again_is_named(caplog):
+    class Once(nn.Linear):
+        def __deepcopy__(self, memo):
+            raise TypeError("no copies")
+
+    observed(model=nn.Sequential(Once(4, 16)), tensors=(), precision=True)
+    assert "a probe cannot call 0 again in fp32: TypeError: no copies" in caplog.text

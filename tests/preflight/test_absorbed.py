@@ -44,7 +44,7 @@ def checked(pattern, plan, gain, low="fp16"):
     model = Fixed(Does(pattern), gain)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with halfstep.initialize(model, optimizer, plan, low=low, emulate=True) as session:
-        found = halfstep.check(session, lambda: model(inputs()).float().mean())
+        found = halfstep.check(session, lambda: model(inputs()).float().mean(), precision=False)
     codes = [each.code for each in found if each.severity != "note"]
     return [each for each in found if each.code == "overflow absorbed"], codes
 
@@ -232,7 +232,7 @@ def trained(plan):
 def test_a_run_that_learns_nothing_is_named_before_and_its_cure_trains(plan):
     model, loss = classifier()
     with halfstep.initialize(model, torch.optim.AdamW(model.parameters()), plan, low="fp16") as session:
-        (finding,) = [each for each in halfstep.check(session, loss) if each.severity != "note"]
+        (finding,) = [each for each in halfstep.check(session, loss, precision=False) if each.severity != "note"]
         edited = session.plan.edit(*finding.cure)
     assert (finding.code, finding.cure) == ("overflow absorbed", (Rule("norm", FULL),))
     full = trained("O0")
@@ -262,7 +262,11 @@ def test_no_edit_is_named_where_none_could_be_tried():
     model, loss = classifier()
     batches = iter([loss])
     with halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O2", low="fp16") as session:
-        (finding,) = [each for each in halfstep.check(session, lambda: next(batches)()) if each.severity != "note"]
+        (finding,) = [
+            each
+            for each in halfstep.check(session, lambda: next(batches)(), precision=False)
+            if each.severity != "note"
+        ]
     assert (finding.code, finding.cure) == ("overflow absorbed", ())
     assert "ran out of batches" in finding.advice
 
@@ -276,7 +280,7 @@ def test_outside_of_the_model_it_is_named_by_its_line():
         return (1 / (1 + square.mean())).float() + out.mean()
 
     with halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O2", low="fp16") as session:
-        (finding,) = [each for each in halfstep.check(session, loss) if each.severity != "note"]
+        (finding,) = [each for each in halfstep.check(session, loss, precision=False) if each.severity != "note"]
     assert finding.code == "overflow absorbed"
     assert finding.place.startswith("(model), test_absorbed.py:")
 
@@ -285,7 +289,7 @@ def test_in_the_second_of_two_models_it_is_named_as_rules_do():
     model, loss = classifier()
     models = [nn.Linear(2, 2), model]
     with halfstep.initialize(models, torch.optim.AdamW(model.parameters()), "O2", low="fp16") as session:
-        (finding,) = [each for each in halfstep.check(session, loss) if each.severity != "note"]
+        (finding,) = [each for each in halfstep.check(session, loss, precision=False) if each.severity != "note"]
         probe = session.observe(every=1, tensors="activation", absorbed=True)
         session.backward(loss())
         session.step()

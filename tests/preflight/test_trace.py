@@ -201,12 +201,12 @@ def test_in_the_second_of_two_models_the_cure_names_the_module_as_rules_do():
         return loss_of(lambda x: models[1](models[0](x)))
 
     with halfstep.initialize(models, optimizer, "O2", low="fp16") as session:
-        found = only(halfstep.check(session, closure))
+        found = only(halfstep.check(session, closure, precision=False))
         cured = session.plan.edit(*found.cure)
     assert found.place.startswith("planted, ")
     assert found.evidence.endswith("; in model 1 (the first is 0)")
     with halfstep.initialize(models, optimizer, cured) as session:
-        assert halfstep.check(session, closure) == ()
+        assert halfstep.check(session, closure, precision=False) == ()
 
 
 # operations that fail
@@ -316,7 +316,9 @@ class Scores(nn.Module):
 def test_where_probabilities_leave_the_model_is_said(plan):
     model = Scores()
     session = opened(model, plan, low="bf16")
-    found = halfstep.check(session, lambda: sum(value.sum() for value in model(torch.randn(4, 8)).values()))
+    found = halfstep.check(
+        session, lambda: sum(value.sum() for value in model(torch.randn(4, 8)).values()), precision=False
+    )
     places = [each.place.partition(",")[0] for each in found if each.code == "probability leaves the model"]
     assert places == (["head", "act", "(model)"] if plan == "O2" else ["act", "(model)"])  # O1's softmax is fp32
 
@@ -380,7 +382,7 @@ def test_what_a_forward_left_in_an_attribute_does_not_keep_an_edit_from_being_tr
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_closure_that_runs_out_of_batches_is_not_said_to_fail_in_fp32(count):
     model, batches = Two(Does(scaled)), iter([torch.ones(4, 8)] * count)
-    error = only(halfstep.check(opened(model), lambda: model(next(batches)).sum()))
+    error = only(halfstep.check(opened(model), lambda: model(next(batches)).sum(), precision=False))
     assert error.cure == ()
     assert error.advice.startswith("the closure ran out of batches")
 
@@ -405,7 +407,7 @@ def test_a_constant_scale_that_is_too_high_is_named_and_a_dynamic_one_is_not():
 def test_gradients_that_overflow_at_the_floor_of_a_dynamic_scale_are_an_error(plan, factor, floor, count):
     model = Two(nn.Linear(8, 8))
     with opened(model, plan, loss_scale=Scaling("dynamic", min=floor)) as session:
-        found = halfstep.check(session, lambda: loss_of(model) * factor * 10)
+        found = halfstep.check(session, lambda: loss_of(model) * factor * 10, precision=False)
     bad = [finding for finding in found if finding.code == "gradients not finite"]
     assert [finding.severity for finding in bad] == ["error"] * count
     assert all(f"even at the lowest loss scale, {floor:g}:" in finding.evidence for finding in bad)
@@ -430,7 +432,7 @@ def test_a_gradient_penalty_that_a_falling_loss_scale_cures_is_no_error(norm, co
             (grad,) = session.grad(model(inputs).sum() * 1e3, inputs, create_graph=True)
             return (grad.norm() / norm - 1) ** 2
 
-        found = halfstep.check(session, closure)
+        found = halfstep.check(session, closure, precision=False)
     assert [each.code for each in found if each.severity == "error"] == codes
 
 
@@ -447,15 +449,15 @@ def test_the_edit_of_a_constant_fits_a_weight_that_two_modules_share():
     table = nn.Embedding(16, 8)
     model = nn.Sequential(table, nn.LayerNorm(8), CosineHead(table.weight))
     with opened(model) as session:
-        vanishing = only(halfstep.check(session, lambda: model(torch.arange(16)).float().mean()))
+        vanishing = only(halfstep.check(session, lambda: model(torch.arange(16)).float().mean(), precision=False))
         assert vanishing.cure == (Rule("2", FULL), Rule("0", FULL))
         with opened(model, session.plan.edit(*vanishing.cure)) as cured:
-            assert halfstep.check(cured, lambda: model(torch.arange(16)).float().mean()) == ()
+            assert halfstep.check(cured, lambda: model(torch.arange(16)).float().mean(), precision=False) == ()
 
 
 def test_an_fp16_loss_is_traced_at_a_scale_that_it_takes():
     model = Two(nn.Identity())
-    found = halfstep.check(opened(model, loss_scale=65536.0), lambda: loss_of(model).half() * 1e-3)
+    found = halfstep.check(opened(model, loss_scale=65536.0), lambda: loss_of(model).half() * 1e-3, precision=False)
     assert [finding.code for finding in found if finding.severity != "note"] == ["scale too high"]
 
 
@@ -513,7 +515,9 @@ class Stream(nn.Module):
 @pytest.mark.parametrize("plan", ["O1", "O2", "O3"])
 def test_what_makes_a_stream_fp32_is_named_with_its_line(add, what, plan):
     model = Stream(add)
-    found = halfstep.check(opened(model, plan, "bf16"), lambda: model(torch.randn(2, 4, 8)).square().mean())
+    found = halfstep.check(
+        opened(model, plan, "bf16"), lambda: model(torch.randn(2, 4, 8)).square().mean(), precision=False
+    )
     if what is None or plan == "O1":  # where weights are fp32 streams are
         assert found == ()
         return
@@ -528,4 +532,4 @@ def test_what_makes_a_stream_fp32_is_named_with_its_line(add, what, plan):
 def test_low_inputs_make_no_fp32_stream():
     model = Stream(lambda self, h, x: h + x)
     session = opened(model, low="bf16", input="low")
-    assert halfstep.check(session, lambda: model(torch.randn(2, 4, 8)).square().mean()) == ()
+    assert halfstep.check(session, lambda: model(torch.randn(2, 4, 8)).square().mean(), precision=False) == ()

@@ -4,6 +4,7 @@ import contextlib
 import math
 
 import pytest
+import torch
 
 from halfstep.explain.report.gather import gather
 from halfstep.explain.report.headline import headline, sentence
@@ -13,7 +14,8 @@ from halfstep.formats import BF16, FP16
 from halfstep.kinds import Kind
 from halfstep.plan.io import to_dict
 from halfstep.plan.levels import level
-from halfstep.records import Finding, OpCall, SessionStart, StepRecord, Verdict
+from halfstep.records import PRECISION, Finding, Observation, OpCall, SessionStart, StepRecord, Verdict
+from halfstep.train.probe.rows import measure
 from tests.report.logs import seen, step
 
 INF, NAN = math.inf, math.nan
@@ -54,22 +56,24 @@ def steps(first, last, *, skipped=(), scale=1024.0, loss=1.0):
 
 
 GOOD, WARNING, BAD = "good", "warning", "bad"
+UNCOMPARED = "No step was skipped and nothing overflowed; precision was not compared"
+FEW = "Few steps were skipped; precision was not compared"
 NOTHING = "Nothing was logged: no step, no observation, no verdict"
 FINDINGS = [Finding(each, "code", "place", "seen", "do") for each in ("note", "error", "warning", "warning")]
 RUNS = {
     "nothing skipped and nothing observed": (
-        (O2, *steps(1, 30)), GOOD, "Healthy: 30 steps, none skipped; whether gradients were lost was not observed"
+        (O2, *steps(1, 30)), GOOD, f"{UNCOMPARED}: 30 steps, none skipped; whether gradients were lost was not observed"
     ),
     "a little lost": (
         (O2, *steps(1, 30), seen(30, "a", {0: 97, -30: 3})), GOOD,
-        "Healthy: 30 steps, none skipped, 3% of the gradients lost",
+        f"{UNCOMPARED}: 30 steps, none skipped, 3% of the gradients lost",
     ),
     "what is stored low has what it lost among its zeros": (
         (O2, *steps(1, 30), seen(30, "a", {0: 98}, zeros=2, fmt="fp16")), GOOD,
-        "Healthy: 30 steps, none skipped, at most 2% of the gradients lost",
+        f"{UNCOMPARED}: 30 steps, none skipped, at most 2% of the gradients lost",
     ),
     "many zeros say nothing about what was lost": (
-        (O2, *steps(1, 30), seen(30, "a", {0: 50}, zeros=50, fmt="fp16")), GOOD, "Healthy: 30 steps, none skipped"
+        (O2, *steps(1, 30), seen(30, "a", {0: 50}, zeros=50, fmt="fp16")), GOOD, f"{UNCOMPARED}: 30 steps, none skipped"
     ),
     "a plan that leaves everything full skips and loses nothing": (
         (O0, *steps(1, 30), seen(30, "a", {-40: 50})), GOOD, "Healthy: 30 steps in fp32"
@@ -137,7 +141,7 @@ def test_a_run_in_one_sentence(say, records, tone, text):
 
 def test_healthy(say):
     found = say(O2, *steps(1, 300, skipped={1, 200}), seen(300, "a", {0: 5}))
-    assert (found.tone, found.text) == ("good", "Healthy: 2 of 300 steps skipped, nothing lost")
+    assert (found.tone, found.text) == ("good", f"{FEW}: 2 of 300 steps skipped, nothing lost")
     assert found.details == ("loss 1 at first, 1 at last",)
 
 
@@ -158,13 +162,13 @@ def test_the_last_of_several_verdicts_is_in_the_headline_and_the_others_below(sa
 def test_a_scale_that_came_down_as_it_should_is_healthy(say):
     found = say(O2, *steps(1, 1, skipped={1}), verdict("scale too high", phase="backward"), *steps(2, 40))
     assert found.tone == "good"
-    assert found.text.startswith("Healthy: 1 of 40 steps skipped")
+    assert found.text.startswith(f"{FEW}: 1 of 40 steps skipped")
     assert found.details[0] == "a skip after step 1 was explained: the loss scale came down, as it should"
 
 
 def test_a_last_step_that_the_scale_skipped_did_not_stop_it(say):
     found = say(O2, *steps(1, 40, skipped={40}), verdict("scale too high", phase="backward"))
-    assert found.text.startswith("Healthy: 1 of 40 steps skipped")
+    assert found.text.startswith(f"{FEW}: 1 of 40 steps skipped")
 
 
 @pytest.mark.parametrize(("streak", "tone"), [(7, "warning"), (8, "bad")])
@@ -251,13 +255,13 @@ def test_resumed(tmp_path, monkeypatch):
     )  # processes that start within one tick of the clock
     said(tmp_path / "log", O2, *steps(1, 9), killed=True)
     found = said(tmp_path / "log", O2, *steps(8, 20))
-    assert found.text.startswith("Healthy: 20 steps, none skipped")
+    assert found.text.startswith(f"{UNCOMPARED}: 20 steps, none skipped")
     assert found.details[0] == "resumed at step 8"
     assert said(tmp_path / "log", O2).details[1] == "resumed, without a step since"
 
 
 def test_a_log_without_a_plan_has_no_floor(say):
-    assert say(*steps(1, 100, skipped={50}, scale=1)).text.startswith("Healthy: 1 of 100 steps skipped")
+    assert say(*steps(1, 100, skipped={50}, scale=1)).text.startswith(f"{FEW}: 1 of 100 steps skipped")
 
 
 def test_every_kind_of_verdict_has_a_sentence():
@@ -270,3 +274,31 @@ def test_the_format_of_a_verdict_is_that_of_the_operation():
     assert sentence(cast, "fp16") == "casting gradients to fp16 overflows: the loss scale is too high"
     call = OpCall("m", "mul", "forward", ("float32",), ("float32",), (None,), (None,), None)
     assert sentence(verdict(call=call), "fp16") == "softmax in h.1.attn overflows in fp32"
+
+
+def imprecise(number, off):
+    return Observation(number, "a", PRECISION, "0", "fp32", 1.0, measure(torch.full((16,), off)))
+
+
+COMPARED_WELL = Finding("note", "precision compared", "(model)", "off by 0.3%", "nothing to do")
+LOST = Finding(
+    "warning", "precision lost", "core, own.py:7", "cos of 3056", "plan.edit(Rule('core', FULL)), with which"
+)
+
+
+@pytest.mark.parametrize(
+    ("records", "text"),
+    [
+        ([COMPARED_WELL], "Healthy: 30 steps, none skipped"),
+        ([LOST], "Precision is lost in core, own.py:7: plan.edit(Rule('core', FULL)); 30 steps, none skipped"),
+        ([LOST, COMPARED_WELL], "Healthy: 30 steps"),  # it was cured, and checked again
+        ([imprecise(10, 0.01), imprecise(20, 0.02)], "Healthy: 30 steps"),
+        ([imprecise(10, 0.2), imprecise(20, 0.2)], "Healthy: 30 steps"),  # not for a fault that nothing made worse
+        (
+            [imprecise(10, 0.02), imprecise(20, 0.4)],
+            "Precision is being lost: what a returns is off by 40%",
+        ),
+    ],
+)
+def test_it_is_healthy_only_if_precision_was_compared_and_kept(say, records, text):
+    assert say(O2, *records, *steps(1, 30)).text.startswith(text)

@@ -67,7 +67,8 @@ def narrow_candidates(plan: Plan, found: Diagnosis, roots: Sequence[nn.Module]) 
         known = plan.ops != "none" and in_forward and _is_cheap(found.operator)
         return [(OpChange("deny", found.operator),)] if known else []
     narrow = [edits for edits in candidates(plan, found, roots) if edits != WHOLE]
-    return [*narrow, *_own_code(plan, found, roots)]
+    own = found.may_be_format and _upwards(found.module) == [""]
+    return [*narrow, *(own_code(plan, roots) if own else [])]
 
 
 def with_edits(kept: tuple[Edit, ...], more: tuple[Edit, ...]) -> tuple[Edit, ...]:
@@ -81,9 +82,9 @@ def is_whole(edits: tuple[Edit, ...]) -> bool:
     return WHOLE[0] in edits and not any(isinstance(edit, Rule) and edit.policy.compute == "low" for edit in edits)
 
 
-def _own_code(plan: Plan, found: Diagnosis, roots: Sequence[nn.Module]) -> list[tuple[Edit, ...]]:
-    """Returns edits that run the model's own code in fp32 and its parts low as before; [] if that code did not fail."""
-    if plan.ops == "none" or not found.may_be_format or _upwards(found.module) != [""]:
+def own_code(plan: Plan, roots: Sequence[nn.Module]) -> list[tuple[Edit, ...]]:
+    """Returns edits that run the model's own code in fp32 and its parts low as before."""
+    if plan.ops == "none":
         return []
     parts = {uncompiled(name): part for root in map(unwrap, roots) for name, part in root.named_children()}
     ruled = {rule.pattern for rule in plan.rules}
@@ -134,6 +135,11 @@ def scaling_cure(scaling: Scaling, lower: float, *, estimated: bool = False) -> 
 def is_op(operator: str) -> bool:
     """Tells whether an edit of the op table can name the operation."""
     return bool(_overloads(operator))
+
+
+def is_product(operator: str) -> bool:
+    """Tells whether an operation runs low by the op table, as products do."""
+    return _is_of(operator, lambda row: row.category == "allow")
 
 
 def _is_cheap(operator: str) -> bool:

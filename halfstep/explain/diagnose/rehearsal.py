@@ -156,6 +156,7 @@ class Rehearsal:
         self._rewind, self.inputs = rewind, inputs
         self._originals = {id(p) for p in originals if p.dtype is self.plan.low.dtype}
         self.reads_originals = False
+        self.used_scale = 1.0  # which the last gradients carry
 
     def rewind(self) -> None:
         """Restores the initial state before another run."""
@@ -174,7 +175,7 @@ class Rehearsal:
         with leaves_kept(loss, self.params) as leaves:
             for leaf in leaves:
                 leaf.grad = None
-            self._session.runtime.backward(loss, scale)
+            self.used_scale = self._session.runtime.backward(loss, scale)
             yield [leaf.grad for leaf in leaves if leaf.grad is not None]
 
     @contextmanager

@@ -62,11 +62,11 @@ class _State:
         self._attributes = [(m, attributes(m)) for m in modules.values()]
         reached = _reached(value for _, own in self._attributes for value in own.values())
         self._contents = [(each, copy.copy(each)) for each in reached if isinstance(each, CONTAINERS)]
+        self._generators = [_state_of(each) for each in reached if _is_generator(each)]
         kept = [each for each in reached if isinstance(each, Tensor) and _is_kept(each)]
         self._written = [(t, version_of(t), t.detach().clone()) for t in kept]
         self._grads = [(p, p.grad) for p in params]
-        self._random = (random.getstate(), numpy.random.get_state(), torch.get_rng_state())
-        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+        self._random = random_state_now()
 
     def rewind(self) -> None:
         """Restores the initial buffers, weights, attributes and random state, and clears the gradients."""
@@ -79,12 +79,9 @@ class _State:
                 tensor.data.copy_(value)  # through .data: a raised version count would look like a change by the user
         for param, _ in self._grads:
             param.grad = None
-        python, numbers, cpu = self._random
-        random.setstate(python)
-        numpy.random.set_state(numbers)
-        torch.set_rng_state(cpu)
-        if self._cuda:
-            torch.cuda.set_rng_state_all(self._cuda)
+        self._random()
+        for put_back in self._generators:
+            put_back()
 
     def _rewind_attributes(self) -> None:
         for module, own in self._attributes:
@@ -162,3 +159,31 @@ def is_readable(value: Any) -> bool:
     if not isinstance(value, Tensor) or value.is_meta:
         return False
     return value.is_nested or value.layout is torch.strided
+
+
+def _is_generator(value: Any) -> bool:
+    return isinstance(value, (torch.Generator, random.Random)) or type(value).__module__.startswith("numpy.random")
+
+
+def _state_of(generator: Any) -> Callable[[], object]:
+    """Returns a function that puts back the state of a random generator of this moment."""
+    if isinstance(generator, torch.Generator):
+        return partial(generator.set_state, generator.get_state())
+    if isinstance(generator, random.Random):
+        return partial(generator.setstate, generator.getstate())
+    return partial(setattr, generator.bit_generator, "state", copy.deepcopy(generator.bit_generator.state))
+
+
+def random_state_now() -> Callable[[], None]:
+    """Returns a function that puts back the random state of this moment: Python's, numpy's and torch's."""
+    python, numbers, cpu = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+
+    def put_back() -> None:
+        random.setstate(python)
+        numpy.random.set_state(numbers)
+        torch.set_rng_state(cpu)
+        if cuda:
+            torch.cuda.set_rng_state_all(cuda)
+
+    return put_back

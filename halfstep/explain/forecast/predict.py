@@ -32,6 +32,7 @@ from halfstep.train.probe.rows import measure
 GRADIENTS = ("activation_grad", "weight_grad")
 LEAST_SNR_DB = 20.0  # below that, rounding errors have more than a hundredth of the signal's energy
 HEADROOM = 64.0  # the recommended scale leaves room for gradients this much larger; within 100 steps they grew 24-fold
+_FLAT = 1e-6  # of the largest value: values that vary less count as constant
 Group = tuple[str, str]  # a module's name and a tensor kind
 
 
@@ -67,7 +68,8 @@ def predict(
 ) -> Prediction:
     """Runs training steps in fp32 and returns what rounding all their results to each format would do."""
     suited = {fmt: _recommended(fmt, _limit(fmt, scouted.largest_gradient), scouted.ceiling) for fmt in formats}
-    tally = RoundingTotals(suited if loss_scale is None else dict.fromkeys(formats, loss_scale), scouted)
+    given = suited if loss_scale is None else dict.fromkeys(formats, loss_scale)
+    tally = RoundingTotals(given, scouted, fixed=loss_scale is not None)
     for number in range(1, steps + 1):
         for parameter in model.parameters():
             parameter.grad = None
@@ -94,7 +96,12 @@ def _step(closure: Callable[[], Any], model: nn.Module, tally: RoundingTotals, n
         nodes.forward_ended()
         loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
         show_weight_grads(model, tally.see)
-        tally.end_step()
+        if tally.end_step():  # at loss scales that the gradients of this step need
+            for parameter in params:
+                parameter.grad = None
+            loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+            show_weight_grads(model, tally.see)
+            tally.lowered.clear()
         held = [(parameter, parameter.grad) for parameter in params]
         for fmt in tally.formats:
             for parameter in params:
@@ -117,13 +124,20 @@ def _backward_again(loss: Tensor, scale: float) -> None:
 
 
 class RoundingTotals:
-    """Adds up the effects of rounding, tensor by tensor, on the device; `scales` maps each format to its loss scale."""
+    """Adds up the effects of rounding, tensor by tensor, on the device; `scales` maps each format to its loss scale.
 
-    def __init__(self, scales: Mapping[Format, float], scouted: Scouted) -> None:
+    A scale that is not `fixed` comes down where gradients grow beyond it: gradients are judged from that step on.
+    """
+
+    def __init__(self, scales: Mapping[Format, float], scouted: Scouted, *, fixed: bool) -> None:
         self.formats = tuple(scales)
         self.full_modules = scouted.full_modules
-        self._scales = scales
+        self._scales = dict(scales)
         self._scouted = scouted
+        self._fixed = fixed
+        self.lowered: set[Format] = set()  # whose scale this step lowered: its gradients are seen once more
+        self._counts: dict[Group, tuple[int, int, int]] = {}  # zeros, nonzero and all values, before this step
+        self._left_out: dict[Format, dict[Group, tuple[int, int, int]]] = {}  # those before the scale was lowered
         self._low_groups = {place[:2] for place, low in scouted.low.items() if low}
         self._sums: dict[tuple[Format, Group], _Sum] = {}
         self._stats: dict[Group, TensorStats] = {}
@@ -154,17 +168,22 @@ class RoundingTotals:
             fmt = self._backward_in.fmt
             total = self._sum(fmt, group, values.device)
             return total.count(values, fmt if low else None, arrived=True).to(tensor.dtype)
+        gradient = place.kind in GRADIENTS
+        for fmt in self.lowered if gradient else ():
+            self._sum(fmt, group, values.device).weigh(values * self._scales[fmt], fmt if low else None)
+        if self.lowered:
+            return None
         stats = measure(values)
         self._stats[group] = self._stats[group] + stats if group in self._stats else stats
         self._low[group] = low
-        gradient = place.kind in GRADIENTS
         if gradient:
             _check_finite(place, stats)
             if low:
                 self._now = max(self._now, (stats.amax, place.module))
         for fmt, scale in self._scales.items():
             total, used = self._sum(fmt, group, values.device), fmt if low else None
-            total.weigh(values * scale if gradient and scale != 1 else values, used)
+            varying = place.kind == "activation"
+            total.weigh(values * scale if gradient and scale != 1 else values, used, about_mean=varying)
             if not gradient:
                 total.count(values, used)
         return None
@@ -178,11 +197,21 @@ class RoundingTotals:
     def _sum(self, fmt: Format, group: Group, device: torch.device) -> _Sum:
         return self._sums.setdefault((fmt, group), _Sum(device))
 
-    def end_step(self) -> None:
-        """Notes the largest gradient of the step that has ended."""
+    def end_step(self) -> bool:
+        """Notes the largest gradient of the step that has ended; returns whether a loss scale is lower from here on."""
         amax, place = self._now
         self._largest.append((amax * self._scouted.inside, place))
         self._now = (0.0, "")
+        for fmt, scale in self._scales.items():
+            limit = _limit(fmt, self._largest[-1][0])
+            if scale > limit and not self._fixed:
+                self._scales[fmt] = _recommended(fmt, limit, self._scouted.ceiling)
+                self.lowered.add(fmt)
+                self._left_out[fmt] = dict(self._counts)
+                for key in [key for key in self._sums if key[0] is fmt and key[1][1] in GRADIENTS]:
+                    del self._sums[key]
+        self._counts = {group: (each.zeros, each.nonzero, each.count) for group, each in self._stats.items()}
+        return bool(self.lowered)
 
     def prediction(self) -> Prediction:
         """Returns the prediction; reads all counts on the host."""
@@ -203,14 +232,17 @@ class RoundingTotals:
         module, kind = group
         stats = self._stats[group]
         zeros, saturated, signal, noise = total.read()
+        left_out = self._left_out.get(fmt, {}) if kind in GRADIENTS else {}
+        before = left_out.get(group, (0, 0, 0))
+        nonzero, count = stats.nonzero - before[1], stats.count - before[2]
         return Rounded(
             module=module,
             kind=kind,
             format=fmt.name,
             low=self._low[group],
             scale=self._scales[fmt] if kind in GRADIENTS else 1.0,
-            lost=max(zeros - stats.zeros, 0) / stats.nonzero if stats.nonzero else 0.0,
-            saturated=saturated / stats.count,
+            lost=max(zeros - (stats.zeros - before[0]), 0) / nonzero if nonzero else 0.0,
+            saturated=saturated / count if count else 0.0,
             snr_db=decibels(signal, noise),
             stats=stats,
         )
@@ -260,11 +292,21 @@ class _Sum:
                 self._saturated += values.numel() - values.isfinite().sum()
         return result
 
-    def weigh(self, values: Tensor, fmt: Format | None) -> None:
-        """Adds up the energy (sum of squares) of the values, and the energy of their rounding errors."""
-        if not math.isfinite(_largest(values)):
+    def weigh(self, values: Tensor, fmt: Format | None, *, about_mean: bool = False) -> None:
+        """Adds up the energy (sum of squares) of the values, and the energy of their rounding errors.
+
+        With `about_mean` the energy of what varies counts: of the values about their mean over all but the last
+        dimension, since an offset would hide the errors.
+        """
+        largest = _largest(values)
+        if not math.isfinite(largest):
             values = torch.where(values.isfinite(), values, 0.0)  # infinities of masks do not count as loss
-        self._signal += torch.linalg.vector_norm(values, dtype=torch.float64).square()
+        signal = torch.linalg.vector_norm(values, dtype=torch.float64).square()
+        if about_mean and values.dim() > 1:
+            varying = values.double() - values.flatten(0, -2).double().mean(0)
+            spread = varying.square().sum()
+            signal = spread if float(spread) > (_FLAT * largest) ** 2 * values.numel() else signal
+        self._signal += signal
         if fmt is not None:
             error = saturate(rounded(values, fmt), fmt) - values
             self._noise += torch.linalg.vector_norm(error, dtype=torch.float64).square()

@@ -72,7 +72,11 @@ class Setup:
 
 
 def check(
-    session: Session, closure: Callable[[], Any] | None = None, *, scaler: torch.amp.GradScaler | None = None
+    session: Session,
+    closure: Callable[[], Any] | None = None,
+    *,
+    scaler: torch.amp.GradScaler | None = None,
+    precision: bool = True,
 ) -> tuple[Finding, ...]:
     """Returns what would go wrong in a session, most severe first: places, evidence and, where known, cures.
 
@@ -80,6 +84,11 @@ def check(
     forward and backward, to find operations that fail and constants that vanish or overflow. To try an edit that may
     cure a failure, the closure is called again on a copy of the model. `scaler` is the gradient scaler that the loop
     uses, if any. Afterwards weights, gradients, buffers, random states and the loss scale are as before.
+
+    With `precision` the step is compared with the same step in fp32, on a copy of the model: a note says how far
+    outputs and gradients are off ("precision compared"). Where that is far more than rounding explains, the module and
+    the operation that lose it are found, and edits are tried, in at most 12 steps ("precision lost"). The closure must
+    use the same batch on every call.
 
     Raises:
         SessionError: the session is closed, the model is on the meta device, or the closure returns no scalar loss.
@@ -95,7 +104,7 @@ def check(
         raise SessionError(
             "the model is on the meta device, where no number can be read; move it with to_empty() first"
         )
-    traced, rounded = ([], set()) if closure is None else trace_step(session, closure)
+    traced, rounded = ([], set()) if closure is None else trace_step(session, closure, precision=precision)
     setup = Setup(
         plan=session.plan,
         parts=tuple(Part(uncompiled(formats.name), module, formats) for module, formats in session.modules()),

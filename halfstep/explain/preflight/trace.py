@@ -18,6 +18,7 @@ from halfstep.explain.diagnose.rehearsal import Rehearsal, rehearsing
 from halfstep.explain.diagnose.search import absorbed_findings, first_cure, works_under
 from halfstep.explain.diagnose.streams import Streams
 from halfstep.explain.diagnose.words import in_model, place_of, which_model
+from halfstep.explain.preflight.precision import Taken, outputs_of, precision_findings, take_step
 from halfstep.explain.tape.nonfinite import finite_range, unwrapped
 from halfstep.explain.tape.recorder import Note, OpRecorder
 from halfstep.explain.tape.schemas import tensors_of
@@ -61,30 +62,40 @@ class Failure:
     formats: tuple[str, ...] = ()  # of the operation's floating-point inputs
 
 
-def trace_step(session: Session, closure: Callable[[], Any]) -> tuple[list[Finding], set[int]]:
-    """Returns the findings of one forward and backward pass, and the ids of the weights that the pass casts to low."""
+def trace_step(session: Session, closure: Callable[[], Any], *, precision: bool) -> tuple[list[Finding], set[int]]:
+    """Returns the findings of one forward and backward pass, and the ids of the weights that the pass casts to low.
+
+    With `precision` the pass is compared with one in fp32.
+    """
     scale = session.last_step().scale
     with rehearsing(session, closure) as rehearsal:
         tracer = StepTracer(rehearsal.roots, rehearsal.plan)
-        with rehearsal.recording(tracer), Literals(tracer.look_at_literal):
-            failure, loss = _run(rehearsal, tracer, scale)
+        with outputs_of(rehearsal.roots) as taken, rehearsal.recording(tracer), Literals(tracer.look_at_literal):
+            failure, loss = _run(rehearsal, tracer, taken, scale)
         found = tracer.findings(rehearsal.roots)
         if failure is not None:
             found.append(_explained(rehearsal, failure))
         elif loss is not None:
             found += _of_results(rehearsal, loss)
-        found += absorbed_findings(rehearsal, tracer)  # last: it rewinds
+        comparable = precision and loss is not None and bool(loss.isfinite()) and rehearsal.plan.ops != "none"
+        if comparable and taken.overflowed and loss is not None:
+            take_step(rehearsal, loss, taken)
+        found += absorbed_findings(rehearsal, tracer)  # it rewinds
+        if comparable:
+            known = {each.place.partition(",")[0] for each in found if each.severity != "note"}
+            also = precision_findings(rehearsal, taken)
+            found += [each for each in also if each.severity == "note" or each.place.partition(",")[0] not in known]
     return found, tracer.rounded
 
 
-def _run(rehearsal: Rehearsal, tracer: StepTracer, scale: float) -> tuple[Failure | None, Tensor | None]:
+def _run(rehearsal: Rehearsal, tracer: StepTracer, taken: Taken, scale: float) -> tuple[Failure | None, Tensor | None]:
     try:
         loss = rehearsal.loss()
         tracer.trail.end([loss])
         if bool(torch.isfinite(loss)):
             lower = min(scale, FP16_LOSS_CEILING) if needs_scale(loss.dtype) else scale
             with rehearsal.gradients(loss, lower):
-                pass
+                taken.take_gradients(rehearsal)
     except SessionError:
         raise
     except Exception as error:  # whatever the model raises is what the check is for

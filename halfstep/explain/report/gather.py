@@ -10,7 +10,18 @@ from itertools import islice
 import numpy as np
 
 from halfstep.formats import Format
-from halfstep.records import UPDATE, UPDATE_LIMITS, Array, Limits, Observation, count_below, count_beyond, limits_of
+from halfstep.records import (
+    PRECISION,
+    SUSPECT,
+    UPDATE,
+    UPDATE_LIMITS,
+    Array,
+    Limits,
+    Observation,
+    count_below,
+    count_beyond,
+    limits_of,
+)
 
 NETWORK = "(the whole network)"
 MODEL = "(the model itself)"
@@ -65,13 +76,28 @@ class AbsorbedAt:
 
 
 @dataclass(frozen=True)
+class PrecisionOf:
+    """How far what a module returns was from the same call in fp32, in its spread, at some steps."""
+
+    module: str
+    steps: tuple[int, ...]
+    off_by: tuple[float, ...]
+
+    @property
+    def has_grown(self) -> bool:
+        """Whether it was no suspect at first, and is one at last."""
+        return self.off_by[0] <= SUSPECT < self.off_by[-1]
+
+
+@dataclass(frozen=True)
 class Gathered:
-    """The sums of a run's observations by kind of tensor, and its absorbed overflows."""
+    """The sums of a run's observations by kind of tensor, its absorbed overflows, and the precision of its modules."""
 
     low: Format
     columns: tuple[tuple[int, int], ...]  # the first and last step of each column of a heat map
     kinds: dict[str, Sums]
     absorbed: tuple[AbsorbedAt, ...] = ()
+    precision: tuple[PrecisionOf, ...] = ()
 
 
 def gather(
@@ -87,11 +113,15 @@ def gather(
     kinds: dict[str, Sums] = {}
     rows: dict[tuple[str, str], int] = {}
     absorbed: dict[tuple[str, str | None], list[Observation]] = {}
+    precision: dict[str, dict[int, float]] = {}
     for chunk in _chunks(observations):
         for seen in chunk:
-            if seen.absorbed is not None:
+            if seen.kind == PRECISION:
+                off = precision.setdefault(seen.module or MODEL, {})
+                off[seen.step] = max(seen.stats.rms, off.get(seen.step, 0.0))
+            elif seen.absorbed is not None:
                 absorbed.setdefault((seen.module, seen.absorbed.where or seen.absorbed.operator), []).append(seen)
-        chunk = [seen for seen in chunk if seen.absorbed is None]
+        chunk = [seen for seen in chunk if seen.absorbed is None and seen.kind != PRECISION]
         for kind in dict.fromkeys(seen.kind for seen in chunk):
             sums = kinds.setdefault(kind, Sums())
             part = [seen for seen in chunk if seen.kind == kind]
@@ -118,6 +148,7 @@ def gather(
         tuple((int(group[0]), int(group[-1])) for group in groups),
         kinds,
         tuple(AbsorbedAt(each[0], tuple(seen.step for seen in each)) for each in absorbed.values()),
+        tuple(PrecisionOf(module, tuple(off), tuple(off.values())) for module, off in precision.items()),
     )
 
 

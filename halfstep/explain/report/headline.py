@@ -13,12 +13,12 @@ import numpy as np
 import torch
 
 from halfstep.errors import FormatError
-from halfstep.explain.report.gather import MEASURES, Gathered, Sums
+from halfstep.explain.report.gather import MEASURES, Gathered, PrecisionOf, Sums
 from halfstep.explain.report.lines import Event
 from halfstep.explain.report.run import Run
 from halfstep.formats import as_format
 from halfstep.kinds import Kind
-from halfstep.records import UPDATE, Array, Finding, StepValues, Verdict, called
+from halfstep.records import COMPARED, SUSPECT, UPDATE, Array, Finding, StepValues, Verdict, called
 
 STREAK = 8  # skipped steps in a row that a loss scale which comes down does not explain
 OFTEN = 0.05  # of the steps after the first that was not skipped; to find its ceiling a dynamic scale skips 1 in 2,000
@@ -64,6 +64,15 @@ class _Course:
     def is_plain(self) -> bool:
         """Whether the plan leaves everything in fp32, as O0 does."""
         return self.plan.get("param") == "full" and self.plan.get("ops") == "none"
+
+    @property
+    def findings(self) -> list[Finding]:
+        return [event.record for event in self.run.events if isinstance(event.record, Finding)]
+
+    @property
+    def compared(self) -> bool:
+        """Whether precision was compared with fp32, by a check or by a probe."""
+        return bool(self.gathered.precision) or any(each.code == COMPARED for each in self.findings)
 
     @property
     def last(self) -> int:
@@ -120,9 +129,8 @@ def _without_steps(course: _Course) -> Headline | None:
     if course.verdicts:
         event = course.verdicts[-1]
         return Headline("bad", f"No step was logged: {_sentence(course, event)}", event)
-    findings = [event.record for event in course.run.events if isinstance(event.record, Finding)]
-    if findings:
-        grave = [each.severity for each in findings]
+    if course.findings:
+        grave = [each.severity for each in course.findings]
         tone = "bad" if "error" in grave else "warning" if "warning" in grave else "good"
         counted = [_count(grave.count(name), name) for name in ("error", "warning", "note") if name in grave]
         return Headline(tone, f"No step was logged: the check found {_list(counted)}")
@@ -196,6 +204,23 @@ def _absorbed(course: _Course) -> Headline | None:
     )
 
 
+def _imprecise(course: _Course) -> Headline | None:
+    """Returns the headline of a run whose precision a check, or a probe, found to be lost; None for others."""
+    judged = [each for each in course.findings if each.code in (Kind.PRECISION_LOST, COMPARED)]
+    if judged and judged[-1].code == Kind.PRECISION_LOST and judged[-1].severity != "note":
+        cure = judged[-1].advice.partition(", with which")[0]
+        return Headline("warning", f"Precision is lost in {judged[-1].place}: {cure}; {_skips(course)}")
+    grown = [each for each in course.gathered.precision if each.has_grown]
+    worst = max(grown, key=lambda each: each.off_by[-1], default=None)
+    return None if worst is None else Headline("warning", f"Precision is being lost: {_off(worst)}; {_skips(course)}")
+
+
+def _off(each: PrecisionOf) -> str:
+    first = f", {_percent(each.off_by[0])} at step {each.steps[0]:,}" if len(each.steps) > 1 else ""
+    far = f"off by {_percent(each.off_by[-1])} of its spread at step {each.steps[-1]:,}{first}"
+    return f"what {each.module} returns is {far}; halfstep.check tries what cures it"
+
+
 def _often_skipped(course: _Course) -> Headline | None:
     steps = list(course.run.steps)
     while steps and steps[0].skipped:  # a dynamic scale finds its place
@@ -259,7 +284,10 @@ def _ended(course: _Course) -> Headline:
     if process.error is not None:
         return Headline("bad", f"Ended by {process.error} at step {course.last:,}: {figures}", event)
     if process.closed:
-        return Headline("good", f"Healthy: {figures}", event)
+        if course.is_plain or course.compared:
+            return Headline("good", f"Healthy: {figures}", event)
+        well = "Few steps were skipped" if course.skipped else "No step was skipped and nothing overflowed"
+        return Headline("good", f"{well}; precision was not compared: {figures}", event)
     if course.now - process.end < max(QUIET, 20 * _pace(course.run.steps)):
         return Headline("good", f"Running, at step {course.last:,}: {figures}", event)
     return Headline("warning", f"Cut off after step {course.last:,} (the log has no end): until then {figures}", event)
@@ -267,7 +295,7 @@ def _ended(course: _Course) -> Headline:
 
 _RULES = (
     _without_steps, _stopped, _diverged, _stuck, _lives_at_floor, _absorbed, _often_skipped, _lost_updates,
-    _lost_values, _explained, _ended,
+    _lost_values, _imprecise, _explained, _ended,
 )  # fmt: skip
 
 
@@ -281,6 +309,9 @@ def _details(course: _Course, found: Headline) -> Iterator[str]:
             yield f"also, after step {event.step:,}: {_sentence(course, event)}"
         elif _is_calibration(course, event):
             yield f"a skip after step {event.step:,} was explained: the loss scale came down, as it should"
+    for each in course.gathered.precision:
+        if each.off_by[-1] > SUSPECT:
+            yield _off(each)
     for process in run.processes[1:]:
         first = process.first_step
         yield "resumed" + (f" at step {first:,}" if first is not None else ", without a step since")

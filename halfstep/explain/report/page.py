@@ -18,7 +18,7 @@ import torch
 from halfstep.edits import Edit, spell
 from halfstep.errors import HalfstepError, LogError
 from halfstep.explain.report.async_reader import COLUMNS
-from halfstep.explain.report.gather import FIRST, MEASURES, MODEL, AbsorbedAt, Gathered, Sums, gather
+from halfstep.explain.report.gather import FIRST, MEASURES, MODEL, AbsorbedAt, Gathered, PrecisionOf, Sums, gather
 from halfstep.explain.report.headline import GRADIENTS, Headline, headline
 from halfstep.explain.report.lines import Event
 from halfstep.explain.report.run import Run, shown
@@ -26,6 +26,7 @@ from halfstep.formats import FORMATS, FP16, NARROW, Format, as_format
 from halfstep.plan.io import from_dict
 from halfstep.records import (
     SEVERITIES,
+    SUSPECT,
     UPDATE,
     UPDATE_LIMITS,
     Array,
@@ -82,7 +83,7 @@ def page_of(run: Run, low: Format | torch.dtype | str | None = None, *, now: flo
         headline=found,
         facts=tuple(_facts(run, judge)),
         notes=run.notes,
-        rows=tuple(_rows(run, gathered.absorbed)),
+        rows=tuple(_rows(run, gathered)),
         charts=_charts(run, gathered, found),
     )
 
@@ -272,9 +273,10 @@ def _packed(values: npt.NDArray[Any], kind: str = "f8") -> str:
     return base64.b64encode(np.ascontiguousarray(values, dtype=f"<{kind}").tobytes()).decode()
 
 
-def _rows(run: Run, absorbed: Sequence[AbsorbedAt]) -> Iterator[TableRow]:
-    """Yields a table row for each verdict, finding and absorbed overflow, the most severe first."""
-    rows = [_absorbed(each, len(run.observed)) for each in absorbed]
+def _rows(run: Run, gathered: Gathered) -> Iterator[TableRow]:
+    """Yields a table row for each verdict, finding, absorbed overflow and imprecise module, the most severe first."""
+    rows = [_absorbed(each, len(run.observed)) for each in gathered.absorbed]
+    rows += [_imprecise(each) for each in gathered.precision if max(each.off_by) > SUSPECT]
     for event in run.events:
         record = event.record
         edit, advice = _parted(record.advice, record.cure)
@@ -292,6 +294,13 @@ def _absorbed(each: AbsorbedAt, observed: int) -> TableRow:
     found = absorbed_finding(each.first)
     evidence = f"{found.evidence}; in {len(each.steps):,} of {observed:,} observed steps"
     return TableRow(each.first.step, found.severity, found.code, found.place, evidence, found.advice, "")
+
+
+def _imprecise(each: PrecisionOf) -> TableRow:
+    shown = ", ".join(f"{off:.1%} at step {step:,}" for step, off in [*zip(each.steps, each.off_by, strict=True)][-6:])
+    severity, what = "warning" if each.has_grown else "note", f"returns what is off by, of its spread in fp32: {shown}"
+    advice = "halfstep.check(session, closure) tells whether it harms, and tries edits that cure it"
+    return TableRow(each.steps[-1], severity, "precision", each.module, what, advice, "")
 
 
 def _parted(advice: str, cure: Sequence[Edit]) -> tuple[str, str]:

@@ -20,7 +20,7 @@ from halfstep.records import TENSOR_KINDS, UPDATE, Observation
 from halfstep.train.kernels.stats import Updates
 from halfstep.train.probe.hooks import readable, undo_all
 from halfstep.train.probe.rows import Pending, check_sample
-from halfstep.train.probe.window import Overflows, Window, owned
+from halfstep.train.probe.window import Overflows, Shadows, Window, owned
 from halfstep.validate import near_miss, short
 
 LONGEST = 8  # consecutive steps that are observed until each optimizer has made one
@@ -61,8 +61,9 @@ class Probe(AbstractContextManager["Probe"]):
         sample: int | None,
         deliver: Sequence[Callable[[Observation], object]],
         absorbed: Overflows | None = None,
+        shadows: Shadows | None = None,
     ) -> None:
-        self._absorbed = absorbed
+        self._absorbed, self._shadows = absorbed, shadows
         self._modules, self._kinds, self._every, self._sample = modules, kinds, every, sample
         self._deliver = deliver
         self._waiting: deque[Pending] = deque()  # for `flush`
@@ -117,12 +118,12 @@ class Probe(AbstractContextManager["Probe"]):
     def _open(self) -> None:
         self._stepped.clear()
         self._looked = 0
-        self.window = Window(self._modules, self._kinds, self._sample, self.undo, self._absorbed)
+        self.window = Window(self._modules, self._kinds, self._sample, self.undo, self._absorbed, self._shadows)
 
     def _go_on(self) -> None:
         kinds = self._kinds - {"weight"}  # those of all were read at the first step
-        if kinds or self._absorbed:
-            self.window = Window(self._modules, kinds, self._sample, self.undo, self._absorbed)
+        if kinds or self._absorbed or self._shadows:
+            self.window = Window(self._modules, kinds, self._sample, self.undo, self._absorbed, self._shadows)
 
     def _keep(self, pending: Pending) -> None:
         if not len(pending):
@@ -264,7 +265,7 @@ class Probes:
         return [probe.window for probe in self._attached if probe.window is not None]
 
 
-def make_probe(
+def make_probe(  # noqa: PLR0913  # what `Session.observe` takes
     roots: Sequence[nn.Module],
     *,
     every: int,
@@ -273,13 +274,14 @@ def make_probe(
     sample: int | None,
     deliver: Sequence[Callable[[Observation], object]] = (),
     absorbed: Overflows | None = None,
+    shadows: Shadows | None = None,
 ) -> Probe:
     """Returns a probe on the modules that the patterns match and all modules inside them; see `Session.observe`."""
     whole = isinstance(every, int) and not isinstance(every, bool)
     if not whole or every < 1:
         raise ObserveError(f"every is {every!r}; pass an integer, 1 or more: every=10 observes one step in ten")
     check_sample(sample)
-    kinds = _kinds(tensors, may_be_none=absorbed is not None)
+    kinds = _kinds(tensors, may_be_none=bool(absorbed or shadows))
     chosen = _chosen(roots, _patterns(modules))
     parameters = owned(chosen).values()
     if UPDATE in kinds and any(p.device.type == "mps" for p, _, _ in parameters):
@@ -289,17 +291,19 @@ def make_probe(
             f"tensors is {sorted(kinds)}, but none of the {len(chosen)} modules that {modules!r} matches has a "
             "floating-point parameter; name other modules, or observe their activations"
         )
-    return Probe(chosen, kinds, every=every, sample=sample, deliver=deliver, absorbed=absorbed)
+    return Probe(chosen, kinds, every=every, sample=sample, deliver=deliver, absorbed=absorbed, shadows=shadows)
 
 
 def check_delivery(
-    log: Callable[[Observation], object] | None, absorbed: object
+    log: Callable[[Observation], object] | None, absorbed: object, precision: object
 ) -> list[Callable[[Observation], object]]:
-    """Returns the function `log` in a list, which is empty if it is None; also checks the switch `absorbed`."""
-    if not isinstance(absorbed, bool):
-        raise ObserveError(
-            f"absorbed is {short(absorbed)}; pass True to look for overflows that a later operation hides, or False"
-        )
+    """Returns the function `log` in a list, which is empty if it is None; also checks two switches."""
+    for name, given, what in (
+        ("absorbed", absorbed, "look for overflows that a later operation hides"),
+        ("precision", precision, "compare one module a step with fp32"),
+    ):
+        if not isinstance(given, bool):
+            raise ObserveError(f"{name} is {short(given)}; pass True to {what}, or False")
     if log is not None and not callable(log):
         raise ObserveError(f"log is {short(log)}; pass a function that is called with each Observation, or None")
     return [] if log is None else [log]

@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from halfstep.later import is_capturing
 from halfstep.modes import run_uncompiled
-from halfstep.records import UPDATE, Observation
+from halfstep.records import PRECISION, UPDATE, Observation
 from halfstep.torch_internals import parameters_of
 from halfstep.train.kernels.stats import Updates
 from halfstep.train.probe.hooks import Found, StepHooks, readable, undo_all
@@ -35,6 +35,10 @@ class OverflowWatch(Protocol):
 
 # Begins a watch: adds what ends it to the list, and returns it with the function that leaves the emulation's modes.
 Overflows = Callable[[list[Callable[[], None]]], tuple[OverflowWatch, Callable[[], None]]]
+Errors = Callable[[str, str, Tensor], None]  # takes a module, a place in its output, and the errors there
+# Begins to call one of some modules again in fp32, in the next forward: passes on the errors of its outputs, in their
+# spread, and adds what ends this to the list. Returns what switches it off and on.
+Shadows = Callable[[Mapping[str, nn.Module], Errors, list[Callable[[], None]]], Callable[[bool], None]]
 
 
 class Window:
@@ -50,6 +54,7 @@ class Window:
         sample: int | None,
         undo: list[Callable[[], None]],
         absorbed: Overflows | None = None,
+        shadows: Shadows | None = None,
     ) -> None:
         self.kinds = kinds
         self.hooks: StepHooks | None = None
@@ -71,6 +76,10 @@ class Window:
             self.hooks.put_on(modules)
         if absorbed is not None:
             self.watch, self._off_emulation = absorbed(undo)
+        self._shadow: Callable[[bool], None] | None = None
+        if shadows is not None:
+            undo.append(run_uncompiled())
+            self._shadow = shadows(modules, self._errors, undo)
 
     @cached_property
     def owners(self) -> Owners:
@@ -83,6 +92,8 @@ class Window:
             self.hooks.active = on
         if self.watch is not None:
             self.watch.on = on
+        if self._shadow is not None:
+            self._shadow(on)
 
     def close(self) -> None:
         """Detaches the window and leaves the modules as they were before."""
@@ -125,6 +136,9 @@ class Window:
             return
         owned = [self.owners.get(id(p)) for p in updates.params]
         self._rows.add_updates(updates, [owner and Subject(owner[1], UPDATE, owner[2]) for owner in owned])
+
+    def _errors(self, module: str, name: str, errors: Tensor) -> None:
+        self._add([(errors, Subject(module, PRECISION, name))])
 
     def _activations(self, module: str, found: Found) -> None:
         self._add([(t, Subject(module, "activation", place)) for place, t in found])

@@ -42,17 +42,21 @@ class Runtime:
         switch = self.casting.switch
         return switch is not None and torch.is_autocast_enabled(switch.marker)
 
-    def backward(self, loss: Tensor, scale: float | None) -> None:
-        """Runs the backward pass of a loss times `scale` (None: unscaled), as training would, and keeps the graph."""
+    def backward(self, loss: Tensor, scale: float | None) -> float:
+        """Runs the backward pass of a loss times `scale` (None: unscaled), as training would, and keeps the graph.
+
+        Returns the scale that the gradients carry: that of an fp16 loss cannot be as high as asked for.
+        """
         if scale is None:
             with self.casting.backward():
                 begin_pass(lambda: loss.backward(retain_graph=True))  # type: ignore[no-untyped-call]
-            return
+            return 1.0
         low_loss = needs_scale(loss.dtype) or self.scales.ceiling is not None  # one that a forward returned
         if low_loss and self.plan.scale.adapts:
             scale = min(scale, FP16_LOSS_CEILING)
         with self.casting.backward():
             begin_pass(lambda: (wide(loss) * scale).backward(retain_graph=True))  # type: ignore[no-untyped-call]
+        return scale
 
     @contextmanager
     def recording(self, recorder: TorchDispatchMode) -> Iterator[None]:

@@ -53,7 +53,7 @@ from halfstep.train.optim.masters import MasterStore
 from halfstep.train.optim.state import exact_state_loading, widen_states
 from halfstep.train.optim.steppers import make_stepper, needs_closure
 from halfstep.train.probe.probe import Probe, Probes, check_delivery, make_probe
-from halfstep.train.probe.window import Overflows
+from halfstep.train.probe.window import Overflows, Shadows
 from halfstep.train.processes.shards import local, own_number, reshard
 from halfstep.train.scale.accumulator import GradientAccumulator
 from halfstep.train.scale.buffers import BufferGuard
@@ -132,6 +132,7 @@ class Session:
         self.closed = False
         self.watchers: list[Watcher] = []
         self.overflows: Overflows | None = None  # for `observe(absorbed=True)`
+        self.shadows: Callable[[], Shadows] | None = None  # for `observe(precision=True)`
         self._decision = decision
         self._roots = roots
         self._sinks = tuple(sinks)
@@ -669,6 +670,7 @@ class Session:
         sample: int | None = None,
         log: Callable[[Observation], object] | None = None,
         absorbed: bool = False,
+        precision: bool = False,
     ) -> Probe:
         """Returns a probe that measures tensors of the model at the next step and then at every `every`-th step.
 
@@ -691,6 +693,10 @@ class Session:
                 forwards of a measured step and the losses after them. Each that a loss passed to the session depends on
                 is an observation of kind "absorbed". This waits for the device at each low result, and takes some 20
                 microseconds of Python for each operation.
+            precision: whether to call one module again in fp32 at each measured step, with the inputs that it got: the
+                modules take turns. What its outputs are off by, in units of their spread in fp32, is an observation of
+                kind "precision", whose `stats.rms` is below 0.02 where rounding alone explains it. This costs a copy of
+                the module and one of its forwards, and waits for nothing.
 
         Raises:
             ObserveError: a pattern matches no module, there is nothing to measure, or a setting is not allowed.
@@ -702,7 +708,7 @@ class Session:
                 "observe() needs session.step(), which this session does not run (inference, or an optimizer with a "
                 "closure); to measure one tensor use halfstep.measure(tensor)"
             )
-        deliver = [*check_delivery(log, absorbed), *([self.tell] if self._recorders else [])]
+        deliver = [*check_delivery(log, absorbed, precision), *([self.tell] if self._recorders else [])]
         probe = make_probe(
             self._roots,
             every=every,
@@ -711,6 +717,7 @@ class Session:
             sample=sample,
             deliver=deliver,
             absorbed=self.overflows if absorbed else None,
+            shadows=self.shadows() if precision and self.shadows else None,
         )
         self._probes.add(probe)
         return probe

@@ -1,0 +1,179 @@
+"""Finds the operation with which a module loses precision: compares a call in a low format with one in fp32."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from halfstep.explain.diagnose.shadow import Watch, is_comparable, ratio, worst_element
+from halfstep.explain.tape.recorder import Note, OpRecorder
+from halfstep.explain.tape.schemas import is_uninitialised, is_view, tensors_of, written
+from halfstep.formats import Format, as_format, is_low
+from halfstep.records import SUSPECT
+
+_KEPT = 2**26  # elements of results that are kept to be compared
+_SUMS = ("cumsum", "logcumsumexp")
+_ADDS = ("add", "sub", "rsub")
+_AGAIN = 16  # times that one line adds, from which it is a sum
+_CANCELS = 8.0  # times as large as its result are the values whose difference an operation takes
+_NONE = 1e-6  # a ratio below it is none
+
+_Key = tuple[str | None, str, int]  # the line, the operation, and which of its calls there
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The first operation of a module whose result was wrong: its name in torch, its line, and what it did."""
+
+    operator: str
+    line: str | None
+    said: str
+    ratio: float  # how far its result was off
+
+
+@dataclass(frozen=True, eq=False)
+class _Seen:
+    outputs: list[Tensor]
+    largest: float  # magnitude among its inputs; 0.0 if it had none
+    fmt: Format | None  # the low format among its inputs and results, if any
+
+
+class _Low(OpRecorder):
+    """Keeps the results of the operations of a call in a low format."""
+
+    def __init__(self, roots: Sequence[nn.Module]) -> None:
+        super().__init__(roots, examine=False)
+        self.begin()
+        self.on = False
+
+    def begin(self) -> None:
+        """Forgets what was kept."""
+        self.seen: dict[_Key, _Seen] = {}
+        self._keys = _Keys()
+        self._left = _KEPT
+
+    def after(self, note: Note, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        """Keeps a copy of the result."""
+        outputs = _results(func, args, kwargs, result)
+        self._left -= sum(t.numel() for t in outputs)
+        if not outputs or self._left < 0:
+            return
+        given = [t for t in tensors_of((args, kwargs)) if t.is_floating_point() and t.numel()]
+        low = next((t.dtype for t in (*outputs, *given) if is_low(t.dtype)), None)
+        self.seen[self._keys.of(self, note)] = _Seen(
+            [t.detach().clone() for t in outputs],
+            max((float(t.detach().abs().max()) for t in given), default=0.0),
+            None if low is None else as_format(low),
+        )
+
+
+class _Exact(OpRecorder):
+    """Compares the operations of the same call in fp32 with those that were kept."""
+
+    def __init__(self, roots: Sequence[nn.Module], low: _Low) -> None:
+        super().__init__(roots, examine=False)
+        self.found: Loss | None = None
+        self._low, self._keys = low, _Keys()
+
+    def __enter__(self) -> _Exact:
+        super().__enter__()
+        return self
+
+    def after(self, note: Note, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        """Compares the result, until one is found that is too far off."""
+        outputs = _results(func, args, kwargs, result)
+        if not outputs or (self.found is not None and self.found.ratio > SUSPECT):
+            return
+        key = self._keys.of(self, note)
+        seen = self._low.seen.pop(key, None)
+        if seen is None:
+            return
+        for low, exact in zip(seen.outputs, outputs, strict=False):
+            off = ratio(low, exact.detach()) if is_comparable(low, exact) else None
+            if off is not None and off > max(_NONE, 0.0 if self.found is None else self.found.ratio):
+                self.found = Loss(key[1], key[0], _said(key, seen, low, exact.detach()), off)
+
+
+class _Keys:
+    """Numbers the calls of each operation in each line."""
+
+    def __init__(self) -> None:
+        self._counts: dict[tuple[str | None, str], int] = {}
+
+    def of(self, recorder: OpRecorder, note: Note) -> _Key:
+        place = recorder.line(note), recorder.operator(note)
+        self._counts[place] = self._counts.get(place, 0) + 1
+        return (*place, self._counts[place])
+
+
+class LossFinder(Watch):
+    """Compares one call of each of some modules, by operation: `calls` says which call of which module.
+
+    `low` has to see the operations of the closure. `found` has what was found, by module.
+    """
+
+    def __init__(self, roots: Sequence[nn.Module], calls: Mapping[str, int]) -> None:
+        self._roots, self._calls = roots, calls
+        self.low = _Low(roots)
+        self.found: dict[str, Loss] = {}
+        self._now: str | None = None
+
+    def begin(self, name: str, number: int) -> None:
+        """Begins to keep what the operations of a call give, if it is one that is looked at."""
+        if self._calls.get(name) == number and self._now is None:
+            self._now, self.low.on = name, True
+            self.low.begin()
+
+    def end(self, name: str) -> None:
+        """Ends it."""
+        self.low.on = self.low.on and self._now != name
+
+    @contextmanager
+    def again(self, name: str, number: int) -> Iterator[None]:
+        """Compares the operations of the second call."""
+        if (self._now, self._calls.get(name)) != (name, number):
+            yield
+            return
+        with _Exact(self._roots, self.low) as exact:
+            yield
+        self._now = None
+        if exact.found is not None:
+            self.found[name] = exact.found
+
+
+def _results(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> list[Tensor]:
+    if is_view(func) or is_uninitialised(func):
+        return []
+    return [t for t in tensors_of(result) or written(func, args, kwargs) if t.numel()]
+
+
+def _said(key: _Key, seen: _Seen, low: Tensor, exact: Tensor) -> str:
+    """Returns how an operation loses precision, as the second half of a sentence that begins with its name."""
+    _, operator, number = key
+    got, want = worst_element(low, exact)
+    pair = f"{got:.6g} in place of {want:.6g}"
+    if not low.is_floating_point():
+        changed = f"{int((low != exact).sum()):,} of {low.numel():,} places"
+        return f"chooses otherwise than in fp32 in {changed}: {pair}, for one"
+    if seen.fmt is None:
+        return f"gets values that were rounded before, and gives {pair}"
+    made, name = float(low.detach().abs().max()), seen.fmt.name
+    if operator in _SUMS or (operator in _ADDS and number >= _AGAIN):
+        apart = f"{made:.4g}, where {name} has values {_spacing(made, seen.fmt):.3g} apart"
+        return f"adds terms that are too small for a sum of {apart}, and gives {pair}"
+    largest = max(seen.largest, made)
+    apart = f"which {name} has only every {_spacing(largest, seen.fmt):.3g}"
+    if operator in _ADDS and largest > _CANCELS * made:
+        return f"takes differences of values up to {largest:.6g}, {apart}, and gives {pair}"
+    verb = "computes with" if seen.largest else "makes"
+    return f"{verb} values up to {largest:.6g}, {apart}, and gives {pair}"
+
+
+def _spacing(value: float, fmt: Format) -> float:
+    """Returns the distance from a value to the next larger one in a format."""
+    return math.ldexp(fmt.eps, math.frexp(value)[1] - 1) if value else fmt.smallest_subnormal

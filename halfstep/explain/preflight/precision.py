@@ -1,0 +1,383 @@
+"""Compares one step under the plan with one in fp32, and finds the modules that lose precision without an overflow."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from halfstep.edits import FULL, Edit, OpChange, Policy, Rule, spell
+from halfstep.explain.diagnose.cures import FULL_OUT, edited, is_op, is_product, own_code, rules_on
+from halfstep.explain.diagnose.losses import Loss, LossFinder
+from halfstep.explain.diagnose.rehearsal import Rehearsal
+from halfstep.explain.diagnose.shadow import Again, Shadow, has_code, named_modules, off_by
+from halfstep.explain.diagnose.words import in_model, place_of, which_model
+from halfstep.kinds import Kind
+from halfstep.plan.levels import level
+from halfstep.plan.matching import first_device, unwrap
+from halfstep.plan.plan import Plan
+from halfstep.records import COMPARED, SUSPECT, Finding, called
+from halfstep.torch_internals import in_backward, is_out_of_memory, parameters_of, tree_leaves
+from halfstep.train.probe.hooks import dense
+from halfstep.validate import named
+
+OUTPUT = 0.1
+"""Of their spread: how far the outputs of a model may be from those in fp32."""
+GRADIENT = 0.2
+"""Of their norm: how far the gradients may be."""
+CERTAIN = 0.5
+"""Of their spread: an error of the outputs that is a fault, also where nothing was found that cures it."""
+GAIN = 3.0
+"""A cure divides the error by this at least."""
+_SCALE = 1024.0  # of fp16 gradients, where they overflow at the session's own loss scale
+_TRIALS = 4  # plans that are tried
+_FAINT = 0.03  # of its spread: what a module may be off by where none is a suspect
+_FAR = 10.0  # a ratio above it is not given in percent
+_MANY = 3  # modules of a class, all that there are, from which a rule names the class
+_PARTS = 4  # of a module, from which it is large
+_MODULES = 4  # in which the operation is looked for
+_SAME_BATCH = "make it use the same batch on every call"
+
+
+@dataclass(eq=False)
+class Taken:
+    """What a step made: the outputs of the outermost modules, and the gradients, which carry a loss scale."""
+
+    outputs: list[Tensor] = field(default_factory=list)
+    gradients: list[Tensor | None] = field(default_factory=list)
+    scale: float = 1.0
+
+    def take_gradients(self, rehearsal: Rehearsal) -> None:
+        """Keeps the gradients of the pass that just ran."""
+        self.scale = rehearsal.used_scale
+        self.gradients = [None if p.grad is None else dense(p.grad).detach().clone() for p in rehearsal.params]
+
+    @property
+    def overflowed(self) -> bool:
+        """Whether a gradient is not finite."""
+        return any(g is not None and not bool(g.isfinite().all()) for g in self.gradients)
+
+
+@dataclass(frozen=True)
+class Damage:
+    """How far a step is from the same step in fp32: its outputs, in their spread, and its gradients, in their norm."""
+
+    output: float
+    gradient: float | None  # None: they overflow
+
+    @property
+    def is_large(self) -> bool:
+        """Whether rounding alone does not explain it."""
+        return self.output > OUTPUT or (self.gradient or 0.0) > GRADIENT
+
+    def is_cured_by(self, trial: Damage, gain: float = GAIN) -> bool:
+        """Tells whether what is large is divided by `gain` in a trial."""
+        output = self.output > OUTPUT and trial.output < self.output / gain
+        wrong = self.gradient is not None and self.gradient > GRADIENT and trial.gradient is not None
+        return output or (wrong and (trial.gradient or 0.0) < (self.gradient or 0.0) / gain)
+
+    def __str__(self) -> str:
+        gradient = "gradients overflow" if self.gradient is None else f"gradients by {share(self.gradient)}"
+        return f"the model's outputs are off by {share(self.output)} of their spread, {gradient}"
+
+
+@contextmanager
+def outputs_of(roots: Sequence[nn.Module], *, inside: bool = False) -> Iterator[Taken]:
+    """Yields a `Taken` that gets what calls of the models return; with `inside`, of the outermost modules in them."""
+    taken, depth, handles = Taken(), [0], []
+
+    def before(module: nn.Module, args: Any) -> None:
+        depth[0] += not in_backward()
+
+    def after(module: nn.Module, args: Any, out: Any) -> None:
+        if in_backward():
+            return
+        depth[0] -= 1
+        if depth[0] == inside:
+            found = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+            taken.outputs += [leaf.detach().clone() for leaf in found]
+
+    modules = [*named_modules(roots).values()] if inside else [unwrap(root) for root in roots]
+    try:
+        for module in modules:
+            handles += [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
+        yield taken
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def take_step(rehearsal: Rehearsal, loss: Tensor, taken: Taken) -> None:
+    """Runs the backward pass of a loss and keeps its gradients; those that overflow in fp16 at a lower loss scale."""
+    for scale in (rehearsal.plan.scale.first, _SCALE):
+        with rehearsal.gradients(loss, scale):
+            taken.take_gradients(rehearsal)
+        if not taken.overflowed:
+            return
+
+
+def _damage(low: Taken, exact: Taken) -> Damage:
+    ratios = []
+    if len(low.outputs) == len(exact.outputs):
+        ratios = [r for a, b in zip(low.outputs, exact.outputs, strict=True) if (r := off_by(a, b)) is not None]
+    pairs = [(a, b) for a, b in zip(low.gradients, exact.gradients, strict=True) if a is not None and b is not None]
+    error = sum(float((a.double() / low.scale - b.double() / exact.scale).square().sum()) for a, b in pairs)
+    norm = sum(float((b.double() / exact.scale).square().sum()) for _, b in pairs)
+    gradient = math.sqrt(error / norm) if norm else 0.0
+    return Damage(max(ratios, default=0.0), gradient if math.isfinite(gradient) else None)
+
+
+def precision_findings(rehearsal: Rehearsal, low: Taken) -> list[Finding]:
+    """Returns what a rehearsal loses without an overflow, or a note of what was compared; `low` is a step that it made.
+
+    The same step in fp32 tells how far outputs and gradients are off. If they are, calls of modules are made again in
+    fp32 with their own inputs, and modules that give something else are suspects. A suspect becomes a finding if an
+    edit that keeps it in fp32, tried on copies, divides the error by 3.
+    """
+    check = _Check(rehearsal, low)
+    try:
+        return check.findings()
+    except StopIteration:
+        return [_not_compared(f"the closure ran out of batches; {_SAME_BATCH}")]
+    except Exception as error:  # whatever a model raises under another plan, or as a copy
+        if not is_out_of_memory(error):
+            return [_not_compared(f"a copy of the model cannot be made or run: {type(error).__name__}: {error}")]
+    return check.without_copies()
+
+
+class _Check:
+    """The precision check of one rehearsal."""
+
+    def __init__(self, rehearsal: Rehearsal, low: Taken) -> None:
+        self._rehearsal, self._low = rehearsal, low
+        self._plan, self._roots = rehearsal.plan, rehearsal.roots
+        self._modules = named_modules(rehearsal.roots)
+        self._unchecked: dict[str, str] = {}  # modules that could not be called again, and why
+        self._first: Loss | None = None  # where it begins, if nothing cures it
+        self._inside = False
+
+    def findings(self) -> list[Finding]:
+        exact = self._exact()
+        if not any(off_by(each, each) is not None for each in exact.outputs):  # such as a loss
+            self._inside = True
+            exact, self._low = self._exact(), self._step(None)
+        if not self._rehearsal.inputs.same:
+            return [_not_compared(f"the closure takes another batch each time; {_SAME_BATCH}")]
+        damage = _damage(self._low, exact)
+        if not damage.is_large:
+            return [_compared(damage, f"nothing to do: rounding alone may do {share(OUTPUT)} and {share(GRADIENT)}")]
+        noise = _damage(self._exact(), exact)
+        if not damage.is_cured_by(noise):
+            why = f"the model does not repeat even in fp32, where from one run to the next {noise}"
+            return [_compared(damage, f"{why}: what the format loses cannot be told from that")]
+        found = self._cured(damage, exact)
+        names = named(f"{place_of(name, None)} ({why})" for name, why in self._unchecked.items())
+        unchecked = [_not_compared(f"calls that could not be made again in fp32: {names}")] if names else []
+        return [*(found or [self._uncured(damage)]), *unchecked]
+
+    def _uncured(self, damage: Damage) -> Finding:
+        first = self._first
+        if damage.output <= CERTAIN or first is None:
+            return _compared(damage, "no edit that was tried divides this by 3; BatchNorm and small batches do this")
+        said = f"{called(first.operator)} {first.said}; {damage}"
+        advice = "compute this in fp32; no edit that was tried divides the error by 3"
+        return Finding("warning", Kind.PRECISION_LOST.value, place_of(None, first.line), said, advice)
+
+    def without_copies(self) -> list[Finding]:
+        """Returns the suspects alone, as notes, where there is no memory for a copy of the model."""
+        said = "there is no memory for a copy of the model on which to try an edit"
+        try:
+            suspects = self._suspects()
+        except Exception as error:
+            return [_not_compared(f"{said}, nor to call its modules again: {type(error).__name__}")]
+        place = [
+            Finding(
+                "note",
+                Kind.PRECISION_LOST.value,
+                place_of(name, None),
+                _own(again),
+                f"{said}; try Rule({name!r}, FULL)",
+            )
+            for name, again in suspects.items()
+        ]
+        return place or [_not_compared(f"{said}; no module alone is off by more than {share(SUSPECT)} of its spread")]
+
+    def _exact(self) -> Taken:
+        return self._step(level("O0", self._plan.low))
+
+    def _step(self, plan: Plan | None) -> Taken:
+        """Runs a step on copies under a plan; None: on the session's own models, under its own."""
+        self._rehearsal.rewind()
+        with outputs_of(self._roots, inside=self._inside) as taken:
+            if plan is None:
+                take_step(self._rehearsal, self._rehearsal.loss(), taken)
+            else:
+                with self._rehearsal.under(plan) as trial:
+                    take_step(trial, trial.loss(), taken)
+        return taken
+
+    def _cured(self, damage: Damage, exact: Taken) -> list[Finding]:
+        """Returns a finding with the first edits that leave no damage, else with the best that divide it by `GAIN`."""
+        suspects = self._suspects()
+        worst = sorted(suspects, key=lambda name: -(suspects[name].off_by() or 0.0))
+        losses = self._losses({name: suspects[name].number for name in worst[:_MODULES]})
+        tried: list[tuple[list[str], tuple[Edit, ...], Damage]] = []
+        waiting = self._candidates(worst, losses)
+        while len(tried) < _TRIALS and (candidate := next(waiting, None)) is not None:
+            names, edits = candidate
+            for _, plan in edited(self._plan, [edits] if edits else []):
+                trial = _damage(self._step(plan), exact)
+                tried.append((names, edits, trial))
+                if not trial.is_large:
+                    waiting = iter([(few, self._rules(few, FULL)) for few in self._fewer(names, edits)])
+        good = [each for each in tried if damage.is_cured_by(each[2])]
+        if not good:
+            self._first = next(iter(losses.values()), None)
+            return []
+        clean = [each for each in good if not each[2].is_large]
+        names, edits, after = (
+            min(clean, key=lambda each: len(each[0])) if clean else min(good, key=lambda e: e[2].output)
+        )
+        return [self._lost(names, suspects, losses, edits, (damage, after))]
+
+    def _candidates(
+        self, worst: Sequence[str], losses: Mapping[str, Loss]
+    ) -> Iterator[tuple[list[str], tuple[Edit, ...]]]:
+        """Yields modules and edits that may cure them, the smallest change first."""
+        operators = dict.fromkeys(loss.operator for loss in losses.values())
+        denied = tuple(OpChange("deny", each) for each in operators if is_op(each) and not is_product(each))
+        names = list(worst) or [self._root]
+        if not worst or any(self._is_large(name) for name in worst):
+            yield names, denied
+        if not worst:
+            yield from ((names, edits) for edits in own_code(self._plan, self._roots))
+            if self._plan.input == "low":
+                yield names, (Rule("", Policy(self._plan.param, "low", "full"), input="keep"),)
+            return
+        yield names, self._rules(names, FULL)
+        yield names, self._rules(names, FULL_OUT)
+        yield names, denied
+        around = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
+        yield around, self._rules([name for name in around if in_model(name)[1]], FULL_OUT)
+        yield from (([self._root], edits) for edits in own_code(self._plan, self._roots))
+
+    def _is_large(self, name: str) -> bool:
+        """Tells whether a module has most of the weights in several parts: to keep it full is nearly O0."""
+        own, trained = self._modules[name], self._rehearsal.params
+        parts = [part for part in own.modules() if part is not own and parameters_of(part)]
+        inside = sum(p.numel() for p in own.parameters())
+        return len(parts) >= _PARTS and 2 * inside > sum(p.numel() for p in trained)
+
+    def _rules(self, names: Iterable[str], policy: Policy) -> tuple[Edit, ...]:
+        names = list(names)
+        classes = Counter(type(self._modules[name]) for name in names)
+        whole = {
+            kind
+            for kind, count in classes.items()
+            if count >= _MANY and count == sum(type(each) is kind for each in self._modules.values())
+        }
+        if not self._plan.rules and len(self._roots) == 1 and whole == set(classes):
+            return tuple(Rule(f"type:{kind.__name__}", policy) for kind in classes)
+        rules = (rule for name in names for rule in rules_on(in_model(name)[1], policy, self._plan, self._roots))
+        return tuple(dict.fromkeys(rules))
+
+    def _fewer(self, names: Sequence[str], edits: tuple[Edit, ...]) -> list[list[str]]:
+        """Returns fewer modules that may be enough, where rules on several cured the damage: one, and each class."""
+        classes: dict[type, list[str]] = {}
+        for name in names:
+            classes.setdefault(type(self._modules[name]), []).append(name)
+        several = len(names) > 1 and all(isinstance(edit, Rule) and edit.pattern for edit in edits)
+        return [list(names[:1]), *(each for each in classes.values() if 1 < len(each) < len(names))] if several else []
+
+    @property
+    def _root(self) -> str:
+        return next(iter(self._modules))
+
+    def _suspects(self) -> dict[str, Again]:
+        """Returns the worst call of each innermost module whose results are far from those of the same call in fp32."""
+        found: dict[str, tuple[float, Again]] = {}
+
+        def tell(again: Again) -> None:
+            off = again.off_by()
+            if off is None:
+                self._unchecked.setdefault(again.module, "nothing that it returns can be compared")
+            elif off > max(_FAINT, found[again.module][0] if again.module in found else 0.0):
+                found[again.module] = off, again
+
+        outermost = {id(unwrap(root)) for root in self._roots}
+        parts = ((name, module) for name, module in self._modules.items() if id(module) not in outermost)
+        self._forward([name for name, module in parts if has_code(module)], tell)
+        clear = {name for name, (off, _) in found.items() if off > SUSPECT}
+        names = clear or sorted(found, key=lambda name: -found[name][0])[:1]
+        return {name: found[name][1] for name in names if not any(other.startswith(f"{name}.") for other in names)}
+
+    def _losses(self, calls: Mapping[str, int]) -> dict[str, Loss]:
+        """Returns for one call of each module (none: of the model) the first operation that went wrong."""
+        finder = LossFinder(self._roots, calls or {self._root: 1})
+        self._forward([*(calls or [self._root])], lambda again: None, finder)
+        return finder.found
+
+    def _forward(self, names: Sequence[str], tell: Callable[[Again], None], finder: LossFinder | None = None) -> None:
+        """Runs the closure without a backward pass, with calls of modules made again in fp32."""
+        modules = {name: self._modules[name] for name in names}
+        shadow = Shadow(modules, tell, self._fail, device_type=first_device(self._roots).type, watch=finder)
+        self._rehearsal.rewind()
+        with ExitStack() as stack:
+            stack.callback(shadow.put_on())
+            if finder is not None:
+                stack.enter_context(self._rehearsal.recording(finder.low))
+            self._rehearsal.loss()
+
+    def _fail(self, name: str, error: Exception) -> None:
+        said = str(error).partition("\n")[0]
+        self._unchecked.setdefault(name, f"{type(error).__name__}{said and ': '}{said}")
+
+    def _lost(
+        self,
+        names: Sequence[str],
+        suspects: Mapping[str, Again],
+        losses: Mapping[str, Loss],
+        edits: tuple[Edit, ...],
+        errors: tuple[Damage, Damage],
+    ) -> Finding:
+        before, after = errors
+        first = max((n for n in suspects if n in names), key=lambda n: suspects[n].off_by() or 0.0, default=names[0])
+        loss = losses.get(first) or next(iter(losses.values()), None)
+        said = [] if loss is None else [f"{called(loss.operator)} {loss.said}"]
+        said += [_own(suspects[first])] if first in suspects else []
+        others = [place_of(name, None) for name in names if name != first]
+        said += [f"likewise {named(others)}"] if others else []
+        return Finding(
+            "warning",
+            Kind.PRECISION_LOST.value,
+            place_of(first, None if loss is None else loss.line),
+            f"{'; '.join(said)}; {before}{which_model(first)}",
+            f"{spell(edits)}, with which {after}",
+            edits,
+        )
+
+
+def _own(again: Again) -> str:
+    got, want = again.worst()
+    off = share(again.off_by() or 0.0)
+    return f"what the module returns is off by {off} of its spread, at worst {got:.6g} in place of {want:.6g}"
+
+
+def share(ratio: float) -> str:
+    """Returns a ratio in percent, with as many digits as say something."""
+    if ratio > _FAR:
+        return f"over {_FAR:.0%}"
+    return f"{ratio:.0%}" if ratio >= OUTPUT else f"{ratio:.1%}" if ratio >= 1e-3 else "under 0.1%"
+
+
+def _compared(damage: Damage, advice: str) -> Finding:
+    return Finding("note", COMPARED, "(model)", f"against the same step in fp32, {damage}", advice)
+
+
+def _not_compared(why: str) -> Finding:
+    return Finding("note", "precision not compared", "(model)", why, "see docs/diagnosis.md for what can be compared")
