@@ -64,9 +64,8 @@ def _as_torch() -> dict[str, Action]:
     names = {name for row in ROWS for name in row.overloads}
     stock = {name: stock_action(name, "cpu") for name in names}
     composite = {name for name in names if stock[name] is None and name.partition(".")[0] in EMULATED}
-    return {name: action for name, action in stock.items() if action is not None} | {
-        name: BY_CALL.get(name, "low") for name in composite
-    }
+    low: dict[str, Action] = {name: BY_CALL.get(name, "low") for name in composite}
+    return {name: action for name, action in stock.items() if action is not None} | low
 
 
 class autocast(OpenAutocast):

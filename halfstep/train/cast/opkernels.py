@@ -12,6 +12,7 @@ import operator
 import warnings
 from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import combinations
 from types import BuiltinFunctionType
 from typing import Any
 
@@ -228,8 +229,7 @@ def contracts(equation: str) -> bool:
     [True, True, False, False, False, False]
     """
     given, arrow, kept = equation.replace(" ", "").replace("...", ".").partition("->")
-    operands = given.split(",")
-    shared = {i for n, one in enumerate(operands) for i in one for other in operands[n + 1 :] if i in other}
+    shared = {i for one, other in combinations(given.split(","), 2) for i in one if i in other}
     return not shared.issubset(kept if arrow else ".")
 
 
