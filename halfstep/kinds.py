@@ -45,6 +45,8 @@ class Kind(str, Enum):
         (),
         ("weight",),
     )
+    # an error that low results of operations lead to, though all are finite
+    ERROR = "error", "what {operator} in {place} gives in {format} leads to an error{backward}", "", ("format",)
     # left from an earlier step
     STALE_GRADIENTS = (
         "stale gradients",

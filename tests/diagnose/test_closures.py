@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 import halfstep
-from halfstep import FULL, Rule, SessionError
+from halfstep import FULL, OpChange, Rule, SessionError
 from halfstep.explain.diagnose.cures import FULL_OUT
 from tests.contracts.cases import backward_and_step, differing, snapshot
-from tests.diagnose.closures import LABELS, opened, tower, verdict_on
+from tests.diagnose.closures import LABELS, cross_entropy, opened, tower, verdict_on
 from tests.diagnose.faults.hosts import Cnn, Stacked, rows
 from tests.diagnose.faults.plants import Gain
 
@@ -218,6 +218,90 @@ def test_a_closure_that_raises_for_another_reason_raises_as_ever():
 
     with pytest.raises(ValueError, match="mine"):
         verdict_on(Cnn(Bounded()), loss=loss)
+
+
+def test_an_error_that_does_not_come_again_is_raised():
+    calls = itertools.count()
+
+    def loss(model, inputs):
+        if next(calls) == 0:
+            raise ValueError(f"once, of {model(inputs)[0, 0]}")
+        return cross_entropy(model, inputs)
+
+    with pytest.raises(ValueError, match="once"):
+        verdict_on(Cnn(nn.Identity()), loss=loss)
+
+
+class Factored(nn.Module):
+    """Factors a product of low rank, which its rounding makes indefinite."""
+
+    def __init__(self):
+        super().__init__()
+        self.f = nn.Linear(16, 8)
+
+    def forward(self, x):
+        z = self.f(x)
+        factor = torch.linalg.cholesky((z @ z.T).float() + 1e-4 * torch.eye(16))
+        return factor.diagonal().log().sum() * -1e-3
+
+
+class Policy(nn.Module):
+    """Its scales are 0 in fp16 alone, which torch.distributions refuses."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean, self.log_std = nn.Linear(16, 2), nn.Linear(16, 2)
+
+    def forward(self, x):
+        scale = torch.exp(self.log_std(x) * 0.1 - 18)
+        return torch.distributions.Normal(self.mean(x), scale, validate_args=True).mean.square().mean()
+
+
+class Split(nn.Module):
+    """A module rounds what another one refuses."""
+
+    class Product(nn.Linear):
+        def forward(self, x):
+            z = super().forward(x)
+            return z @ z.T
+
+    def __init__(self):
+        super().__init__()
+        self.product = self.Product(16, 8)
+
+    def forward(self, x):
+        return torch.linalg.cholesky(self.product(x).float() + 1e-4 * torch.eye(16)).diagonal().log().sum() * -1e-3
+
+
+@pytest.mark.parametrize(
+    ("make", "low", "within", "operator", "cure"),
+    [
+        (Factored, "bf16", False, "matmul", (OpChange("deny", "matmul"),)),
+        (Factored, "bf16", True, "linalg_cholesky", (Rule("0", FULL),)),
+        (Policy, "fp16", False, "exp", (OpChange("deny", "exp"),)),
+        (Policy, "fp16", True, "exp", (Rule("0", FULL),)),
+        (Split, "bf16", False, "linalg_cholesky", (Rule("product", FULL),)),
+    ],
+)
+def test_an_error_that_low_numbers_lead_to_gets_a_verdict_with_an_edit_that_was_tried(
+    make, low, within, operator, cure
+):
+    torch.manual_seed(0)
+    model, x = make(), torch.randn(16, 16)
+    model = nn.Sequential(model) if within else model
+    session = opened(model, "O2", low)
+    before = snapshot(model, session.optimizers[0], session)
+    verdict = halfstep.blame(session, lambda: model(x))
+    assert (verdict.kind, verdict.module, verdict.operator) == ("error", "0" if within else "", operator)
+    assert "test_closures.py" in verdict.where
+    assert verdict.cure == cure
+    assert "the closure raised " in verdict.evidence
+    assert "tried: the closure's loss is then" in verdict.advice
+    assert differing(before, snapshot(model, session.optimizers[0], session)) == []
+    (error,) = (found for found in halfstep.check(session, lambda: model(x)) if found.severity == "error")
+    assert error.cure == cure
+    session = halfstep.initialize(model, session.optimizers[0], session.plan.edit(*verdict.cure))
+    assert not backward_and_step(session, model(x)).skipped
 
 
 class Remembering(nn.Module):

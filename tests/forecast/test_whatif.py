@@ -645,7 +645,7 @@ def test_a_backward_pass_that_cannot_run_twice_is_a_clear_error():
     assert model.weight.grad is None
 
 
-def test_a_step_that_fails_under_the_plan_is_a_clear_error_and_the_cured_plan_predicts():
+def test_a_step_that_fails_under_the_plan_is_a_finding_and_the_cured_plan_is_predicted():
     class Judged(nn.Linear):
         def forward(self, x):
             return nn.functional.binary_cross_entropy(torch.sigmoid(super().forward(x)), torch.ones(4, 2).to(x.dtype))
@@ -655,11 +655,23 @@ def test_a_step_that_fails_under_the_plan_is_a_clear_error_and_the_cured_plan_pr
     def closure():
         return model(torch.ones(4, 8))
 
-    with pytest.raises(SessionError, match=r"a step under O2 in bf16 fails; .*halfstep\.check.*OpError"):
-        halfstep.whatif(closure, model, ("fp16",))
+    cure = halfstep.OpChange("deny", "binary_cross_entropy")
+    found = halfstep.whatif(closure, model, ("fp16",))
     assert model.weight.dtype is torch.float32
-    plan = halfstep.level("O2", "fp16").edit(halfstep.OpChange("deny", "binary_cross_entropy"))
-    assert halfstep.whatif(closure, model, ("fp16",), plan=plan).scale("fp16").largest > 1
+    failed, *_ = found.stay_full["fp16"]
+    assert (failed.code, failed.cure) == ("BCE on low inputs", (cure,))
+    again = halfstep.whatif(closure, model, ("fp16",), plan=halfstep.level("O2", "fp16").edit(cure))
+    assert found.scales == again.scales
+    assert found.stay_full["fp16"][1:] == again.stay_full["fp16"]
+
+
+def test_a_step_that_fails_in_fp32_too_is_a_clear_error():
+    def closure():
+        raise ValueError(f"no batch for {model(torch.ones(4, 8)).sum()}")
+
+    model = nn.Linear(8, 2)
+    with pytest.raises(SessionError, match=r"a step under O2 in bf16 fails; .*halfstep\.check.*ValueError: no batch"):
+        halfstep.whatif(closure, model, ("fp16",))
 
 
 def test_a_model_in_a_session_is_refused_and_stays_in_it():

@@ -232,6 +232,8 @@ def test_what_a_checkpoint_runs_again_is_forward(reentrant):
         (lambda x: nn.functional.conv1d(x[None], x[:, :, None]), "conv1d"),
         (lambda x: nn.functional.conv_transpose2d(x[None, None], x[None, None]), "conv_transpose2d"),
         (lambda x: nn.functional.cross_entropy(x, torch.tensor([0, 1])), "cross_entropy"),
+        (torch.logdet, "logdet"),
+        (lambda x: torch.linalg.slogdet(x)[1], "linalg_slogdet"),
         (lambda x: x.half(), "to"),
     ],
 )

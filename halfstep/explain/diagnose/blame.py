@@ -88,6 +88,8 @@ def _verdict(rehearsal: Rehearsal, last: StepFacts, tell: Callable[[Finding], No
         verdict = _try_cures(rehearsal, replace(run, found=found), scale)
         if verdict is not None and _fails_again(rehearsal, run.scale, found):  # else it may have run on another batch
             return verdict
+    if found.kind is Kind.ERROR and found.raised is not None:
+        raise found.raised
     found = replace(found, repeats=False, untried=_NO_REPEAT)
     return say(found, plan, untried_cure(plan, found, rehearsal.roots), scale=run.scale)
 

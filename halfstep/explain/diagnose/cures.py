@@ -8,10 +8,11 @@ from dataclasses import replace
 from torch import nn
 
 from halfstep.edits import FULL, Edit, OpChange, Policy, Rule, Scaling
-from halfstep.errors import PlanError
+from halfstep.errors import OpError, PlanError
 from halfstep.explain.diagnose.diagnosis import Diagnosis
+from halfstep.kinds import Kind
 from halfstep.plan.matching import find_sites, norm_kind, together, uncompiled, unwrap
-from halfstep.plan.optable import ROWS, ListedOp, find
+from halfstep.plan.optable import REFUSED, ROWS, ListedOp, find
 from halfstep.plan.plan import Plan
 from halfstep.records import AFTER_BACKWARD
 
@@ -20,6 +21,7 @@ WHOLE: tuple[Edit, ...] = (Rule("", FULL),)
 _WAY_DOWN = 2.0**12  # how far below the estimate for one operation the later ones may need the scale
 _ROOM = 4.0  # a constant scale is set this factor below the largest that passes: gradients grow
 _BY_OP = ("deny",)  # running ops of these categories full everywhere costs little
+_MOST = 16  # edits for one error
 
 
 def candidates(plan: Plan, found: Diagnosis, roots: Sequence[nn.Module]) -> list[tuple[Edit, ...]]:
@@ -31,6 +33,19 @@ def candidates(plan: Plan, found: Diagnosis, roots: Sequence[nn.Module]) -> list
         edits.append((OpChange("deny", found.operator),))
     edits += rules_around(found.module, plan, roots)
     return [*edits, WHOLE] if found.module is not None else edits
+
+
+def candidates_of_error(plan: Plan, found: Diagnosis, roots: Sequence[nn.Module]) -> list[tuple[Edit, ...]]:
+    """Returns edits that may cure an error: of what raised it, of modules around, of the low results that led there."""
+    if plan.ops == "none":
+        return []
+    changes = [OpChange("deny", op) for op in REFUSED if isinstance(found.raised, OpError)]
+    if is_op(found.operator):
+        changes += [OpChange("promote", found.operator), OpChange("deny", found.operator)]
+    edits: list[tuple[Edit, ...]] = [*((change,) for change in changes), *rules_around(found.module, plan, roots)]
+    for operator, module, _ in found.behind:
+        edits += rules_around(module, plan, roots) or [(OpChange("deny", operator),)] * is_op(operator)
+    return list(dict.fromkeys(edits))[:_MOST]
 
 
 def rules_around(module: str | None, plan: Plan, roots: Sequence[nn.Module]) -> list[tuple[Edit, ...]]:
@@ -62,11 +77,12 @@ def edited(plan: Plan, candidates: Iterable[tuple[Edit, ...]]) -> Iterator[tuple
 
 def narrow_candidates(plan: Plan, found: Diagnosis, roots: Sequence[nn.Module]) -> list[tuple[Edit, ...]]:
     """Returns edits that may cure a failure and leave part of the model low."""
-    if found.module is None:
+    if found.module is None and found.kind is not Kind.ERROR:
         in_forward = found.may_be_format and found.phase != AFTER_BACKWARD
         known = plan.ops != "none" and in_forward and _is_cheap(found.operator)
         return [(OpChange("deny", found.operator),)] if known else []
-    narrow = [edits for edits in candidates(plan, found, roots) if edits != WHOLE]
+    every = (candidates_of_error if found.kind is Kind.ERROR else candidates)(plan, found, roots)
+    narrow = [edits for edits in every if edits != WHOLE]
     own = found.may_be_format and _upwards(found.module) == [""]
     return [*narrow, *(own_code(plan, roots) if own else [])]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from traceback import walk_tb
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +13,12 @@ from torch import Tensor, nn
 from halfstep.explain.diagnose.growth import Growth
 from halfstep.explain.tape.nonfinite import nonfinite
 from halfstep.explain.tape.recorder import OTHERS, OWN, Leaf, Note, OpRecorder
+from halfstep.explain.tape.schemas import tensors_of
 from halfstep.formats import FP32, LOW_FORMATS, Format
 from halfstep.kinds import Kind
 from halfstep.plan.plan import Plan
 from halfstep.records import OpCall
+from halfstep.torch_internals import sequence_number
 
 NORMALISERS = ("softmax", "log_softmax", "scaled_dot_product_attention", "cross_entropy")
 _GROWN = 1e3  # times the first loss: a loss above that has diverged
@@ -51,7 +54,7 @@ def last_origin(recorder: OpRecorder) -> Origin | None:
     return None if last is None else _earliest(recorder, reached_from([last]))
 
 
-def reached_from(notes: Iterable[Note]) -> list[Note]:
+def reached_from(notes: Iterable[Note], before: str = "parents") -> list[Note]:
     """Returns these operations and all that their non-finite values came from, in the order in which they ran."""
     found: dict[int, Note] = {}
     waiting = list(notes)
@@ -59,7 +62,7 @@ def reached_from(notes: Iterable[Note]) -> list[Note]:
         note = waiting.pop()
         if note.index not in found:
             found[note.index] = note
-            waiting += note.parents
+            waiting += filter(None, getattr(note, before))
     return [found[index] for index in sorted(found)]
 
 
@@ -119,6 +122,8 @@ class Diagnosis:
     tried: bool = False  # the closure could be run on a copy; if not, `untried` says why
     untried: str = ""
     raised: Exception | None = None  # by the closure, which returned no loss
+    formats: tuple[str, ...] = ()  # of what the operation that raised it was given
+    behind: tuple[tuple[str, str | None, str | None], ...] = ()  # low results that led there: operators, modules, lines
     full: Diagnosis | None = None  # how the closure failed in fp32, if it did
     full_loss: float | None = None  # the loss in fp32
     cured_loss: float | None = None  # the loss under the cure; None: no edit that was tried cures it
@@ -222,6 +227,36 @@ def diagnose(recorder: OpRecorder, origin: Origin, plan: Plan, full: Callable[[n
     )
 
 
+def of_error(recorder: OpRecorder, error: Exception, low: Format) -> Diagnosis:
+    """Returns the diagnosis of an error: the operation that raised it, or the line and module in its traceback."""
+    notes = recorder.notes
+    frames = [frame for frame, _ in walk_tb(error.__traceback__) if frame.f_code is OpRecorder.run.__code__]
+    note = notes[-1] if notes else None
+    phase = "backward" if notes and notes[-1].phase == "backward" else "forward"
+    at = recorder.locator.of_error(error.__traceback__)
+    found = Diagnosis(Kind.ERROR, at.module, "", phase, at.line, raised=error)
+    if frames:  # an operation raised it
+        run = frames[-1].f_locals
+        note = run["note"]
+        given = (str(t.dtype) for t in tensors_of((run["args"], run["kwargs"])) if t.is_floating_point())
+        formats = tuple(each.removeprefix("torch.") for each in given)
+        found = replace(found, module=note.module, operator=recorder.operator(note), formats=formats)
+        found = replace(found, phase=note.phase, line=recorder.line(note))
+    elif phase == "backward" and at.module is None:  # if no node raised it, the engine did after the last operation
+        made = (recorder.made_node(_node_of(error)) or notes)[-1]
+        found = replace(found, module=made.module, line=at.line or recorder.line(made))
+    behind = () if note is None else (each for each in _sources(note) if each.dtype is low.dtype)
+    led = ((recorder.operator(each), each.module, recorder.line(each)) for each in behind)
+    return replace(found, behind=tuple(dict.fromkeys(led)))
+
+
+def _node_of(error: Exception) -> int:
+    """Returns the number of the custom autograd node whose backward raised an error; -1 if there is none."""
+    held = (frame.f_locals.get("ctx") for frame, _ in walk_tb(error.__traceback__))
+    nodes = [each for each in held if isinstance(each, torch.autograd.function.BackwardCFunction)]
+    return sequence_number(nodes[-1]) if nodes else -1
+
+
 def _of_leaf(recorder: OpRecorder, note: Note | None, leaf: Leaf, full: Callable[[nn.Parameter], Tensor]) -> Diagnosis:
     if leaf.kind == "gradient":
         return Diagnosis.stale([leaf.name])
@@ -290,14 +325,12 @@ def _place(note: Note) -> tuple[str, str | None, str | None, str]:
 
 def _comes_from(note: Note, place: tuple[str, str | None, str | None, str]) -> bool:
     """Tells whether an operation depends on the result of an earlier one at `place` (name, module, line, phase)."""
-    waiting, seen = [note], {note.index}
-    while waiting:
-        sources = [each for each in waiting.pop().sources if each is not None and each.index not in seen]
-        if any(_place(each) == place for each in sources):
-            return True
-        seen.update(each.index for each in sources)
-        waiting += sources
-    return False
+    return any(_place(each) == place for each in _sources(note))
+
+
+def _sources(note: Note) -> list[Note]:
+    """Returns all operations that an operation's arguments came from, the latest first."""
+    return [each for each in reversed(reached_from([note], "sources")) if each is not note]
 
 
 def _format(note: Note) -> Format | None:

@@ -22,13 +22,14 @@ from halfstep.explain.diagnose.cures import (
     rules_around,
     with_edits,
 )
-from halfstep.explain.diagnose.diagnosis import Diagnosis, diagnose, find_origin, last_origin
+from halfstep.explain.diagnose.diagnosis import Diagnosis, diagnose, find_origin, last_origin, of_error
 from halfstep.explain.diagnose.rehearsal import Rehearsal
 from halfstep.explain.diagnose.words import place_of, which_model
 from halfstep.explain.tape.absorbed import Absorbed
 from halfstep.explain.tape.nonfinite import finite_range, nonfinite
 from halfstep.explain.tape.recorder import Note, OpRecorder
 from halfstep.formats import Format
+from halfstep.kinds import Kind
 from halfstep.plan.plan import Plan
 from halfstep.records import Finding
 
@@ -99,10 +100,10 @@ def first_run(rehearsal: Rehearsal, scale: float, *, least: float = 1.0, recorde
 
 
 def _before(rehearsal: Rehearsal, recorder: OpRecorder, error: Exception) -> Diagnosis:
-    """Returns the diagnosis of the last non-finite value before the closure raised `error`."""
+    """Returns the diagnosis of the last non-finite value before the closure raised `error`, or of the error itself."""
     origin = last_origin(recorder)
     if origin is None:
-        raise error
+        return of_error(recorder, error, rehearsal.plan.low)
     return replace(diagnose(recorder, origin, rehearsal.plan, rehearsal.full), raised=error)
 
 
@@ -228,6 +229,8 @@ def tried(rehearsal: Rehearsal, plan: Plan, scale: float) -> Run | str:
                 at = min(max(scale, _OF_FLOOR * scaling.min), scaling.max)
             recorder = CastRecorder(trial.roots, plan.low)
             run = first_run(trial, at, least=least, recorder=recorder)
+            if run.found is not None and run.found.kind is Kind.ERROR and run.found.raised is not None:
+                raise run.found.raised
             if run.lower is not None:  # a scale that will come down cures it by itself
                 run = replace(run, found=None)
             passes = at if run.lower is None else run.lower

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from halfstep.edits import Edit, Rule, spell
+from halfstep.edits import Edit, OpChange, Rule, spell
 from halfstep.explain.diagnose.diagnosis import NORMALISERS, Diagnosis
 from halfstep.explain.tape.recorder import OTHERS, OWN, Note
 from halfstep.formats import FP32, LOW_FORMATS
 from halfstep.kinds import Kind
 from halfstep.plan.plan import Plan
 from halfstep.records import AFTER_BACKWARD, OpCall, Verdict, called, module_words
+from halfstep.train.cast.gate import INSIDE
 
+_HINT = re.compile(rf" \(\w+: {re.escape(INSIDE)}\)")  # to make a check
 _BUFFER = (
     "if this buffer was computed from counts (1 / count), use 0 where a count is 0; if training updates it (running "
     "statistics), load the last checkpoint in which it is finite"
@@ -59,6 +62,7 @@ def of_another(processes: Sequence[int]) -> Verdict:
 
 def say(found: Diagnosis, plan: Plan | None, cure: Sequence[Edit], *, scale: float) -> Verdict:
     """Returns the verdict on a failure at a loss scale under a plan; `cure` has the edits that cure it."""
+    found = _where_it_began(found, cure) if found.kind is Kind.ERROR else found
     assert found.kind is not None  # nothing is said of what was not seen
     return Verdict(
         module=in_model(found.module)[1],
@@ -74,9 +78,24 @@ def say(found: Diagnosis, plan: Plan | None, cure: Sequence[Edit], *, scale: flo
     )
 
 
+def _where_it_began(found: Diagnosis, cure: Sequence[Edit]) -> Diagnosis:
+    """Returns the diagnosis of an error at the low result that the cure changes; at the last if no operation raised."""
+    changed = [edit.op for edit in cure if isinstance(edit, OpChange)]
+    at = next((each for each in found.behind if each[0] in changed or not (changed or found.operator)), None)
+    if at is None:
+        return found if found.operator else replace(found, operator="forward")
+    return replace(found, operator=at[0], module=at[1], line=at[2])
+
+
+def error_words(error: Exception | None) -> str:
+    """Returns an error's class and the first line of its message, without what halfstep has added."""
+    first, _, _ = _HINT.sub("", str(error)).strip().partition("\n")
+    return f"{type(error).__name__}: {first}"
+
+
 def _evidence(found: Diagnosis, scale: float) -> str:
     parts = [_seen(found)]
-    if found.raised is not None:
+    if found.raised is not None and found.kind is not Kind.ERROR:
         parts.append(f"the closure then raised {type(found.raised).__name__}")
     if found.unscaled:
         parts.append("in a backward pass of your own (torch.autograd.grad), which no loss scale reaches")
@@ -168,6 +187,8 @@ def _seen(found: Diagnosis) -> str:
         stored = ", though its fp32 value is finite" if found.stored_overflow else ""
         first = f", first at {list(leaf.bad.first)}" if leaf.bad.first else ""
         return f"{what} holds {leaf.bad}{first}{stored}"
+    if found.kind is Kind.ERROR:
+        return f"the closure raised {error_words(found.raised)}"
     assert found.note is not None
     bad = found.note.bad
     inputs = _inputs(found.call, found.note)

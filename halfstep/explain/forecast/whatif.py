@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from halfstep.edits import FULL, LARGEST_SCALE, Edit, OpChange, Policy, Rule, Scaling, spell
 from halfstep.errors import FormatError, PlanError, SessionError, SetupError
 from halfstep.explain.diagnose.cures import FULL_OUT, edited, is_op, rules_on
+from halfstep.explain.diagnose.raised import error_of
 from halfstep.explain.diagnose.rehearsal import check_closure, compute_loss, leaves_kept
 from halfstep.explain.diagnose.rewind import untouched
 from halfstep.explain.forecast.backward import TensorName, parameters, rounded, step, watching_gradients
@@ -67,12 +68,15 @@ def whatif(
     a later operation makes finite again. `stay_full` has a finding "overflow absorbed" for each of them, and a finding
     "not finite" if the loss of this pass is not finite and no other finding says why.
 
+    If the closure fails under `plan`, the prediction is for `plan` with the edits of the first finding of `stay_full`,
+    under which it runs.
+
     Afterwards weights, gradients, buffers, optimizer state and random states are as before, and so are the gradients of
     other tensors that the loss depends on.
 
     Raises:
-        SessionError: the closure fails under `plan`, or returns no scalar loss; the loss is not finite in fp32 or has
-            no gradient; or the backward pass cannot run twice over one forward.
+        SessionError: the closure fails under `plan` and under all edits tried, or returns no scalar loss; the loss is
+            not finite in fp32 or has no gradient; or the backward pass cannot run twice over one forward.
         SetupError: the model is in a session, has no floating-point parameters, or is wrapped in
             DistributedDataParallel and `plan` stores weights low; or `steps` is not a positive integer.
         FormatError: `formats` is empty, or has an unknown format or fp32.
@@ -97,7 +101,7 @@ def whatif(
         )
     closure = _fed(closure, steps, calls=steps + (2 if FP16 in chosen else 1))
     with untouched([model], list(model.parameters())) as rewind, _kept(optimizer), alone():
-        scouted = scout(closure, model, low_plan)
+        scouted, low_plan, failed = _scouted(closure, model, low_plan)
         rewind()
         prediction = predict(
             closure, model, chosen, steps=steps, optimizer=optimizer, scouted=scouted, loss_scale=loss_scale
@@ -105,7 +109,7 @@ def whatif(
         for parameter in model.parameters():
             parameter.grad = None
         absorbed = _absorbed_in_fp16(closure, model, low_plan) if FP16 in chosen else ()
-    findings = {fmt.name: tuple(_stay_full(fmt, prediction, model, low_plan)) for fmt in chosen}
+    findings = {fmt.name: (*failed, *_stay_full(fmt, prediction, model, low_plan)) for fmt in chosen}
     if absorbed:
         findings[FP16.name] = (*findings[FP16.name], *_about_absorbed(absorbed, findings[FP16.name], model, low_plan))
     return WhatIf(
@@ -187,6 +191,27 @@ def _kept(optimizer: Optimizer | None) -> Iterator[None]:
         mark_stepped(optimizer, called)  # schedulers check this
 
 
+def _scouted(
+    closure: Callable[[], Any], model: nn.Module, plan: Plan, known: tuple[Finding, ...] = ()
+) -> tuple[Scouted, Plan, tuple[Finding, ...]]:
+    """Scouts under a plan, or under edits with which it runs; returns the plan then, and the finding with the edits."""
+    try:
+        return scout(closure, model, plan), plan, known
+    except SessionError:
+        raise
+    except Exception as error:
+        found: Finding | None = None
+        with suppress(SessionError), _session(model, plan) as session:  # of a closure that runs out of batches
+            found = error_of(session, closure)
+        if known or not found or not found.cure:
+            raise SessionError(
+                f"a step under {plan.name} in {plan.low} fails; find the place and a cure with halfstep.check(session, "
+                "closure), and pass whatif the plan with the edits that check names. The error was "
+                f"{type(error).__name__}: {error}"
+            ) from error
+    return _scouted(closure, model, plan.edit(*found.cure), (found,))
+
+
 def scout(closure: Callable[[], Any], model: nn.Module, plan: Plan) -> Scouted:
     """Runs one step under `plan` and returns which tensors are low: those whose values all fit the low format exactly.
 
@@ -218,16 +243,7 @@ def scout(closure: Callable[[], Any], model: nn.Module, plan: Plan) -> Scouted:
             with leaves_kept(loss, list(model.parameters())), watching_gradients(loss, see_inside):
                 session.backward(loss, gradient=torch.full_like(loss, START))
 
-        try:
-            loss = step(model, closure, see, backward=backward)
-        except SessionError:
-            raise
-        except Exception as error:
-            raise SessionError(
-                f"a step under {plan.name} in {plan.low} fails; find the place and a cure with halfstep.check(session, "
-                "closure), and pass whatif the plan with the edits that check names. The error was "
-                f"{type(error).__name__}: {error}"
-            ) from error
+        loss = step(model, closure, see, backward=backward)
         formats = session.assignment.modules
         stored_low = {place for place, parameter in parameters(model) if parameter.dtype is plan.low.dtype}
     low = {place: bool(exact) for place, exact in places.items()}

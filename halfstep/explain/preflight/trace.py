@@ -2,38 +2,33 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from halfstep.edits import FULL, Edit, OpChange, OpList, Rule, Scaling, spell
-from halfstep.errors import OpError, SessionError
-from halfstep.explain.diagnose.cures import is_op, rules_around, rules_on
+from halfstep.edits import FULL, Rule, Scaling
+from halfstep.explain.diagnose.cures import rules_on
+from halfstep.explain.diagnose.raised import explained, run_step
 from halfstep.explain.diagnose.rehearsal import Rehearsal, rehearsing
-from halfstep.explain.diagnose.search import absorbed_findings, first_cure, works_under
+from halfstep.explain.diagnose.search import absorbed_findings
 from halfstep.explain.diagnose.streams import Streams
 from halfstep.explain.diagnose.words import in_model, place_of, which_model
-from halfstep.explain.preflight.precision import Taken, outputs_of, precision_findings, take_step
+from halfstep.explain.preflight.precision import outputs_of, precision_findings, take_step
 from halfstep.explain.tape.nonfinite import finite_range, unwrapped
 from halfstep.explain.tape.recorder import Note, OpRecorder
 from halfstep.explain.tape.schemas import tensors_of
-from halfstep.formats import CASTABLE, FP32, Format, as_format, is_low, needs_scale
-from halfstep.plan.levels import level
-from halfstep.plan.optable import REFUSED
+from halfstep.formats import FP32, Format, as_format, is_low, needs_scale
 from halfstep.plan.plan import Plan
 from halfstep.records import Finding
-from halfstep.torch_internals import BEYOND, NO_BACKWARD, backward_task, schema_of, sequence_number, tree_leaves
-from halfstep.train.cast.gate import INSIDE
+from halfstep.torch_internals import NO_BACKWARD, backward_task, schema_of, tree_leaves
 from halfstep.train.probe.hooks import dense
 from halfstep.train.scale.loss import FP16_LOSS_CEILING
 from halfstep.train.session.session import Session
 
-FLOATS = (*CASTABLE, torch.float64)
 # Operations in which a huge constant becomes a value of the result, or a tiny one keeps the result off zero.
 WRITES = (
     *("add", "add_", "sub", "sub_", "rsub", "masked_fill", "masked_fill_", "index_fill", "index_fill_"),
@@ -45,21 +40,7 @@ CASTS = ("_to_copy", "copy_")
 MADE = ("lift_fresh", "lift_fresh_copy", "_to_copy", "full", "scalar_tensor", "detach", "clone", "copy_")
 FROM_NUMBERS = (torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor)
 PROBABILITIES = ("sigmoid", "_softmax", "_log_softmax")
-_HINT = re.compile(rf" \(\w+: {re.escape(INSIDE)}\)")  # to make this check
 BLAME = "halfstep.blame(session, closure) finds the operation and a cure"
-UNTRIED = "so no edit could be tried; make the closure use the same batch on every call"
-
-
-@dataclass(frozen=True)
-class Failure:
-    """The error that ended the traced step, where it was raised, and the operation that raised it, if known."""
-
-    error: Exception
-    module: str | None  # in which it was raised, if known
-    line: str | None  # of the user's code, if known
-    phase: str
-    operator: str = ""
-    formats: tuple[str, ...] = ()  # of the operation's floating-point inputs
 
 
 def trace_step(session: Session, closure: Callable[[], Any], *, precision: bool) -> tuple[list[Finding], set[int]]:
@@ -71,10 +52,10 @@ def trace_step(session: Session, closure: Callable[[], Any], *, precision: bool)
     with rehearsing(session, closure) as rehearsal:
         tracer = StepTracer(rehearsal.roots, rehearsal.plan)
         with outputs_of(rehearsal.roots) as taken, rehearsal.recording(tracer), Literals(tracer.look_at_literal):
-            failure, loss = _run(rehearsal, tracer, taken, scale)
+            failure, loss = run_step(rehearsal, tracer, scale, partial(taken.take_gradients, rehearsal))
         found = tracer.findings(rehearsal.roots)
         if failure is not None:
-            found.append(_explained(rehearsal, failure))
+            found.append(explained(rehearsal, failure))
         elif loss is not None:
             found += _of_results(rehearsal, loss)
         comparable = precision and loss is not None and bool(loss.isfinite()) and rehearsal.plan.ops != "none"
@@ -88,21 +69,6 @@ def trace_step(session: Session, closure: Callable[[], Any], *, precision: bool)
     return found, tracer.rounded
 
 
-def _run(rehearsal: Rehearsal, tracer: StepTracer, taken: Taken, scale: float) -> tuple[Failure | None, Tensor | None]:
-    try:
-        loss = rehearsal.loss()
-        tracer.trail.end([loss])
-        if bool(torch.isfinite(loss)):
-            lower = min(scale, FP16_LOSS_CEILING) if needs_scale(loss.dtype) else scale
-            with rehearsal.gradients(loss, lower):
-                taken.take_gradients(rehearsal)
-    except SessionError:
-        raise
-    except Exception as error:  # whatever the model raises is what the check is for
-        return tracer.failure(error), None
-    return None, loss
-
-
 class StepTracer(OpRecorder):
     """Records the operations of a step, as blame does, and examines their constants, casts and failures.
 
@@ -113,18 +79,8 @@ class StepTracer(OpRecorder):
         super().__init__(roots)
         self.rounded: set[int] = set()
         self._plan = plan
-        self._failed: tuple[Note, tuple[str, ...], Exception] | None = None
         self._constants: dict[tuple[str, str | None, str | None, float], tuple[Note, Format, bool]] = {}
         self._streams = Streams(self.locator)
-
-    def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Runs the operation and records it, and the first error."""
-        try:
-            return super().run(func, args, kwargs)
-        except Exception as error:
-            if self._failed is None and self.notes:
-                self._failed = (self.notes[-1], _formats(args, kwargs), error)
-            raise
 
     def after(self, note: Note, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         """Looks at constants and streams."""
@@ -203,19 +159,6 @@ class StepTracer(OpRecorder):
         largest = 0.0 if span is None else max(map(abs, span))
         return largest if largest > 0 and fmt.rounds_to_zero(largest) else None
 
-    def failure(self, error: Exception) -> Failure:
-        """Returns the origin of an error: the operation that raised it, or the line and module in its traceback."""
-        if self._failed is not None and self._failed[2] is error:
-            note, formats, _ = self._failed
-            return Failure(error, note.module, self.line(note), note.phase, self.operator(note), formats)
-        place = self.locator.of_error(error.__traceback__)
-        last = self.notes[-1] if self.notes else None
-        backward = last is not None and last.phase == "backward"
-        if backward and place.module is None and last is not None:
-            made = self.made_node(_node_of(error)) or [last]  # if none, the engine raised it after this operation
-            return Failure(error, made[-1].module, place.line or self.line(made[-1]), "backward")
-        return Failure(error, place.module, place.line, "backward" if backward else "forward")
-
     def findings(self, roots: Sequence[torch.nn.Module]) -> list[Finding]:
         """Returns a finding for each constant or cast that does not fit the format, and each fp32 `Stream`."""
         constants = [
@@ -282,17 +225,6 @@ def _numbers(values: Sequence[Any]) -> Iterator[float]:
             yield float(leaf)
 
 
-def _node_of(error: Exception) -> int:
-    """Returns the number of the custom autograd node whose backward raised an error; -1 if there is none."""
-    trace, number = error.__traceback__, -1
-    while trace is not None:
-        context = trace.tb_frame.f_locals.get("ctx")
-        if isinstance(context, torch.autograd.function.BackwardCFunction):
-            number = sequence_number(context)
-        trace = trace.tb_next
-    return number
-
-
 def _constant(
     name: str,
     value: float,
@@ -335,85 +267,6 @@ def _overflow(source: Tensor, out: Tensor) -> float | None:
         return None
     lost = source.detach()[source.isfinite() & ~out.isfinite()]
     return float(lost[lost.abs().argmax()]) if lost.numel() else None
-
-
-def _formats(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, ...]:
-    return tuple(str(t.dtype).removeprefix("torch.") for t in tensors_of((args, kwargs)) if t.dtype in FLOATS)
-
-
-def _explained(rehearsal: Rehearsal, failure: Failure) -> Finding:
-    """Returns a finding about a failure, with edits under which the step runs, or the reason why there are none."""
-    try:
-        if works_under(rehearsal, rehearsal.plan, _runs):
-            return _failed(failure, (), f"a second call of the closure did not fail, {UNTRIED}")
-        edits = first_cure(rehearsal, _candidates(rehearsal.plan, failure, rehearsal.roots), _runs)
-        if edits or works_under(rehearsal, level("O0", rehearsal.plan.low), _runs):
-            return _failed(failure, edits, "")
-    except StopIteration:
-        return _failed(failure, (), f"the closure ran out of batches, {UNTRIED}")
-    except Exception as error:  # such as a tensor that the model keeps from its last forward
-        return _failed(
-            failure,
-            (),
-            "cast the inputs to one format before the operation is called; no edit could be tried, because a copy of "
-            f"the model cannot be made or run: {type(error).__name__}: {error}",
-        )
-    return _failed(
-        failure, (), "it fails in fp32 as well, so the format is not the cause: fix the step, then check again"
-    )
-
-
-def _failed(failure: Failure, edits: tuple[Edit, ...], reason: str) -> Finding:
-    """Returns a failure as a finding, with the `edits` that make the step run."""
-    place = place_of(failure.module, failure.line)
-    said = _HINT.sub("", str(failure.error)).strip()
-    message = said.splitlines()[0] if said else ""
-    what = f"{failure.operator or 'the step'} ({failure.phase})"
-    if failure.formats:
-        what += f" of {', '.join(failure.formats)}"
-    evidence = f"{what} raises {type(failure.error).__name__}: {message}{which_model(failure.module)}"
-    return Finding("error", _code(failure), place, evidence, _advice(failure, edits, reason), edits)
-
-
-def _code(failure: Failure) -> str:
-    if isinstance(failure.error, OpError):
-        return "BCE on low inputs"
-    if BEYOND in str(failure.error):
-        return "value beyond the format"
-    return "mixed formats" if len(set(failure.formats)) > 1 else "step fails"
-
-
-def _advice(failure: Failure, edits: tuple[Edit, ...], reason: str) -> str:
-    if isinstance(failure.error, OpError):
-        return "use binary_cross_entropy_with_logits, or deny binary_cross_entropy so that it computes in fp32"
-    if BEYOND in str(failure.error):
-        least = "for a mask, use torch.finfo(scores.dtype).min"
-        return f"{spell(edits)}; {least} instead" if edits else least
-    if edits:
-        return f"{spell(edits)}, with which the step runs"
-    return reason or (
-        "cast the inputs to one format before the operation is called; no edit of the plan was found that cures it"
-    )
-
-
-def _candidates(plan: Plan, failure: Failure, roots: Sequence[torch.nn.Module]) -> list[tuple[Edit, ...]]:
-    """Returns edits that may let the step run, the smallest change first."""
-    if plan.ops == "none":
-        return []
-    ops = REFUSED if isinstance(failure.error, OpError) else ()
-    lists: tuple[OpList, ...] = ("promote", "deny") if is_op(failure.operator) else ()
-    changes = [*(OpChange("deny", op) for op in ops), *(OpChange(listed, failure.operator) for listed in lists)]
-    return [*((change,) for change in changes), *rules_around(failure.module, plan, roots)]
-
-
-def _runs(trial: Rehearsal) -> bool:
-    try:
-        with trial.gradients(trial.loss(), 1.0):
-            return True
-    except StopIteration:
-        raise
-    except Exception:  # the step fails under this plan as well
-        return False
 
 
 def _of_results(rehearsal: Rehearsal, loss: Tensor) -> Iterator[Finding]:

@@ -75,17 +75,22 @@ def public_name(aten: str, *, call: Collection[str] = (), function: str = "", mo
         return function
     if "t" in call and not {"addmm", "mm", "bmm"}.isdisjoint(call) and aten in _PARTS_OF_LINEAR:
         return "linear"
-    if aten == "_to_copy":
-        aten = next((name for name in call if name not in _MOVES), aten)
+    if aten in ("_to_copy", "_linalg_check_errors"):  # a part of something else
+        aten = next((name for name in call if name not in (*_MOVES, aten)), aten).removesuffix("_ex")
     if aten.startswith(_BATCH_NORMS):
         return "batch_norm"
     if aten.startswith("_scaled_dot_product"):
         return "scaled_dot_product_attention"
-    if {"linalg_vector_norm", "clamp_min_"} <= set(call):
-        return "cosine_similarity"
+    for parts, whole in _WHOLES:
+        if parts <= set(call):
+            return whole
     return PUBLIC.get(aten, aten.strip("_") if _is_torch_op(aten.strip("_")) else aten.rstrip("_"))
 
 
+_WHOLES = (
+    ({"linalg_vector_norm", "clamp_min_"}, "cosine_similarity"),
+    ({"_linalg_slogdet", "where"}, "logdet"),
+)
 _MOVES = ("_to_copy", "t", "view", "expand", "transpose", "unsqueeze", "clone", "copy_", "reshape", "_unsafe_view")
 
 
