@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.utils.weak import TensorWeakRef
 
 from halfstep.formats import is_low
 from halfstep.torch_internals import foreach_mul_, version_of
@@ -25,6 +26,7 @@ class Collected:
     loss's last backward pass, and `losses` are the ids of the losses that contributed. `found` says whether a loss is
     known to have overflowed, even if its gradients no longer show it (0-dim bool, None if nothing was noted). The step
     must be skipped if `found` is true or a present gradient is non-finite. `absent` are parameters without a gradient.
+    `changed` is one whose scaled gradient other code has changed since the last backward pass.
     """
 
     params: list[Parameter]
@@ -36,6 +38,7 @@ class Collected:
     scales: Mapping[int, Tensor] = field(repr=False)
     true: bool = field(repr=False)
     absent: Sequence[Parameter] = field(default=(), repr=False)
+    changed: Parameter | None = None
 
     @property
     def inverse(self) -> Tensor:
@@ -94,6 +97,9 @@ class GradientAccumulator:
         self._copied: tuple[Tensor, int, Tensor] | None = None  # a scale, the count of writes to it, and what it was
         self._mark: tuple[int, int] | None = None
         self._present: list[Parameter] = []  # the parameters of the backward pass that runs
+        self._turn = 0  # counts steps: each looks at another gradient
+        self._left: tuple[Parameter, tuple[int, int] | None] | None = None  # that gradient after a backward pass
+        self._first: TensorWeakRef | None = None  # the first gradient
         self.left_over = False
         self._scratch = Scratch()
         self._one = torch.ones((), dtype=torch.float32, device="cpu")
@@ -107,10 +113,13 @@ class GradientAccumulator:
     def before_backward(self, loss_id: int, scale: Tensor) -> None:
         """Prepares `p.grad` for a backward pass of loss `loss_id` times `scale` (0-dim fp32 tensor)."""
         self._present = self.parameters()
+        self._left = None
         held = [param for param in self._present if param.grad is not None]
         self.left_over = (
             bool(held) and self._stale and self._mark is not None and self._mark == _mark_of(self._params())
         )
+        if held and self._first is not None and self._stale and self._first() is not held[0].grad:
+            self._forget()  # code made it that scales no loss
         if not held:
             self._narrow()
             self._forget()
@@ -126,10 +135,10 @@ class GradientAccumulator:
         if loss_id not in self._losses:
             self._losses += (loss_id,)
 
-    def after_backward(self, loss_id: int, scale: Tensor, found: Tensor | None = None) -> None:
+    def after_backward(self, loss_id: int, scale: Tensor, found: Tensor | None = None, *, watch: bool = False) -> None:
         """Adds the gradients that `before_backward` took out of `p.grad` to those that the backward pass left there."""
         # `found` (0-dim bool) marks the loss as overflowed whatever its gradients are, for example because the loss is
-        # not finite.
+        # not finite. With `watch` a change of the gradients before the step is noticed.
         if found is not None and _first_gradient(self._present) is not None:
             self._flag(loss_id, found)
         for param, held in self._sums.release(self._present).items():  # what the all-reduce has not included
@@ -141,6 +150,11 @@ class GradientAccumulator:
             self._sum_in(None)
         self._scales[loss_id] = self._scale
         self._mark = _mark_of(self._present)
+        if watch and self._present:
+            watched = self._present[self._turn % len(self._present)]
+            self._left = watched, _mark_of([watched])
+            first = _first_gradient(self._present)
+            self._first = None if first is None else TensorWeakRef(first)
 
     def undo_backward(self) -> None:
         """Puts the gradients back after a backward pass that raised."""
@@ -181,11 +195,15 @@ class GradientAccumulator:
             here = flag if flag.device == device else flag.to(device, non_blocking=True)
             found = here if found is None else found | here
         flags, scales = dict(self._flags), dict(self._scales)
-        return Collected(params, grads, self._scale, found, self._losses, flags, scales, self._true, absent)
+        changed, left = self._left or (None, None)
+        if changed is None or self._true or _mark_of([changed]) in (None, left):
+            changed = None
+        return Collected(params, grads, self._scale, found, self._losses, flags, scales, self._true, absent, changed)
 
     def consumed(self) -> None:
         """Ends the step: a later backward pass adds to gradients left in `p.grad`; past overflows no longer count."""
         self._flags, self._losses, self._scales, self._stale = {}, (), {}, True
+        self._turn += 1
 
     def close(self) -> None:
         """Leaves true gradients in `p.grad`; from then on autograd makes gradients in the parameter's dtype again."""

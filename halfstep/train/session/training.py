@@ -26,6 +26,7 @@ from halfstep.train.probe.probe import Probes
 from halfstep.train.processes.shards import Unreduced, reshard
 from halfstep.train.scale.accumulator import Collected
 from halfstep.train.scale.buffers import BufferGuard
+from halfstep.train.scale.habits import Habits
 from halfstep.train.scale.loss import overflowed
 from halfstep.train.scale.norm import Clip
 from halfstep.train.scale.scales import LossScales
@@ -100,6 +101,7 @@ class MixedTraining:
         self._scratch = Scratch()  # of the read of the gradients
         self._clip = Clip(self.device)
         self._hearing = Hearing(self.replicas)
+        self._habits = Habits(self.name_of)
         self._unreduced = Unreduced(self.roots) if self.replicas.sharded and self.scales.active else None
 
     @contextmanager
@@ -110,6 +112,8 @@ class MixedTraining:
             self._unreduced.before_backward(scale.value)
         self.replicas.find_stages()
         self.replicas.sums.before_backward()
+        if self.scales.active:
+            self._habits.look_at_hooks(p for part in self.parts for p in part.parameters())
         for part in self.parts:
             part.accumulator.before_backward(loss_id, scale.value)
         if not losses and self.scales.active:
@@ -128,7 +132,7 @@ class MixedTraining:
             with self.replicas.naming_who_is_gone("the backward pass"):
                 raise
         for part in self.parts:
-            part.accumulator.after_backward(loss_id, scale.value, found)
+            part.accumulator.after_backward(loss_id, scale.value, found, watch=self.scales.active)
         self.scales.went_backward(loss_id)
         if self.unscales and unscale and (self.scales.active or any(True for _ in self.store)):  # else they are true
             self.unscale_()
@@ -143,6 +147,8 @@ class MixedTraining:
         parts = step.parts
         self.casting.weights_changed()
         step.held = [part.accumulator.collect() for part in parts]
+        if self.scales.active:
+            self._habits.look_at_changes(step.held)
         self._replacements.look([p for held in step.held for p in held.absent])
         for held in step.held:  # before one of them has stepped, and before kernels read what has no memory
             if len(parts) > 1 or set(map(type, held.grads)) != {Tensor}:
