@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol, runtime_checkable
 
@@ -31,6 +31,8 @@ class StepRecord:
         synced: whether the step waited for the device once, as with optimizers that cannot skip a step on the device.
         loss: the sum of the losses passed to `backward` since the last step, unscaled; None if none was a scalar. If
             there was only one, it is that tensor, detached: copy it to keep it.
+        bad_loss: a 0-dim bool tensor, true if a loss was not finite before it was scaled, here or in a process that
+            steps with this one; such a step says nothing about the loss scale. None if no loss was looked at, as at O0.
     """
 
     step: int
@@ -39,6 +41,7 @@ class StepRecord:
     grad_norm: Tensor | None
     synced: bool = False
     loss: Tensor | None = None
+    bad_loss: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,7 @@ class StepValues:
     scale: float
     grad_norm: float | None
     loss: float | None
+    bad_loss: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,7 @@ class Status:
         nonfinite_gradients: the parameters whose infinite or NaN gradients caused the last step to be skipped.
         spoiled_by: ranks of processes whose own loss (or a gradient of whose own stage of a pipeline) was not finite
             in the last step; empty if one process trains alone, and inside DistributedDataParallel's `join()`.
+        bad_losses: how many of the skipped steps had a loss that was not finite before it was scaled.
     """
 
     level: str
@@ -89,6 +94,7 @@ class Status:
     memory: dict[str, int]
     nonfinite_gradients: tuple[str, ...] = ()
     spoiled_by: tuple[int, ...] = ()
+    bad_losses: int = 0
 
     def __str__(self) -> str:
         scales = ", ".join(
@@ -99,10 +105,22 @@ class Status:
             self.nonfinite_gradients
         )
         memory = ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in self.memory.items())
+        skips = skips_in_words(f"{self.skipped} skipped", self.bad_losses)
         return (
-            f"{self.level} in {self.low}: {self.steps} steps, {self.skipped} skipped, scale {scales or 'unused'}\n"
+            f"{self.level} in {self.low}: {self.steps} steps, {skips}, scale {scales or 'unused'}\n"
             f"non-finite parameters: {bad}{skipped}\nmemory: {memory}"
         )
+
+
+def counted(counts: Mapping[str, Any], record: StepRecord) -> dict[str, Any]:
+    """Returns the counts that trainers log of skipped steps, by name, with those of one more step."""
+    flags = {"halfstep/skipped": record.skipped, "halfstep/bad_losses": record.bad_loss}
+    return {name: counts.get(name, 0.0) + flag.float() for name, flag in flags.items() if flag is not None}
+
+
+def skips_in_words(skips: str, bad_losses: int) -> str:
+    """Returns the words `skips` on skipped steps, with how many of them had a loss that was not finite."""
+    return f"{skips} ({bad_losses:,} for a loss that was not finite)" if bad_losses else skips
 
 
 TENSOR_KINDS = ("weight", "activation", "activation_grad", "weight_grad")

@@ -121,6 +121,7 @@ def agreeing(rank, setting, mode, steps):
                 found["names"] = session.status().nonfinite_gradients
     status = session.status()
     found |= {"stored": digest(model.parameters()), "state": weights(model), "scales": status.scales}
+    found |= {"bad losses": status.bad_losses} if mode != "join" else {}
     session.close()
     found["closed"] = digest(model.parameters())
     return found, before
@@ -400,19 +401,39 @@ def scaled_alone(rank):
     return None
 
 
+def reduced_by_hand(rank):
+    """Reduces gradients in the loop itself, one loss in process 1 being NaN; returns the scales, and what is said."""
+    model, optimizer, session = opened(0, "O1 fp16", loss_scale="dynamic")
+    for step in range(3):
+        inputs, targets = batch(rank, step)
+        optimizer.zero_grad()
+        loss = (model(inputs) - targets).square().mean()
+        session.backward(loss * torch.nan if rank == step == 1 else loss)
+        for p in model.parameters():
+            torch.distributed.all_reduce(p.grad)
+        session.step()
+    found = weights(model), session.state_dict()["scales"]
+    session.close()
+    return found
+
+
 def many_losses(rank):
-    """Has losses 7, 8 and 63 with an infinite 8th in process 1; returns the scales, and the error for a 64th."""
+    """Has losses 7, 8 and 62, process 1 an infinite penalty in the 8th; returns scales, and the error for a 63rd."""
     model, optimizer, session = opened(rank, "O1 fp16", loss_scale="dynamic")
     wrapped = DDP(model)
     optimizer.zero_grad()
-    for loss_id in (7, 8, 63):
+    for loss_id in (7, 8, 62):
         inputs, targets = batch(rank, loss_id)
         loss = (wrapped(inputs) - targets).square().mean()
-        session.backward(loss + torch.inf if rank == 1 and loss_id == 8 else loss, loss_id=loss_id)
+        if rank == 1 and loss_id == 8:
+            zero = torch.zeros(1, requires_grad=True)
+            (steep,) = session.grad(zero.sqrt().sum(), zero, loss_id=8)  # as at a scale that is too high
+            loss = loss + steep.sum()
+        session.backward(loss, loss_id=loss_id)
     session.step()
     scales = session.status().scales
     try:
-        one_step(wrapped, optimizer, session, rank, 1, loss_id=64)
+        one_step(wrapped, optimizer, session, rank, 1, loss_id=63)
     except SessionError as error:
         return scales, str(error)
     finally:

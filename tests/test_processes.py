@@ -56,6 +56,7 @@ CASES = {
     **{f"{who}-{s} quiet": (replicas.loaded_alone, (s, WHO[who])) for s in PARTING for who in ("both", "none")},
     "scaled alone": (replicas.scaled_alone, ()),
     "many losses": (replicas.many_losses, ()),
+    "reduced by hand": (replicas.reduced_by_hand, ()),
     **{f"{o}-{s} epochs": (replicas.epochs, (s, o)) for s in PARTING for o in replicas.OPTIMIZERS},
     **{f"{setting} closed": (replicas.closed, (setting,)) for setting in SETTINGS},
     "initialized after": (replicas.initialized_after, ()),
@@ -105,6 +106,11 @@ def test_all_processes_have_the_same_bits_from_the_wrap_to_the_end(found, settin
     assert_same(results, mode, skips=[2] if bad else [])
     names = results[0][0]["names"]
     assert bool(names) == (setting != "O0" and mode in ("NaN gradient", "join"))
+    if mode != "join":
+        assert results[0][0]["bad losses"] == (setting != "O0" and mode == "infinite loss")
+    if setting in ("O1 fp16", "O2 fp16"):  # in join() processes see gradients of each other, and no losses
+        init = halfstep.level(setting[:2], "fp16").scale.init
+        assert results[0][0]["scales"] == {"0": init / 2 if mode in ("NaN gradient", "join") else init}
 
 
 @pytest.mark.slow
@@ -262,8 +268,14 @@ def test_each_loss_has_a_flag_of_its_own_and_one_too_many_is_an_error(found):
     (one, message), (other, _) = (each["many losses"] for each in found)
     assert one == other
     initial = halfstep.level("O1", "fp16").scale.init
-    assert one == {"7": initial, "8": initial / 2, "63": initial}
-    assert "loss_id is 64" in message
+    assert one == {"7": initial, "8": initial / 2, "62": initial}
+    assert "loss_id is 63" in message
+
+
+def test_where_a_loop_reduces_gradients_itself_a_loss_that_is_not_finite_lowers_the_scale_in_all(found):
+    one, other = (each["reduced by hand"] for each in found)
+    assert one == other
+    assert one[1]["0"]["scale"] == halfstep.level("O1", "fp16").scale.init / 2
 
 
 @pytest.mark.slow_but(*FAST["epochs"])

@@ -174,13 +174,15 @@ def test_evaluation_and_closing(level, found):
 def test_all_skip_what_one_process_spoils(level, what, found):
     one, other = (each[f"{level} fp16 {what}"] for each in found)
     assert one == other
-    skips, (names, processes, unchanged), _, _ = one
+    skips, (names, processes, unchanged), scales, _ = one
     assert skips == [False, True, False, False]
     assert unchanged
     assert processes == ([1] if what in ("loss", "batch") else [])
     if what == "shard":
         assert names == ["blocks.1.up.weight"]
     assert bool(names) == (what != "loss")
+    init = halfstep.level(level, "fp16").scale.init
+    assert scales == {"0": init if what in ("loss", "batch") else init / 2}
 
 
 @pytest.mark.slow_but("O1-fp16-dcp", "O2-bf16")

@@ -18,7 +18,7 @@ from halfstep.formats import is_narrow
 from halfstep.initialize import initialize
 from halfstep.plan.matching import unwrap
 from halfstep.plan.plan import Plan
-from halfstep.records import StepRecord
+from halfstep.records import StepRecord, counted
 from halfstep.sharded import is_sharded
 from halfstep.train.scale.loss import wide
 from halfstep.train.session.session import Session, Sink
@@ -48,9 +48,10 @@ class Halfstep(Precision):
     weights hold values that were rounded to the low format. Checkpoints are always fp32. With Fabric, call the plugin's
     `setup` instead of `fabric.setup`, which does not pass optimizers to plugins. Call the plugin's `close` at the end.
 
-    A Trainer's loggers get three values every `log_every_n_steps` steps: `halfstep/scale`, `halfstep/skipped` and,
-    above O0, `halfstep/grad_norm`. `halfstep/skipped` counts the skipped steps so far. `halfstep/grad_norm` is the norm
-    before clipping; with several optimizers its name ends in the number of the optimizer (`halfstep/grad_norm/0`).
+    A Trainer's loggers get `halfstep/scale`, `halfstep/skipped` and, above O0, `halfstep/bad_losses` and
+    `halfstep/grad_norm` every `log_every_n_steps` steps. `halfstep/skipped` counts the skipped steps so far, and
+    `halfstep/bad_losses` those with a loss that was not finite. `halfstep/grad_norm` is the norm before clipping;
+    with several optimizers its name ends in the number of the optimizer (`halfstep/grad_norm/0`).
 
     Raises:
         TypeError: `halfstep.initialize` has no such setting.
@@ -62,7 +63,7 @@ class Halfstep(Precision):
         self._session: Session | None = None
         self._loop: type[FabricPrecision] = Precision  # whose base of a plugin, that of a Trainer or of Fabric
         self._norms: dict[int, Tensor | None] = {}  # of gradients that were clipped for a step to come, by optimizer
-        self._skipped: Tensor | float = 0.0  # how many steps of the session
+        self._counts: dict[str, Any] = {}  # of skipped steps of the session
         self._lent = ExitStack()  # what callbacks that average or prune were given
         self._last: dict[str, Any] = {}  # the state of the last session, for a checkpoint that is saved after it
 
@@ -119,7 +120,7 @@ class Halfstep(Precision):
 
     def _open(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer] | None, *sinks: Sink) -> None:
         self.close()
-        self._norms, self._skipped = {}, 0.0
+        self._norms, self._counts = {}, {}
         settings = {**self._settings, "sinks": [*self._settings.get("sinks", ()), *sinks], "stepping": "optimizer"}
         with _as_in_their_classes(models):
             self._session = initialize(models, optimizers, self._plan, **settings)
@@ -200,12 +201,12 @@ class Halfstep(Precision):
     def _log(self, module: LightningModule, record: StepRecord) -> None:
         """Passes the values of a step that Lightning logs to the Trainer's loggers; `log_dict` is slow."""
         trainer, optimizers = module.trainer, self.session.optimizers
-        self._skipped = self._skipped + record.skipped.float()
+        self._counts = counted(self._counts, record)
         norm = self._norms.pop(self._stepping, record.grad_norm)
         every = trainer.log_every_n_steps  # 0 is never, as with barebones=True
         if not every or (module.automatic_optimization and (trainer.global_step + 1) % every):
             return
-        given = {"halfstep/scale": record.scale, "halfstep/skipped": self._skipped}
+        given = {"halfstep/scale": record.scale, **self._counts}
         if norm is not None:
             number = f"/{list(map(id, optimizers)).index(self._stepping)}" if len(optimizers) > 1 else ""
             given[f"halfstep/grad_norm{number}"] = norm

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from halfstep.adapters.accelerate import SessionOptimizer, SessionScaler, attach, take_over
@@ -16,7 +15,7 @@ from halfstep.errors import SetupError
 from halfstep.formats import is_narrow
 from halfstep.initialize import initialize
 from halfstep.plan.plan import Plan
-from halfstep.records import StepRecord
+from halfstep.records import StepRecord, counted
 
 with extra("transformers", first="5.22", below="5.24"):
     from transformers import PreTrainedModel, Trainer
@@ -39,9 +38,9 @@ class HalfstepMixin(_Mixed):
     """Makes a Trainer train under a plan: `class MyTrainer(HalfstepMixin, SFTTrainer)`, or use `HalfstepTrainer`.
 
     `plan` and the settings in `halfstep`, a dict, are those of `halfstep.initialize`. The session is open while `train`
-    runs; before and after, the model is an ordinary fp32 model. Checkpoints are always fp32. Logs have `halfstep/scale`
-    and `halfstep/skipped` (how many steps of this run were skipped so far) in addition to the Trainer's own
-    `grad_norm`.
+    runs; before and after, the model is an ordinary fp32 model. Checkpoints are always fp32. Logs have, in addition to
+    the Trainer's own `grad_norm`, `halfstep/scale`, `halfstep/skipped` (how many steps of this run were skipped so far)
+    and `halfstep/bad_losses` (how many of these had a loss that was not finite).
 
     Raises:
         SetupError: halfstep does not support one of the TrainingArguments.
@@ -52,7 +51,7 @@ class HalfstepMixin(_Mixed):
     ) -> None:
         self._plan, self._settings = plan, dict(halfstep or {})
         self._record: StepRecord | None = None
-        self._skipped: Tensor | float = 0.0  # how many steps of the session
+        self._counts: dict[str, Any] = {}  # of skipped steps of the session
         super().__init__(*args, **kwargs)
         _check_arguments(self.args)
 
@@ -61,7 +60,7 @@ class HalfstepMixin(_Mixed):
         optimizer: Optimizer = super().create_optimizer(*args, **kwargs)
         sinks = [*self._settings.get("sinks", ()), self._keep]
         self._close()  # `auto_find_batch_size` begins again within one call of `train`
-        self._skipped = 0.0
+        self._counts = {}
         attach(self.accelerator, [self.model], [optimizer], self._plan, **{**self._settings, "sinks": sinks})
         return optimizer
 
@@ -110,7 +109,7 @@ class HalfstepMixin(_Mixed):
             self._close()
         if "loss" in logs and self._record is not None:
             record = self._record
-            logs |= {"halfstep/scale": float(record.scale), "halfstep/skipped": float(self._skipped)}
+            logs |= {name: float(value) for name, value in {"halfstep/scale": record.scale, **self._counts}.items()}
         super().log(logs, *args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
@@ -143,7 +142,7 @@ class HalfstepMixin(_Mixed):
 
     def _keep(self, record: StepRecord) -> None:
         self._record = record
-        self._skipped = self._skipped + record.skipped.float()
+        self._counts = counted(self._counts, record)
 
 
 class HalfstepTrainer(HalfstepMixin, Trainer):

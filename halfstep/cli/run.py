@@ -16,6 +16,7 @@ from halfstep.cli.options import Low, html_pages
 from halfstep.errors import LogError, PlanError
 from halfstep.explain.report.log import LOG_NAME, RunLog
 from halfstep.explain.report.run import read_log, shown
+from halfstep.records import skips_in_words
 from halfstep.train.session.session import Sink
 
 Script = Annotated[
@@ -95,7 +96,7 @@ def summary(ran: Ran) -> str:
         parts += [
             it.level if it.level == "O0" else f"{it.level} {it.low}",
             f"{it.steps} steps",
-            f"{it.skipped} skipped",
+            skips_in_words(f"{it.skipped} skipped", it.bad_losses),
         ]
     if ran.outside:
         parts.append(f"not trained under the plan but in plain fp32: {', '.join(ran.outside)}")

@@ -66,6 +66,11 @@ def batch(step, seed=0):
     return torch.randn(16, 8, generator=generator), torch.randn(16, 4, generator=generator)
 
 
+def overflowing(loss):
+    """A loss of the same value whose gradients are NaN, as where they overflow by the loss scale."""
+    return loss + (0 * loss).abs().sqrt()
+
+
 def backward_and_step(session, loss, **options):
     session.backward(loss)
     return session.step(**options)

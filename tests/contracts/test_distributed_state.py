@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.optim import SGD, Adam, AdamW, RMSprop, lr_scheduler
 
 import halfstep
-from tests.contracts.cases import backward_and_step, bits, differing, snapshot
+from tests.contracts.cases import backward_and_step, bits, differing, overflowing, snapshot
 
 OPTIMIZERS = {
     "AdamW": lambda ps: AdamW(ps, lr=0.1),
@@ -110,7 +110,7 @@ def through_dcp(state, other, folder):
 def test_the_state_of_a_session_comes_through_a_distributed_checkpoint_or_is_refused(loss_ids, tmp_path):
     model, _, session = start("O1", "SGD", low="fp16")
     for loss_id in loss_ids:
-        session.backward(model(torch.ones(2, 4)).sum() + torch.inf, loss_id=loss_id)
+        session.backward(overflowing(model(torch.ones(2, 4)).sum()), loss_id=loss_id)
     session.step()
     saved = session.state_dict()
     session.close()

@@ -12,7 +12,7 @@ PARTS = (object(),)
 
 def counted(counter, flags, scale):
     """Gives a counter steps at one scale; returns the numbers of those after which it asks for a look."""
-    steps = [counter.count(PARTS, torch.tensor(bool(flag)), {0: torch.tensor(scale)}) for flag in flags]
+    steps = [counter.count(PARTS, torch.tensor(bool(flag)), None, {0: torch.tensor(scale)}) for flag in flags]
     return [number for number, found in enumerate(steps, 1) if found is not None]
 
 
@@ -33,6 +33,40 @@ def test_skips_are_counted_in_a_row(flags, looks):
 @pytest.mark.parametrize(("scale", "looks"), [(1.0, [WINDOW + 1]), (1.5, [])])
 def test_one_skip_is_enough_where_the_scale_lies_at_its_floor(scale, looks):
     assert counted(Counter(torch.device("cpu"), 1.0), [0, 1] + [0] * 20, scale) == looks
+
+
+def alarms(pattern, floor, *, bad):
+    """What a counter says of steps of which those with an x are skipped, for a bad loss or not: (mild, number)."""
+    counts, found = Counter(torch.device("cpu"), floor), []
+    for number, each in enumerate(pattern, 1):
+        flag = torch.tensor(each == "x")
+        alarm = counts.count(PARTS, flag, flag if bad else ~flag & flag, {0: torch.tensor(64.0)})
+        found += [(alarm[2], number)] if alarm is not None else []
+    return found
+
+
+@pytest.mark.parametrize(
+    ("floor", "bad"), [(0.0, False), (0.0, True), (1.0, True)], ids=["fixed", "fixed, bad loss", "dynamic, bad loss"]
+)
+@pytest.mark.parametrize(
+    ("pattern", "looks"),
+    [
+        (27 * "." + 3 * (26 * "." + "x") + 20 * ".", []),  # 3 in 80
+        ("x" + 3 * (26 * "." + "x") + 20 * ".", []),  # 4 in 82
+        ("x" + 2 * (26 * "." + "x") + 24 * "." + "x" + 20 * ".", [(True, 81)]),  # 4 in 80
+        (6 * "......x" + 100 * "..........x", [(True, 33)]),  # once
+        ("...xxx....xxx" + 30 * ".", [(True, 17)]),  # 3 in a row, twice
+        (50 * "x.", [(True, 9), (False, 81)]),  # half of 80
+        (50 * "x..", [(True, 17)]),
+        (20 * "." + 8 * "x" + 20 * ".", [(False, 33)]),  # in a row
+    ],
+)
+def test_skips_that_no_falling_scale_ends_are_counted_by_share_too(pattern, looks, floor, bad):
+    assert alarms(pattern, floor, bad=bad) == looks
+
+
+def test_skips_that_lower_the_scale_are_counted_in_a_row_alone():
+    assert alarms(50 * "x.", 1.0, bad=False) == []
 
 
 class Late(later.Later):

@@ -289,16 +289,32 @@ def test_a_batch_in_the_memory_of_freed_gradients_is_input_data(plan, low, width
     assert alarm(train_on, loss, *session_on(model, plan, low)).verdict.kind == "input data"
 
 
-@pytest.mark.parametrize("period", [2, 3, WINDOW])
-def test_a_fault_in_some_steps_is_met_once_the_scale_is_at_its_floor(period):
+@pytest.mark.parametrize(("period", "raises"), [(2, True), (3, False), (WINDOW, False)])
+@pytest.mark.parametrize(
+    "options", [{"loss_scale": Scaling("dynamic", init=4.0)}, {"loss_scale": 4.0}, {"low": "bf16"}]
+)
+def test_a_fault_in_some_batches_is_told_once_and_ends_the_run_where_half_of_them_have_it(
+    period, raises, options, caplog
+):
     model, steps, inputs = nn.Sequential(nn.Linear(16, 4)), itertools.count(), torch.randn(8, 16)
-    session, optimizer = session_on(model, loss_scale=Scaling("dynamic", init=1.0, min=1.0))
+    session, optimizer = session_on(model, **options)
     spoiled = inputs * torch.nan
 
     def loss():
         return cross_entropy(model, inputs if next(steps) % period else spoiled)
 
-    assert alarm(train_on, loss, session, optimizer, 8 * WINDOW).verdict.kind == "input data"
+    if raises:
+        error = alarm(train_on, loss, session, optimizer, 16 * WINDOW)
+        assert error.verdict.kind == "input data"
+        assert "was skipped like half of those before it, and a lower loss scale would not help" in str(error)
+    else:
+        train_on(loss, session, optimizer, 16 * WINDOW)
+    said = [line for line in caplog.messages if "was skipped" in line]
+    assert len(said) == 1
+    assert (
+        "like at least one in twenty of those before it, and a lower loss scale would not help\ninput data" in said[0]
+    )
+    assert set(session.status().scales.values()) <= {1.0, 4.0}  # as at first
 
 
 class CountsOnAutocast(nn.Module):

@@ -9,6 +9,7 @@ from torch import nn
 import halfstep
 from halfstep import NumericsError, Scaling, SetupError
 from halfstep.explain.diagnose.counter import WINDOW
+from tests.contracts.cases import overflowing
 
 DDP = nn.parallel.DistributedDataParallel
 ACCUMULATED = [("O0", "bf16"), ("O1", "bf16"), ("O2", "bf16"), ("O2", "fp16"), ("O3", "fp16")]
@@ -31,14 +32,18 @@ def opened(low="bf16", *, level="O1", loss_scale=None, **wrapping):
     return session, optimizer, model, DDP(model, **wrapping)
 
 
-def guarded(rank, low, *, broken=(1,), level="O1", loss_scale=None, **wrapping):
-    """Trains on batches that are not finite on the `broken` ranks; returns the step that raised, and the verdict."""
+def guarded(rank, low, *, broken=(1,), late=False, level="O1", loss_scale=None, **wrapping):
+    """Trains on batches that are not finite on the `broken` ranks, or whose gradients alone are not, if `late`.
+
+    Returns the step that raised, and the verdict.
+    """
     session, optimizer, _, wrapped = opened(low, level=level, loss_scale=loss_scale, **wrapping)
-    inputs = batch(rank) * (torch.nan if rank in broken else 1.0)
+    inputs = batch(rank) * (torch.nan if rank in broken and not late else 1.0)
     try:
         for _ in range(8 * WINDOW):
             optimizer.zero_grad()
-            session.backward(wrapped(inputs).float().mean())
+            loss = wrapped(inputs).float().mean()
+            session.backward(overflowing(loss) if rank in broken and late else loss)
             session.step()
     except NumericsError as error:
         verdict = error.verdict
@@ -68,12 +73,16 @@ def accumulated(rank, level, low, *, apart=False):
     """
     scale = Scaling("dynamic", init=2.0**8) if apart else None if level == "O0" else 2.0**10
     session, optimizer, model, wrapped = opened(low, level=level, loss_scale=scale)
+    if apart:
+        state = session.state_dict()
+        state["scales"]["1"] = {**state["scales"]["0"], "scale": 2.0**7}
+        session.load_state_dict(state)
     for step in range(4):
         optimizer.zero_grad()
         with wrapped.no_sync():
             session.backward(wrapped(batch(rank, 2 * step)).float().square().mean())
         loss = wrapped(batch(rank, 2 * step + 1)).float().square().mean()
-        session.backward(loss * torch.inf if apart and step == 0 else loss, loss_id=int(apart))
+        session.backward(loss, loss_id=int(apart))
         session.step()
     scales = session.status().scales
     session.close()
@@ -108,6 +117,7 @@ def pooled(folder, slow):
     return (later if slow else {}) | {
         "bf16": (guarded, ("bf16",)),
         "fp16": (functools.partial(guarded, loss_scale=COMES_DOWN), ("fp16",)),
+        "backward": (functools.partial(guarded, loss_scale=COMES_DOWN, late=True), ("fp16",)),
         "low weights": (functools.partial(guarded, level="O2"), ("bf16",)),
         "both": (functools.partial(guarded, broken=(0, 1)), ("bf16",)),
         "plain": (trained, (None,)),
@@ -137,9 +147,12 @@ def test_gradients_that_another_process_spoiled_are_said_to_be_its(found, run):
     assert "would not help" not in others[4]
 
 
-@pytest.mark.slow_but("[bf16", "[fp16")
-@pytest.mark.parametrize(("run", "last"), [("bf16", WINDOW + 3), ("view", WINDOW + 3), ("fp16", 2 * WINDOW + 4)])
-def test_all_processes_stop_at_the_step_after_that_of_the_floor_of_the_scale(found, run, last):
+@pytest.mark.slow_but("[bf16", "[fp16", "[backward")
+@pytest.mark.parametrize(
+    ("run", "last"),
+    [("bf16", WINDOW + 3), ("view", WINDOW + 3), ("fp16", WINDOW + 3), ("backward", 2 * WINDOW + 4)],
+)
+def test_all_processes_stop_at_the_step_after_that_of_the_floor_of_the_scale_or_of_eight_bad_losses(found, run, last):
     assert [each[run][0] for each in found] == [last, last]
 
 

@@ -15,9 +15,10 @@ from halfstep.records import COUNTS, DOUBLES, Observation, SessionStart, StepRec
 START = SessionStart(to_dict(level("O2", FP16)), "cpu", emulated=True)
 
 
-def step(number, *, skipped=False, scale=1.0, norm=None, loss=None):
+def step(number, *, skipped=False, scale=1.0, norm=None, loss=None, bad=None):
     norm, loss = (None if v is None else torch.tensor(float(v)) for v in (norm, loss))
-    return StepRecord(number, torch.tensor(skipped), torch.tensor(float(scale)), norm, loss=loss)
+    bad = None if bad is None else torch.tensor(bad)
+    return StepRecord(number, torch.tensor(skipped), torch.tensor(float(scale)), norm, loss=loss, bad_loss=bad)
 
 
 def stats(powers, *, zeros=0, infinities=0):

@@ -189,6 +189,13 @@ def test_often_skipped_is_beyond_5_percent_of_the_steps_after_the_first_that_was
     assert f"{skipped + 2} of 102 steps skipped" in found.text
 
 
+def test_skips_for_losses_that_were_not_finite_are_named_and_are_none_of_the_smallest_scale(say):
+    spoiled = [step(number, skipped=True, loss=NAN, scale=1, bad=True) for number in (5, 15, 25)]
+    made = [step(number, loss=1, scale=1, bad=False) for number in range(1, 41) if number not in (5, 15, 25)]
+    found = say(O2, *sorted([*spoiled, *made], key=lambda record: record.step))
+    assert found.text == "Often skipped: 3 of 40 steps skipped (3 for a loss that was not finite)"
+
+
 @pytest.mark.parametrize("name", ["O0", "O1"])
 def test_diverged(say, name):
     losses = [*steps(1, 39), *steps(40, 60, loss=NAN)]

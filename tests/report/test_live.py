@@ -36,7 +36,8 @@ def test_the_line_has_step_loss_norm_scale_and_skips():
     with LiveLine(console=console) as line:
         line(step(1, skipped=True, scale=65536, norm=float("inf"), loss=2))
         line(step(2, scale=32768, norm=0.5, loss=1.25))
-    assert "step 2  loss 1.2500  norm 0.5  scale 32768  skipped 1" in text(console)
+        line(step(3, skipped=True, bad=True))
+    assert "skipped 2 (loss not finite: 1)" in text(console)
 
 
 def test_it_is_drawn_as_often_as_told(monkeypatch):

@@ -94,7 +94,8 @@ def test_lines_are_json_without_nan():
     line = encode(StepValues(1, 2.5, True, 1.0, INF, NAN))
     found = json.loads(line, parse_constant=lambda name: pytest.fail(name))
     assert found == {
-        "type": "step", "step": 1, "time": 2.5, "skipped": True, "scale": 1.0, "grad_norm": "inf", "loss": "nan"
+        "type": "step", "step": 1, "time": 2.5, "skipped": True, "scale": 1.0, "grad_norm": "inf", "loss": "nan",
+        "bad_loss": None,
     }  # fmt: skip
 
 

@@ -59,7 +59,7 @@ def test_the_timeline_has_loss_norm_and_the_changes_of_the_scale(tmp_path):
     steps = [
         step(1, loss=4, norm=1, scale=8),
         step(2, loss=math.nan, norm=math.inf, scale=8, skipped=True),
-        step(3, loss=2, scale=4),
+        step(3, loss=2, scale=4, bad=True),  # of another process
         step(4, loss=1, norm=2, scale=4),
         step(5, norm=3, scale=4),
     ]
@@ -69,7 +69,7 @@ def test_the_timeline_has_loss_norm_and_the_changes_of_the_scale(tmp_path):
     loss = line(found, "loss")
     assert [x for x, _ in loss] == [1, 2, 3, 4]
     assert [y for _, y in loss if not math.isnan(y)] == [4, 2, 1]
-    assert timeline["lines"]["loss"]["nonfinite"] == [2]
+    assert timeline["broken"] == [2, 3]
     assert [x for x, _ in line(found, "grad_norm")] == [1, 2, 4, 5]
     assert line(found, "scale") == [(1, 8), (3, 4), (5, 4)]
     assert found.charts["shift"] == 2

@@ -31,12 +31,13 @@ def scalars(found, tag):
 
 def test_steps_are_scalars(tmp_path):
     with TensorBoard(tmp_path) as board, NoSync():
-        board(step(1, skipped=True, scale=8, norm=float("inf"), loss=2))
+        board(step(1, skipped=True, scale=8, norm=float("inf"), loss=2, bad=True))
         board(step(2, scale=4, loss=1))
     found = read(tmp_path)
     assert scalars(found, "halfstep/loss") == [(1, 2.0), (2, 1.0)]
     assert scalars(found, "halfstep/scale") == [(1, 8.0), (2, 4.0)]
     assert scalars(found, "halfstep/skipped") == [(1, 1.0), (2, 0.0)]
+    assert scalars(found, "halfstep/bad_loss") == [(1, 1.0)]
     assert scalars(found, "halfstep/grad_norm") == [(1, float("inf"))]
 
 

@@ -71,6 +71,27 @@ def test_steps_of_one_backward_back_off_once(flags):
     assert scales.read(0) == 256.0
 
 
+@pytest.mark.parametrize("hysteresis", [1, 2])  # 1 has a kernel of its own
+@pytest.mark.parametrize("overflowed", [True, False])
+def test_a_step_with_a_loss_that_is_not_finite_says_nothing_but_to_torch_amp(overflowed, hysteresis):
+    scales = dynamic(growth_interval=3, hysteresis=hysteresis)
+    scales.of(0)
+    clean, void, found = torch.tensor(False), torch.tensor(True), torch.tensor(overflowed)
+    for flag in (clean, clean):
+        scales.went_backward(0)
+        scales.update([collected(0)], [flag], clean)
+    before = scales.state_dict()
+    assert before["0"]["clean_steps"] == 2
+    scales.went_backward(0)
+    for _ in range(2):  # of two optimizers
+        scales.update([collected(0)], [found], void)
+    assert scales.state_dict() == before
+    scales.as_torch_amp = True
+    scales.went_backward(0)
+    scales.update([collected(0)], [found], void)
+    assert scales.state_dict()["0"]["clean_steps"] == 0
+
+
 def test_reading_makes_no_scale():
     scales = dynamic()
     assert scales.read(3) == 1024.0

@@ -201,7 +201,10 @@ def test_scale_skips_and_norm_reach_the_logger_under_the_steps_of_the_trainer():
     skipped = logger.rows["halfstep/skipped"]
     bad = BAD // ACCUMULATE
     assert {step: float(value) for step, value in skipped.items()} == {step: float(step >= bad) for step in range(50)}
-    assert logger.rows["halfstep/scale"][bad] == 2 * logger.rows["halfstep/scale"][bad + 1]
+    assert logger.rows["halfstep/bad_losses"] == skipped
+    assert (
+        logger.rows["halfstep/scale"][bad] == logger.rows["halfstep/scale"][bad + 1]
+    )  # which a bad loss does not lower
     norms = logger.rows["halfstep/grad_norm"]
     assert norms[0] > MAX_NORM  # before clipping
     assert not torch.isfinite(torch.tensor(norms[bad]))

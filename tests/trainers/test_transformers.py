@@ -145,7 +145,7 @@ def test_the_trainer_trains_bit_for_bit_as_the_loop_by_hand(level, low, tmp_path
     assert skipped == ([] if level == "O0" else list(range(10, STEPS)))  # how many so far: one
     assert kept.rows[0]["grad_norm"] > MAX_NORM
     if low == "fp16" and level == "O1":
-        assert kept.rows[10]["halfstep/scale"] == 2 * kept.rows[11]["halfstep/scale"]
+        assert kept.rows[10]["halfstep/scale"] == kept.rows[11]["halfstep/scale"]  # which a bad loss does not lower
 
 
 @pytest.mark.parametrize(("level", "low"), SETTINGS)
@@ -258,7 +258,8 @@ def test_skips_are_counted_from_the_beginning_of_a_run(tmp_path):
     trainer = trainer_of("O1", "bf16", tmp_path, settings=settings, callbacks=[kept], model=language_model(at=0))
     trainer.train()
     trainer.train()
-    assert [row["halfstep/skipped"] for row in kept.rows] == [1, 1, 1, 0, 0, 0]
+    for name in ("halfstep/skipped", "halfstep/bad_losses"):
+        assert [row[name] for row in kept.rows] == [1, 1, 1, 0, 0, 0]
 
 
 def test_the_filter_of_nan_losses_is_told_once(tmp_path, caplog):

@@ -102,6 +102,7 @@ class Trained:
         self._coming: deque[tuple[tuple[int, ...], Later]] = deque()
         for optimizer in session.optimizers:
             vars(optimizer).update({_STASH: SimpleNamespace(lazy_init_called=True), **dict.fromkeys(_LAZY, _nothing)})
+        session.runtime.scales.as_torch_amp = True
         session.watchers.append(self)
 
     def carry(self, scale: Tensor) -> None:

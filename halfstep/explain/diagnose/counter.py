@@ -1,4 +1,4 @@
-"""Counts how many steps in a row were skipped, and at which loss scale."""
+"""Counts how many steps were skipped, in a row and of the latest ones, and at which loss scale."""
 
 from __future__ import annotations
 
@@ -15,12 +15,16 @@ from halfstep.later import Later, is_capturing
 
 WINDOW = 8  # steps, a power of two: as many skips in a row divide a dynamic scale by 256
 _LONGEST_PAUSE = 64 * WINDOW  # steps
-_OFTEN, _SPAN = 4, 80  # 4 skips in 80 steps, one in twenty: the rate of a scale that lives at its floor
+_OFTEN, _HALF, _SPAN = 4, 40, 80  # 4 skips in 80 steps, one in twenty: the rate of a scale that lives at its floor
 LONGEST_GAP = _SPAN // (_OFTEN - 1)  # steps between two such skips
 
 Watched = tuple[tuple[int, ...], int | None]  # the ids of optimizers that step together, and a loss that they step on
 Scales = Mapping[Any, Tensor]  # keyed by loss id, or by None
-_Step = tuple[Sequence[object], Tensor, Scales]  # what has stepped, whether it was skipped, the scales of its losses
+# what has stepped, whether it was skipped, whether for a loss that was not finite, and the scales of its losses
+_Step = tuple[Sequence[object], Tensor, Tensor | None, Scales]
+
+# who is meant, how often its steps are skipped (in words), and whether less than half are, and not many in a row
+Alarm = tuple[Watched, str, bool]
 
 
 @dataclass
@@ -31,30 +35,35 @@ class _Streak:
     left_out: int = 0  # the next steps, which raise no alarm
     pause: int = WINDOW  # what the next call of `Counter.rest` makes of `left_out`
     steps: int = 0
-    # The numbers of the latest skips at a scale just above its floor, but not of those directly after another skip.
+    told: bool = False  # by a mild alarm
+    # The numbers of the latest skips at a scale just above its floor, but not of those directly after another skip,
+    # and of those that no falling scale ends: for a loss that was not finite, or at a fixed scale.
     near: deque[int] = field(default_factory=lambda: deque(maxlen=_OFTEN))
+    odd: deque[int] = field(default_factory=lambda: deque(maxlen=_HALF))
+
+    def lately(self, skips: deque[int], number: int) -> bool:  # so many within 80 steps
+        return len(skips) >= number and self.steps - skips[-number] < _SPAN
 
     @property
     def lives_at_floor(self) -> bool:
-        """Whether the scale keeps falling back to its floor: four skips just above the floor within 80 steps."""
-        return len(self.near) == _OFTEN and self.steps - self.near[0] < _SPAN
+        return self.lately(self.near, _OFTEN)
 
 
 class Counter:
-    """Counts skipped steps in a row, separately per set of optimizers and per loss, without waiting for the device.
+    """Counts skipped steps, separately per set of optimizers and per loss, without waiting for the device.
 
     Steps are examined `WINDOW` at a time, in a later step, once their values have arrived on the host.
     """
 
-    def __init__(self, device: torch.device, floor: float, growth: float = 1.0) -> None:
+    def __init__(self, device: torch.device, floor: float, growth: float = 1.0) -> None:  # floor 0: a fixed scale
         self._device = device
         self._floor, self._near = floor, floor * growth
         self._steps: list[_Step] = []
         self._coming: tuple[list[_Step], Later] | None = None
         self._runs: dict[Watched, _Streak] = {}  # empty until a step is skipped
 
-    def count(self, parts: Sequence[object], skipped: Tensor, scales: Scales) -> Watched | None:
-        """Counts a step of the optimizers `parts`; returns the optimizers and the loss that raise an alarm, or None."""
+    def count(self, parts: Sequence[object], skipped: Tensor, bad: Tensor | None, scales: Scales) -> Alarm | None:
+        """Counts a step of the optimizers `parts`; returns an alarm about these and a loss, or None."""
         # Steps inside a CUDA graph capture are not counted, because a later read would give the values of replays.
         if is_capturing():
             self._steps, self._coming = [], None
@@ -65,7 +74,7 @@ class Counter:
             if numbers.arrived():
                 self._coming = None
                 found = self._look(steps, numbers.read())
-        self._steps.append((parts, skipped, scales))
+        self._steps.append((parts, skipped, bad, scales))
         if self._coming is None and len(self._steps) >= WINDOW:
             self._coming = self._steps, Later(_numbers(self._steps, self._device))
             self._steps = []
@@ -74,39 +83,57 @@ class Counter:
     def rest(self, watched: Watched) -> None:
         """Raises no alarm for some steps of the optimizers and loss in `watched`; each call doubles their number."""
         run = self._runs[watched]
-        run.left_out, run.pause = run.pause, min(2 * run.pause, _LONGEST_PAUSE)
+        run.left_out, run.pause, run.told = run.pause, min(2 * run.pause, _LONGEST_PAUSE), False
 
     def lives_at_floor(self, watched: Watched) -> bool:
         """Tells whether gradients of the loss in `watched` overflow whenever the loss scale grows from its floor."""
         return watched in self._runs and self._runs[watched].lives_at_floor
 
-    def _look(self, steps: Sequence[_Step], host: Sequence[Tensor]) -> Watched | None:
+    def _look(self, steps: Sequence[_Step], host: Sequence[Tensor]) -> Alarm | None:
         numbers = iter(host[0].tolist() if host[0].dim() else map(_number, host))
-        values = [(parts, bool(next(numbers)), dict(zip(scales, numbers, strict=False))) for parts, _, scales in steps]
-        if not self._runs and not any(skipped for _, skipped, _ in values):
+        values = [
+            (parts, bool(next(numbers)), bad is not None and next(numbers), dict(zip(scales, numbers, strict=False)))
+            for parts, _, bad, scales in steps
+        ]
+        if not self._runs and not any(skipped for _, skipped, *_ in values):
             return None
-        found = None
-        for parts, skipped, scales in values:
+        found: Alarm | None = None
+        for parts, skipped, bad, scales in values:
             who = tuple(map(id, parts))
             for loss_id, scale in scales.items():
                 run = self._runs.setdefault((who, loss_id), _Streak())
                 run.length = run.length + 1 if skipped else 0
                 run.left_out -= 1
                 run.steps += 1
-                if run.length == 1 and self._floor < scale <= self._near:
+                if not skipped:
+                    continue
+                if bad or not self._floor:
+                    run.odd.append(run.steps)
+                elif run.length == 1 and self._floor < scale <= self._near:
                     run.near.append(run.steps)
-                at_floor = scale <= self._floor or run.lives_at_floor
-                alarming = run.length >= WINDOW or (skipped and at_floor)
-                if alarming and run.left_out < 0:
-                    found = found or (who, loss_id)
+                if run.left_out < 0 and (found is None or found[2]):  # one that is not mild comes first
+                    at_floor = not bad and (scale <= self._floor or run.lives_at_floor)
+                    found = _alarm((who, loss_id), run, at_floor=at_floor) or found
         if found is not None:
-            self._runs[found].length = 0
+            self._runs[found[0]].length = 0
         return found
 
 
+def _alarm(about: Watched, run: _Streak, *, at_floor: bool) -> Alarm | None:
+    if run.length >= WINDOW or at_floor:
+        return about, "like those before it", False
+    if run.lately(run.odd, _HALF):
+        run.odd.clear()
+        return about, "like half of those before it", False
+    if run.told or run.length >= _OFTEN or not run.lately(run.odd, _OFTEN):  # these may be many in a row
+        return None
+    run.told = True
+    return about, "like at least one in twenty of those before it", True
+
+
 def _numbers(steps: Sequence[_Step], device: torch.device) -> list[Tensor]:
-    """Returns whether each step was skipped, followed by its scales: as they are on a CPU, elsewhere as one tensor."""
-    numbers = [t for _, skipped, scales in steps for t in (skipped, *scales.values())]
+    """Returns whether each step was skipped, and why, and its scales: as they are on a CPU, elsewhere as one tensor."""
+    numbers = [t for _, skipped, bad, scales in steps for t in (skipped, bad, *scales.values()) if t is not None]
     return numbers if device.type == "cpu" else [torch.stack([t.float() for t in numbers])]
 
 

@@ -164,9 +164,11 @@ class Guardian:
     """Watches the steps of a session; if steps keep being skipped, passes a verdict to `tell`, then raises or logs it.
 
     Each set of optimizers that step together is watched separately, and so is each loss that had gradients in a step.
-    There is an alarm after `WINDOW` skipped steps in a row. One skipped step is enough if the loss scale is at its
-    floor or keeps falling back to it. After an alarm the guardian records the following steps, one at a time, until one
-    is skipped, or for a limited number of steps. If a falling loss scale will cure the failure, there is no verdict.
+    There is an alarm after `WINDOW` skipped steps in a row, and one skipped step is enough if the loss scale is at its
+    floor or keeps falling back to it. Steps that no falling scale can cure are counted by share too: half of 80 raise
+    an alarm, and for one in twenty the verdict is only logged. After an alarm the guardian records the following steps,
+    one at a time, until one is skipped, or for a limited number of steps. If a falling loss scale will cure the
+    failure, there is no verdict.
 
     If several processes train together, a process that raised alone would leave the others waiting. Therefore an error
     is kept in `pending` until all processes know of it. They all raise at the end of the same step.
@@ -187,6 +189,7 @@ class Guardian:
         self._counter = Counter(runtime.device, self._floor, scaling.growth)
         self._armed: Armed | None = None
         self._about: Watched = ((), None)  # whose step is waited for
+        self._often, self._mild = "", False  # how often it is skipped
         self._left = 0  # steps that are still recorded where those before were fine
         self._others = 0  # steps of others while one is waited for
         self._patience = _PATIENCE
@@ -212,9 +215,11 @@ class Guardian:
         if self._armed is not None:
             self._after_recorded(self._armed, record, parts, scales)
             return
-        about = self._counter.count(parts, record.skipped, scales or {None: record.scale})
-        if about is not None:
-            self._about, self._left = about, LONGEST_GAP if self._counter.lives_at_floor(about) else WINDOW
+        alarm = self._counter.count(parts, record.skipped, record.bad_loss, scales or {None: record.scale})
+        if alarm is not None:
+            self._about, self._often, self._mild = alarm
+            rare = self._mild or self._counter.lives_at_floor(self._about)
+            self._left = LONGEST_GAP if rare else WINDOW
             self._arm_next()
 
     def _after_recorded(
@@ -284,6 +289,8 @@ class Guardian:
             return
         if judged is not None:
             self._report(*judged, record.step)
+        elif self._mild:
+            self._counter.rest(self._about)
 
     def _explain(
         self, armed: Armed, record: StepRecord, parts: Sequence[Part], scales: Mapping[int, Tensor]
@@ -302,7 +309,8 @@ class Guardian:
             return None
         lowest = min(map(float, scales.values()), default=scale)
         found = replace(found, unscaled=recorder.is_unscaled(note))
-        judged = self._judge(found, scale, shared=lowest if recorder.communicated else None)
+        bad_loss = record.bad_loss is not None and bool(record.bad_loss)
+        judged = self._judge(found, scale, shared=lowest if recorder.communicated and not bad_loss else None)
         if judged is None or not armed.passed or found.kind != Kind.INPUT_DATA:
             return judged
         verdict, about_scale = judged
@@ -310,7 +318,7 @@ class Guardian:
 
     def _judge(self, found: Diagnosis, scale: float, *, shared: float | None) -> tuple[Verdict, str] | None:
         """Returns the verdict on the recorded step and a phrase on what a lower loss scale would do."""
-        # `shared` is the lowest loss scale of the step if processes communicated during it, otherwise None.
+        # `shared` is the lowest loss scale of the step if that may fall for the sake of another process, else None.
         plan = self._runtime.plan
         found = replace(found, untried="halfstep.blame(session, closure) tries edits")
         lower = _Lower.estimate(found, plan.low, scale)
@@ -355,15 +363,16 @@ class Guardian:
 
     def _report(self, verdict: Verdict, about_scale: str, step: int) -> None:
         key = (verdict.kind, verdict.module, verdict.operator)
-        if self._on_failure == "warn" and key in self._said:
+        raises = self._on_failure == "raise" and not self._mild
+        if not raises and key in self._said:
             self._counter.rest(self._about)
             return
         self._said.add(key)
         self._tell(verdict)
-        text = f"step {step} was skipped like those before it{about_scale}\n{verdict}\n  {more(NAN)}"
-        if self._on_failure == "raise" and not self._runtime.summing():
+        text = f"step {step} was skipped {self._often}{about_scale}\n{verdict}\n  {more(NAN)}"
+        if raises and not self._runtime.summing():
             raise NumericsError(text, verdict)
-        if self._on_failure == "raise":
+        if raises:
             self.pending = NumericsError(text, verdict)
         _LOG.warning(text)
 

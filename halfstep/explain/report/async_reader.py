@@ -13,8 +13,9 @@ import torch
 from halfstep.later import Later, is_capturing
 from halfstep.records import StepRecord, StepValues
 
+FLAGS = ("skipped", "bad_loss")
 # the numbers of a step, which a StepRecord has as tensors or None, and all sinks and the page show
-COLUMNS = tuple(each.name for each in fields(StepValues) if each.name not in ("step", "time", "skipped"))
+COLUMNS = tuple(each.name for each in fields(StepValues) if each.name not in ("step", "time", *FLAGS))
 
 
 class AsyncReader:
@@ -30,7 +31,7 @@ class AsyncReader:
         """Starts copying a step's numbers to the host, without waiting."""
         place = record.scale.device
         if not is_capturing():
-            given = (record.skipped, *(getattr(record, name) for name in COLUMNS))
+            given = [getattr(record, name) for name in (*FLAGS, *COLUMNS)]
             row = torch.stack([v.reshape(()).to(place) for v in given if v is not None])
             self._coming.append((record, time.time(), Later([row])))
 
@@ -46,6 +47,8 @@ class AsyncReader:
 
 
 def _values(record: StepRecord, now: float, numbers: Later) -> StepValues:
-    skipped, *found = numbers.read()[0].tolist()
-    columns: dict[str, Any] = {name: None if getattr(record, name) is None else found.pop(0) for name in COLUMNS}
-    return StepValues(record.step, now, bool(skipped), **columns)
+    found = iter(numbers.read()[0].tolist())
+    given = [name for name in (*FLAGS, *COLUMNS) if getattr(record, name) is not None]
+    values: dict[str, Any] = dict.fromkeys(COLUMNS) | dict(zip(given, found, strict=True))
+    flags = {name: bool(values[name]) for name in FLAGS if name in values}
+    return StepValues(record.step, now, **values | flags)

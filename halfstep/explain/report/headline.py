@@ -18,7 +18,7 @@ from halfstep.explain.report.lines import Event
 from halfstep.explain.report.run import Run
 from halfstep.formats import as_format
 from halfstep.kinds import Kind
-from halfstep.records import COMPARED, SUSPECT, UPDATE, Array, Finding, StepValues, Verdict, called
+from halfstep.records import COMPARED, SUSPECT, UPDATE, Array, Finding, StepValues, Verdict, called, skips_in_words
 
 STREAK = 8  # skipped steps in a row that a loss scale which comes down does not explain
 OFTEN = 0.05  # of the steps after the first that was not skipped; to find its ceiling a dynamic scale skips 1 in 2,000
@@ -358,18 +358,17 @@ def _streak_before(steps: Sequence[StepValues], end: int) -> int | None:
 
 def _at_floor(course: _Course, steps: Sequence[StepValues]) -> int:
     floor = course.floor
-    return 0 if floor is None else sum(values.skipped and values.scale <= floor for values in steps)
+    return 0 if floor is None else sum(it.skipped and not it.bad_loss and it.scale <= floor for it in steps)
 
 
 def _skips(course: _Course) -> str:
     count = len(course.run.steps)
     if course.is_plain:
         return f"{_count(count, 'step')} in fp32"
-    return (
-        f"{course.skipped:,} of {_count(count, 'step')} skipped"
-        if course.skipped
-        else f"{_count(count, 'step')}, none skipped"
-    )
+    if not course.skipped:
+        return f"{_count(count, 'step')}, none skipped"
+    bad = sum(bool(values.bad_loss) for values in course.run.steps)
+    return skips_in_words(f"{course.skipped:,} of {_count(count, 'step')} skipped", bad)
 
 
 def _lost(course: _Course) -> str:

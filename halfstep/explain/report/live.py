@@ -43,7 +43,7 @@ class LiveLine(AbstractContextManager["LiveLine"]):
         self._console = console or Console(stderr=True, highlight=False, force_terminal=_at_terminal(sys.stderr))
         self._wait = 1.0 / per_second
         self._steps = AsyncReader()
-        self._skipped = 0
+        self._skipped = self._bad_losses = 0
         self._times: deque[tuple[int, float]] = deque(maxlen=SPEED_OVER)
         self._last: StepValues | None = None
         self._drawn = -1.0
@@ -91,6 +91,7 @@ class LiveLine(AbstractContextManager["LiveLine"]):
     def _take(self, values: StepValues) -> None:
         self._last = values
         self._skipped += values.skipped
+        self._bad_losses += bool(values.bad_loss)
         self._times.append((values.step, values.time))
 
     def _draw(self, last: StepValues) -> None:
@@ -100,7 +101,7 @@ class LiveLine(AbstractContextManager["LiveLine"]):
         shown = {name: value for name in reversed(COLUMNS) if (value := getattr(last, name)) is not None}
         parts = [f"step {last.step:,}"]
         parts += [FORMS.get(name, f"{name} {{:.4g}}").format(value) for name, value in shown.items()]
-        parts += [f"skipped {self._skipped:,}"]
+        parts += [f"skipped {self._skipped:,}" + f" (loss not finite: {self._bad_losses:,})" * bool(self._bad_losses)]
         parts += [f"{(last.step - first_step) / (end - first):.3g} steps/s"] if end > first else []
         if not self._live.is_started:
             self._live.start()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from types import TracebackType
 
-from halfstep.explain.report.async_reader import COLUMNS, AsyncReader
+from halfstep.explain.report.async_reader import COLUMNS, FLAGS, AsyncReader
 from halfstep.explain.report.log import reason
 from halfstep.formats import FORMATS, FP16, Format
 from halfstep.records import (
@@ -27,8 +27,9 @@ _LOG = logging.getLogger("halfstep")
 class NumbersSink(AbstractContextManager["NumbersSink"]):
     """The base class of sinks that write a session's steps, observations, verdicts and findings to a run logger.
 
-    The numbers of a step are named `halfstep/loss`, `halfstep/grad_norm`, `halfstep/scale` and `halfstep/skipped`. No
-    step waits for the device. `close()` writes what is left. A failed write ends the logging, not the training.
+    The numbers of a step are named `halfstep/loss`, `halfstep/grad_norm`, `halfstep/scale`, `halfstep/skipped` and
+    `halfstep/bad_loss`. No step waits for the device. `close()` writes what is left. A failed write ends the logging,
+    not the training.
     A subclass defines `write_numbers`, `write_text` and `finish`, and lists in `errors` the exceptions they may raise.
     """
 
@@ -85,7 +86,7 @@ class NumbersSink(AbstractContextManager["NumbersSink"]):
         """Closes the logger's files or waits for its threads; by default does nothing."""
 
     def _write_step(self, values: StepValues) -> None:
-        found = {f"halfstep/{name}": getattr(values, name) for name in (*COLUMNS, "skipped")}
+        found = {f"halfstep/{name}": getattr(values, name) for name in (*COLUMNS, *FLAGS)}
         numbers = {name: float(value) for name, value in found.items() if value is not None}
         self._use(lambda: self.write_numbers(numbers, values.step, values.time))
 

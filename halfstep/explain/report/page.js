@@ -85,7 +85,7 @@
       hovertemplate: `%{x}: ${name} %{y:.5g}<extra></extra>`,
     })));
     const traces = [...lines, ...lines.map(lonelyPoints).filter(points => points.x.length)];
-    const {skips} = data.timeline, broken = data.timeline.lines.loss.nonfinite;
+    const {skips, broken} = data.timeline;
     const bottom = lowest(loss.y), flat = lowest(powers);
     if (broken.length) {
       traces.push(timelineMarks(broken, isFinite(bottom) ? bottom : 1, "loss not finite", "y", "x-thin"));
@@ -111,10 +111,10 @@
   }
 
   function timelineWords() {
-    const {skips, skipped, steps, lines} = data.timeline;
+    const {skips, skipped, steps, broken} = data.timeline;
     const shown = skips.length < skipped ? ` (${count(skips.length)} of them drawn)` : "";
-    const broken = lines.loss.nonfinite.length ? " The loss was not finite at the red crosses." : "";
-    return `${count(skipped)} of ${count(steps)} steps were skipped${shown}.${broken}`;
+    const crosses = broken.length ? " The loss was not finite at the red crosses." : "";
+    return `${count(skipped)} of ${count(steps)} steps were skipped${shown}.${crosses}`;
   }
 
   function drawTimeline() {

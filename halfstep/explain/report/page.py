@@ -35,6 +35,7 @@ from halfstep.records import (
     Verdict,
     absorbed_finding,
     limits_of,
+    skips_in_words,
 )
 
 POINTS = 4000  # of a line; more steps are thinned to the smallest and the largest value of each group
@@ -139,6 +140,7 @@ def _timeline(run: Run) -> dict[str, Any]:
         "steps": len(steps),
         "skipped": len(skips),
         "skips": _some(skips),
+        "broken": _some([it.step for it in steps if it.bad_loss or not math.isfinite(it.loss or 0.0)]),
         "lines": {name: _line(name, steps) for name in COLUMNS},
     }
 
@@ -153,7 +155,7 @@ def _line(name: str, steps: Sequence[StepValues]) -> dict[str, Any]:
         places = np.unique([0, *np.flatnonzero(np.diff(value)) + 1, len(value) - 1])
         places = places[thin(value[places])]
     drawn = np.where(finite, value, np.nan)[places]
-    return {"x": _packed(number[places]), "y": _packed(drawn), "nonfinite": _some(number[~finite].tolist())}
+    return {"x": _packed(number[places]), "y": _packed(drawn)}
 
 
 def _some(steps: Sequence[float], points: int = POINTS // 2) -> list[int]:
@@ -331,7 +333,8 @@ def _facts(run: Run, judge: Format) -> Iterator[tuple[str, str]]:
     skipped = sum(values.skipped for values in run.steps)
     if run.steps:
         first, last = run.steps[0].step, run.steps[-1].step
-        yield "steps", f"{first:,} to {last:,}: {len(run.steps):,}, of them {skipped:,} skipped"
+        skips = skips_in_words(f"{skipped:,} skipped", sum(bool(values.bad_loss) for values in run.steps))
+        yield "steps", f"{first:,} to {last:,}: {len(run.steps):,}, of them {skips}"
         losses = [values.loss for values in run.steps if values.loss is not None]
         if losses:
             yield "loss", f"{losses[0]:.4g} at first, {losses[-1]:.4g} at last"

@@ -23,10 +23,10 @@ except ImportError as error:
 class TensorBoard(NumbersSink):
     """Logs a run to a TensorBoard folder: `initialize(..., sinks=[TensorBoard(folder)])`.
 
-    The scalars of a step are its loss, gradient norm, loss scale, and whether it was skipped (1 or 0). Each observed
-    tensor has two more scalars: the share of its values that the plan's low format rounds to zero, and the share beyond
-    the format's range. Histograms show base-2 logarithms of the true magnitudes. Verdicts and findings are texts. No
-    step waits for the device. `close()` writes what is left.
+    The scalars of a step are its loss, gradient norm, loss scale, and whether it was skipped and a loss was not finite
+    (1 or 0). Each observed tensor has two more scalars: the share of its values that the plan's low format rounds to
+    zero, and the share beyond the format's range. Histograms show base-2 logarithms of the true magnitudes. Verdicts
+    and findings are texts. No step waits for the device. `close()` writes what is left.
 
     Raises:
         LogError: the folder cannot be written.

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-LOSSES = 64  # flags for losses in the sum: one for each `loss_id` below this
+LOSSES = 64  # flags for losses in the sum: one for each `loss_id` below 63, and the last
+NOT_FINITE = -1  # the place of the last: whether a loss was not finite itself, whichever it was
 SCALE_BITS, WEIGHT_BITS = 32, 19  # of what processes are compared by
 
 
@@ -18,8 +19,9 @@ class Findings:
 
     `square` (0-dim float64) is this process's share of the squared L2 norm of the unscaled gradients; the shares of all
     processes add up to it. `gradients` (bool) tells for each parameter of the step whether its gradient is not finite.
-    `losses` (bool, `LOSSES` long) tells for each loss whether it overflowed. `processes` (bool) tells for each process
-    whether one of its losses overflowed, and `stops` (bool) whether it requests all processes to stop.
+    `losses` (bool, `LOSSES` long) tells for each loss whether its gradients overflowed, and at `NOT_FINITE` whether any
+    loss was not finite itself. `processes` (bool) tells for each process whether one of its losses set a flag, and
+    `stops` (bool) whether it requests all processes to stop.
 
     `same` (2 x processes) compares what must be the same in all processes: its first row is about the loss scales that
     the gradients carry, its second row about the weights. Before the sum it is float64: each row has a number computed

@@ -23,9 +23,10 @@ class Collected:
     """The gradients of one step as stored in `p.grad`: each gradient times `inverse` is the true gradient.
 
     `scale` is the loss scale of the last backward pass (0-dim fp32), `scales` maps a loss id to the scale of that
-    loss's last backward pass, and `losses` are the ids of the losses that contributed. `found` says whether a loss is
-    known to have overflowed, even if its gradients no longer show it (0-dim bool, None if nothing was noted). The step
-    must be skipped if `found` is true or a present gradient is non-finite. `absent` are parameters without a gradient.
+    loss's last backward pass, and `losses` are the ids of the losses that contributed. `flags` says of losses, by id,
+    whether they are known to have overflowed, even if their gradients no longer show it, and at `NOT_FINITE` whether a
+    loss was not finite itself; `found` is true if any of them is (0-dim bool, None if nothing was noted). The step must
+    be skipped if `found` is true or a present gradient is non-finite. `absent` are parameters without a gradient.
     `changed` is one whose scaled gradient other code has changed since the last backward pass.
     """
 
@@ -135,12 +136,14 @@ class GradientAccumulator:
         if loss_id not in self._losses:
             self._losses += (loss_id,)
 
-    def after_backward(self, loss_id: int, scale: Tensor, found: Tensor | None = None, *, watch: bool = False) -> None:
+    def after_backward(
+        self, loss_id: int, scale: Tensor, noted: Mapping[int, Tensor] | None = None, *, watch: bool = False
+    ) -> None:
         """Adds the gradients that `before_backward` took out of `p.grad` to those that the backward pass left there."""
-        # `found` (0-dim bool) marks the loss as overflowed whatever its gradients are, for example because the loss is
-        # not finite. With `watch` a change of the gradients before the step is noticed.
-        if found is not None and _first_gradient(self._present) is not None:
-            self._flag(loss_id, found)
+        # `noted` are further flags, as in `Collected.flags`. With `watch` a change of the gradients before the step is
+        # noticed.
+        for key, flag in noted.items() if noted and _first_gradient(self._present) is not None else ():
+            self._flag(key, flag)
         for param, held in self._sums.release(self._present).items():  # what the all-reduce has not included
             new, param.grad = param.grad, None
             self._set_wide(param, held if new is None else held.add_(new))

@@ -95,13 +95,12 @@ def check_losses(losses: Iterable[Any]) -> None:
 
 
 def overflowed(loss: Tensor) -> Tensor:
-    """Returns whether any element of the loss is infinite or NaN (0-dim bool), with two small operations.
+    """Returns whether any element of a detached loss is infinite or NaN (0-dim bool), with two small operations.
 
     >>> overflowed(torch.tensor(float("-inf"))), overflowed(torch.tensor(3.0))
     (tensor(True), tensor(False))
     """
-    value = loss.detach()
-    nothing = value - value  # 0 for a finite number, else NaN, which is not equal to itself
+    nothing = loss - loss  # 0 for a finite number, else NaN, which is not equal to itself
     bad = nothing.ne(nothing)
     return bad.any() if bad.dim() else bad
 

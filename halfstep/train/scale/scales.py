@@ -27,6 +27,8 @@ class LossScales:
         self._scales: dict[int, Scale] = {}
         self._backed_off: dict[int, Tensor] = {}  # for losses with a step since their last backward: in one of these
         self.ceiling: float | None = None  # what `limit` keeps all scales at or below
+        self.as_torch_amp = False  # whether a loss that is not finite lowers its scale, as in torch.amp and apex
+        self.penalties: dict[int, Tensor] = {}  # whether gradients that the next loss may be made of overflowed
 
     def of(self, loss_id: int) -> Scale:
         """Returns the scale of a loss."""
@@ -56,18 +58,22 @@ class LossScales:
         """Notes a backward pass of this loss: the next step will adapt the loss's scale."""
         self._backed_off.pop(loss_id, None)
 
-    def update(self, collected: Sequence[Collected], found: Sequence[Tensor]) -> None:
+    def update(self, collected: Sequence[Collected], found: Sequence[Tensor], void: Tensor | None = None) -> None:
         """Adapts the scales to one step, given each optimizer's gradients and whether they overflowed."""
+        # A step that is `void` (0-dim bool), because a loss was not finite at any scale, changes nothing.
         if not self.active:
             return
         overflowed: dict[int, Tensor] = {}
         for held, now in zip(collected, found, strict=True):
             for loss_id, flag in held.overflowed(now).items():
                 overflowed[loss_id] = overflowed[loss_id] | flag if loss_id in overflowed else flag
+        void = None if self.as_torch_amp else void
         for loss_id, flag in overflowed.items():
             before = self._backed_off.get(loss_id)
+            if void is not None:
+                flag = flag > void.to(flag.device, non_blocking=True)
             if before is None:
-                self._scales[loss_id].update(flag)
+                self._scales[loss_id].update(flag, void=void)
                 self._backed_off[loss_id] = flag
             else:
                 before = before.to(flag.device, non_blocking=True)

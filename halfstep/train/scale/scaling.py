@@ -35,7 +35,7 @@ class FixedScale:
         self._kind, self._scale = scaling.kind, float(scaling.first)
         self.value = torch.full((), self._scale, dtype=torch.float32, device=device)
 
-    def update(self, found: Tensor, *, count: bool = True) -> None:
+    def update(self, found: Tensor, *, count: bool = True, void: Tensor | None = None) -> None:
         """Does nothing: the scale is fixed."""
 
     def limit(self, maximum: float) -> None:
@@ -78,9 +78,11 @@ class DynamicScale:
         self._clean = torch.zeros((), dtype=torch.int32, device=device)
         self._left = torch.full((), scaling.hysteresis, dtype=torch.int32, device=device)
 
-    def update(self, found: Tensor, *, count: bool = True) -> None:
-        """Adapts the scale to one step, on the device."""
+    def update(self, found: Tensor, *, count: bool = True, void: Tensor | None = None) -> None:
+        """Adapts the scale to one step, on the device; a step that is `void` is no clean one, but no overflow."""
         found = found.to(self.value.device, non_blocking=True)
+        if void is not None and count:
+            self._clean.add_(void.to(found.device, non_blocking=True), alpha=-1)  # `adapt_` adds 1
         adapt_(self.value, self._clean, self._left, found, self._schedule, count=count)
 
     def limit(self, maximum: float) -> None:

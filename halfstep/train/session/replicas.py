@@ -194,6 +194,11 @@ class Replicas:
             )
         return stepping is not None and not self.joining
 
+    def agreeing(self) -> bool:
+        """Tells whether all processes that train these models know of a step's losses what this one knows."""
+        alone = self._stepping is None and not (group_is_open() and dist.get_world_size() > 1)
+        return alone or self.summing()
+
     def agree(self, own: Findings, parameters: Sequence[nn.Parameter]) -> Findings:
         """Returns what all processes together found in a step, by one all-reduce of what each found (`own`)."""
         total = own.packed()

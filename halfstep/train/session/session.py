@@ -62,6 +62,7 @@ from halfstep.train.scale.loss import (
     check_loss,
     check_losses,
     grad_inputs,
+    overflowed,
     pair_outputs,
     scaled,
     true_gradient,
@@ -153,6 +154,7 @@ class Session:
         self._steps = 0
         self._loss: Tensor | None = None  # of the backward calls since the last step
         self._skips = torch.zeros((), dtype=torch.int64, device=device)
+        self._bad_losses = torch.zeros((), dtype=torch.int64, device=device)  # steps with one
         self._rehearsing = False
         self._lending = False
         self._trial: Session | None = None
@@ -410,9 +412,10 @@ class Session:
         if any(needs_scale(loss.dtype) for loss in losses):
             scale.limit(FP16_LOSS_CEILING)
         self._carry(scale.value, losses)
-        with self._training.scaling(losses, loss_id, unscale=unscale) as value:
+        detached = [loss.detach() for loss in losses]
+        with self._training.scaling(detached, loss_id, unscale=unscale) as value:
             yield value
-        for loss in losses:
+        for loss in detached:
             self._add_loss(loss, loss_id)
         self._awaiting = list(self._parts)
 
@@ -425,7 +428,6 @@ class Session:
     def _add_loss(self, loss: Tensor, loss_id: int) -> None:
         if loss.numel() != 1:  # its backward had a gradient of its own
             return
-        loss = loss.detach()
         if loss_id not in self._first_losses:
             self._first_losses[loss_id] = loss
         self._loss = loss if self._loss is None else self._loss.float() + loss.to(self._loss.device)
@@ -459,6 +461,10 @@ class Session:
             )
         with self._casting.backward():
             found = torch.autograd.grad(outputs, inputs, directions, **kwargs)
+        if scale.active:
+            bad = torch.stack([overflowed(out.detach()).to(value.device) for out in outputs]).any()
+            lost = read([local(g) for g in found if g is not None], device=value.device).found > bad
+            self._scales.penalties[loss_id] = lost | self._scales.penalties.get(loss_id, lost)
         return tuple(None if g is None else true_gradient(g, value if scale.active else None) for g in found)
 
     def unscale_(self) -> None:
@@ -507,6 +513,8 @@ class Session:
         scales = step.scales()
         self._steps += 1
         self._skips += step.record.skipped  # in place: a CUDA graph counts its replays
+        if step.record.bad_loss is not None:
+            self._bad_losses += step.record.bad_loss
         self._stepped = step
         self._last.update(dict.fromkeys(scales, step))
         self._loss = None
@@ -654,6 +662,7 @@ class Session:
             low=self.plan.low.name,
             steps=self._steps,
             skipped=int(self._skips),
+            bad_losses=int(self._bad_losses),
             scales=self._scales.read_all(),
             nonfinite_parameters=tuple(bad),
             nonfinite_gradients=tuple(name for name, p in self._named_parameters() if id(p) in overflowed),
@@ -773,7 +782,7 @@ class Session:
             "losses": len(scales),
             "scales": scales,
             "emulate": self._casting.emulates,
-        }
+        } | ({"bad_losses": bad} if (bad := int(self._bad_losses)) else {})  # old states load, by torch's dcp too
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores what `state_dict` returned; model, optimizer and session states may be loaded in any order.
@@ -790,6 +799,7 @@ class Session:
         self._emulate(emulates_after(self._decision, state.get("emulate")))
         self._steps = state["steps"]
         self._skips.fill_(state["skipped"])
+        self._bad_losses.fill_(state.get("bad_losses", 0))
 
     def _emulate(self, on: bool) -> None:
         if on is not self._decision.emulate:

@@ -18,15 +18,16 @@ _LOSS_ID = re.compile("0|[1-9][0-9]{0,17}")  # as `str` writes it: other digits 
 def check_state(state: dict[str, Any], plan: dict[str, Any]) -> None:
     """Refuses a session state that is incomplete or belongs to another plan than `plan` (a dict)."""
     expected = {"schema", "plan", "steps", "skipped", "scales"}
-    if not isinstance(state, dict) or set(state) - {"losses", "emulate"} != expected:
+    if not isinstance(state, dict) or set(state) - {"losses", "emulate", "bad_losses"} != expected:
         have = sorted(map(str, state)) if isinstance(state, dict) else type(state).__name__
         raise StateError(
             f"expected a session state with the entries {sorted(expected)}, got {have}; pass what session.state_dict() "
             "returned (or was the file cut short?)"
         )
-    kinds = {"plan": dict, "steps": int, "skipped": int, "losses": int, "scales": dict, "emulate": bool}
+    counts = dict.fromkeys(("steps", "skipped", "losses", "bad_losses"), int)
+    kinds = {"plan": dict, "scales": dict, "emulate": bool, **counts}
     for key, kind in kinds.items():
-        value = state.get(key, kind())  # the first states had neither "losses" nor "emulate"
+        value = state.get(key, kind())  # the first states had fewer
         if type(value) is not kind or (isinstance(value, int) and not 0 <= value < 2**63):
             wanted = {int: "a count", bool: "True or False"}.get(kind, "a dict")
             raise StateError(f"session state: {key} is {value!r:.60}; expected {wanted}")

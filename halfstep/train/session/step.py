@@ -14,7 +14,7 @@ from halfstep.errors import SessionError
 from halfstep.later import Later, is_capturing
 from halfstep.records import StepRecord
 from halfstep.train.kernels.batch import Scratch
-from halfstep.train.processes.findings import LOSSES, Findings
+from halfstep.train.processes.findings import LOSSES, NOT_FINITE, Findings
 from halfstep.train.processes.shards import shards
 from halfstep.train.scale.accumulator import Collected
 from halfstep.train.scale.norm import Reading, read
@@ -36,6 +36,7 @@ class Step:
     flags: list[tuple[list[nn.Parameter], Tensor]] = field(default_factory=list)  # which of these are not finite
     factors: list[Tensor | None] = field(default_factory=list)  # that make them true gradients; None: they are
     norm: Tensor | None = None  # of the true gradients of all
+    bad_loss: Tensor | None = None  # whether a loss was not finite, in any process; None: none was looked at
     spoiled: Tensor | None = None  # in which processes a loss overflowed; None if this one trains alone
     reports: tuple[Tensor, Tensor] | None = None  # who wants all to stop; whose scales and weights differ (2 rows)
     stopping: list[int] = field(default_factory=list)  # processes whose wish to stop all was read at this step
@@ -64,6 +65,9 @@ class Step:
 
     def found(self, device: torch.device) -> Tensor:
         """Returns whether the step must be skipped (0-dim bool)."""
+        bad = list({id(f): f for held in self.held if (f := held.flags.get(NOT_FINITE)) is not None}.values())
+        if bad:  # several of them only if several optimizers had several backward passes
+            self.bad_loss = bad[0].to(device) if len(bad) == 1 else torch.stack([f.to(device) for f in bad]).any()
         first, *others = [reading.found for reading in self.readings]
         for flag in (*others, *(held.found for held in self.held)):
             if flag is not None:
@@ -101,9 +105,10 @@ def _agree(replicas: Replicas, step: Step, square: Tensor, *, stop: bool) -> Non
     step.readings = [
         Reading(reading.norm, skip, each) for reading, skip, each in zip(step.readings, skips, heard, strict=True)
     ]
+    bad_loss = found.losses[NOT_FINITE]
     for held in step.held:
         held.found = found.losses.any() | found.same[0].any()
-        held.flags = {loss_id: found.losses[loss_id] for loss_id in held.losses}
+        held.flags = {loss_id: found.losses[loss_id] for loss_id in held.losses} | {NOT_FINITE: bad_loss}
     step.norm, step.flags = found.norm, list(zip(params, heard, strict=True))
     step.spoiled, step.reports = found.processes, (found.stops, found.same)
 
@@ -208,14 +213,14 @@ def _of_all(parameters: Sequence[nn.Parameter], present: Sequence[nn.Parameter],
 
 
 def _losses(collected: Sequence[Collected], device: torch.device) -> Tensor:
-    """Returns `LOSSES` flags (bool): entry i tells whether the loss with `loss_id` i has overflowed."""
+    """Returns `LOSSES` flags (bool): entry i is that of the loss with `loss_id` i, the last one `NOT_FINITE`."""
     flags = torch.zeros(LOSSES, dtype=torch.bool, device=device)
     for held in collected:
         for loss_id in held.losses:
-            if loss_id >= LOSSES:
+            if loss_id >= LOSSES - 1:
                 raise SessionError(
-                    f"loss_id is {loss_id}; with several processes it must be below {LOSSES}, since each step has room "
-                    "for the overflow flags of that many losses"
+                    f"loss_id is {loss_id}; with several processes it must be below {LOSSES - 1}, since each step has "
+                    "room for the overflow flags of that many losses"
                 )
         for loss_id, flag in held.flags.items():
             flags[loss_id] |= flag.to(device, non_blocking=True)

@@ -23,6 +23,7 @@ from halfstep.train.optim.gradients import check_gradients
 from halfstep.train.optim.masters import MasterStore
 from halfstep.train.optim.update_watch import UpdateWatch
 from halfstep.train.probe.probe import Probes
+from halfstep.train.processes.findings import NOT_FINITE
 from halfstep.train.processes.shards import Unreduced, reshard
 from halfstep.train.scale.accumulator import Collected
 from halfstep.train.scale.buffers import BufferGuard
@@ -105,7 +106,9 @@ class MixedTraining:
         self._unreduced = Unreduced(self.roots) if self.replicas.sharded and self.scales.active else None
 
     @contextmanager
-    def scaling(self, losses: Sequence[Tensor], loss_id: int, *, unscale: bool = True) -> Iterator[Tensor]:
+    def scaling(  # noqa: C901  # parts of it would be calls in each step
+        self, losses: Sequence[Tensor], loss_id: int, *, unscale: bool = True
+    ) -> Iterator[Tensor]:
         """Yields the loss scale (0-dim fp32) for a backward pass; an error in it leaves the gradients as they were."""
         scale = self.scales.of(loss_id)
         if self._unreduced is not None:
@@ -120,6 +123,11 @@ class MixedTraining:
             self.replicas.refuse_a_stage_alone()
         bad = [overflowed(loss) for loss in losses]
         found = bad[0] if len(bad) == 1 else torch.stack(bad).any() if bad else None
+        noted = None if found is None else {NOT_FINITE: found}
+        penalty = self.scales.penalties.pop(loss_id, None)
+        if found is not None and penalty is not None:  # then the loss scale may have made it infinite
+            penalty = penalty.to(found.device, non_blocking=True)
+            noted = {loss_id: found & penalty, NOT_FINITE: found > penalty}
         sent = scale.value
         if found is not None and self.replicas.joining:  # where processes exchange only gradients
             sent = sent.masked_fill(found.to(sent.device), math.nan)
@@ -132,7 +140,7 @@ class MixedTraining:
             with self.replicas.naming_who_is_gone("the backward pass"):
                 raise
         for part in self.parts:
-            part.accumulator.after_backward(loss_id, scale.value, found, watch=self.scales.active)
+            part.accumulator.after_backward(loss_id, scale.value, noted, watch=self.scales.active)
         self.scales.went_backward(loss_id)
         if self.unscales and unscale and (self.scales.active or any(True for _ in self.store)):  # else they are true
             self.unscale_()
@@ -159,7 +167,7 @@ class MixedTraining:
             clip = self._clip.factor(step.norm, max_norm)
             step.factors = [clip if factor is None else factor * clip for factor in step.factors]
         synced = any([part.stepper.syncs for part in parts])
-        step.record = StepRecord(number, found, step.held[0].scale, step.norm, synced, loss)
+        step.record = StepRecord(number, found, step.held[0].scale, step.norm, synced, loss, step.bad_loss)
         read_for(self.probes, step)
         try:
             update_each(step, found, self.store, self.probes)
@@ -174,7 +182,9 @@ class MixedTraining:
             part.accumulator.consumed()
         self.buffers.restore(found)
         count = len(step.made)
-        self.scales.update(step.held[:count], [reading.found for reading in step.readings[:count]])
+        if self.scales.active:
+            found_in = [reading.found for reading in step.readings[:count]]
+            self.scales.update(step.held[:count], found_in, step.bad_loss if self.replicas.agreeing() else None)
         self._hearing.hear(step)
 
 
