@@ -118,6 +118,8 @@ def initialize(  # noqa: PLR0913  # the one public entry; each keyword is a docu
             session.watchers.append(Guardian(session.runtime, session.tell, on_failure=on_failure))
             session.overflows = partial(watch_absorbed, session.runtime.roots, session.runtime.under)
             session.shadows = shadows_in_turn
+            if session.plan.low.needs_scale and optimizer is not None:
+                session.sample_absorbed()
         return session
 
 

@@ -39,7 +39,7 @@ def interrupted(**options):
 
 
 def recording():
-    return _get_current_dispatch_mode_stack() != []
+    return any(isinstance(mode, guardian.Watching) for mode in _get_current_dispatch_mode_stack())
 
 
 @mixed_plans

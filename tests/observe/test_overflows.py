@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import io
+import logging
 import weakref
 
 import pytest
@@ -291,9 +292,53 @@ def test_log_page_live_line_and_headline_say_it(tmp_path):
     assert page.headline.text.startswith(
         "Wrong values, all finite: mul in norm overflows in fp16, and rsqrt turns that into 0 instead of"
     )
-    assert page.headline.text.endswith("in 3 of 3 observed steps, from step 1")
+    assert page.headline.text.endswith("seen in 3 steps, from step 1")
     (row,) = page.rows
     assert (row.step, row.severity, row.what) == (1, "warning", "overflow absorbed")
     assert row.place.startswith("norm, test_absorbed.py:")
-    assert "in 3 of 3 observed steps" in row.evidence
+    assert "seen in 3 of the steps that were looked at" in row.evidence
     assert ABSORBED not in page.charts["kinds"]
+
+
+@pytest.mark.parametrize("probed", [False, True], ids=["alone", "beside a probe"])
+def test_fp16_looks_for_them_unasked_at_the_10th_step_of_a_session_and_at_every_500th_and_says_so(
+    tmp_path, caplog, probed
+):
+    model, loss = classifier()
+    optimizer, steps = torch.optim.AdamW(model.parameters(), 1e-2), 12
+    with caplog.at_level(logging.INFO, "halfstep"), RunLog(tmp_path / "run.jsonl") as log:
+        session = halfstep.initialize(model, optimizer, "O2", low="fp16", sinks=[log])
+        session.load_state_dict(session.state_dict() | {"steps": 495})  # of a run that is resumed
+        probe = session.observe(every=500, tensors=(), absorbed=True) if probed else None
+        for step in range(496, 496 + steps):
+            watched = _get_current_dispatch_mode_stack() != []
+            assert watched == (step in ((496, 500, 505) if probed else (500, 505)))
+            optimizer.zero_grad()
+            session.backward(loss())
+            session.step()
+        assert [each.step for each in probe.flush()] == [496, 500] if probed else True
+        session.close()
+    assert [each for each in caplog.messages if "at step 10 and at every 500th" in each]
+    (said,) = [each.message for each in caplog.records if each.levelname == "WARNING" and "absorbed" in each.message]
+    assert said.startswith("step 500: warning: overflow absorbed at norm, test_absorbed.py:")
+    run = read_log(tmp_path / "run.jsonl")
+    assert [each.step for each in run.observations()] == ([496, 500, 500, 505] if probed else [500, 505])
+    page = page_of(run)
+    assert page.headline.text.endswith(f"seen in {3 if probed else 2} steps, from step {496 if probed else 500}")
+    assert ("absorbed overflows", "looked for at step 10 of a session and at every 500th") in page.facts
+
+
+@pytest.mark.parametrize(("plan", "low"), [("O0", "fp16"), ("O2", "bf16")])
+def test_other_formats_are_not_searched_unasked(plan, low, tmp_path):
+    model, loss = classifier()
+    with RunLog(tmp_path / "run.jsonl") as log:
+        optimizer = torch.optim.AdamW(model.parameters())
+        session = halfstep.initialize(model, optimizer, plan, low=low, sinks=[log])
+        for _ in range(11):
+            assert _get_current_dispatch_mode_stack() == []
+            optimizer.zero_grad()
+            session.backward(loss())
+            session.step()
+        session.close()
+    page = page_of(read_log(tmp_path / "run.jsonl"))
+    assert not any("absorbed" in fact for fact, _ in page.facts)

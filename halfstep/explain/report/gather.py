@@ -147,7 +147,7 @@ def gather(
         low,
         tuple((int(group[0]), int(group[-1])) for group in groups),
         kinds,
-        tuple(AbsorbedAt(each[0], tuple(seen.step for seen in each)) for each in absorbed.values()),
+        tuple(AbsorbedAt(each[0], tuple(dict.fromkeys(seen.step for seen in each))) for each in absorbed.values()),
         tuple(PrecisionOf(module, tuple(off), tuple(off.values())) for module, off in precision.items()),
     )
 

@@ -198,8 +198,8 @@ def _absorbed(course: _Course) -> Headline | None:
     return Headline(
         "bad",
         f"Wrong values, all finite: {said.operator} in {seen.module or 'the model itself'} overflows in {said.format}, "
-        f"and {said.by} turns that into {said.got:g} instead of {said.want:g}, in {len(worst.steps):,} of "
-        f"{_count(len(course.run.observed), 'observed step')}, from step {seen.step:,}"
+        f"and {said.by} turns that into {said.got:g} instead of {said.want:g}, seen in "
+        f"{_count(len(worst.steps), 'step')}, from step {seen.step:,}"
         + (f"; the same in {_count(others, 'other place')}" if others else ""),
     )
 

@@ -25,6 +25,7 @@ from halfstep.explain.report.run import Run, shown
 from halfstep.formats import FORMATS, FP16, NARROW, Format, as_format
 from halfstep.plan.io import from_dict
 from halfstep.records import (
+    ABSORBED_SAMPLE,
     SEVERITIES,
     SUSPECT,
     UPDATE,
@@ -277,7 +278,7 @@ def _packed(values: npt.NDArray[Any], kind: str = "f8") -> str:
 
 def _rows(run: Run, gathered: Gathered) -> Iterator[TableRow]:
     """Yields a table row for each verdict, finding, absorbed overflow and imprecise module, the most severe first."""
-    rows = [_absorbed(each, len(run.observed)) for each in gathered.absorbed]
+    rows = [_absorbed(each) for each in gathered.absorbed]
     rows += [_imprecise(each) for each in gathered.precision if max(each.off_by) > SUSPECT]
     for event in run.events:
         record = event.record
@@ -292,9 +293,9 @@ def _rows(run: Run, gathered: Gathered) -> Iterator[TableRow]:
     yield from sorted(rows, key=lambda row: order.index(row.severity) if row.severity in order else len(order))
 
 
-def _absorbed(each: AbsorbedAt, observed: int) -> TableRow:
+def _absorbed(each: AbsorbedAt) -> TableRow:
     found = absorbed_finding(each.first)
-    evidence = f"{found.evidence}; in {len(each.steps):,} of {observed:,} observed steps"
+    evidence = f"{found.evidence}; seen in {len(each.steps):,} of the steps that were looked at"
     return TableRow(each.first.step, found.severity, found.code, found.place, evidence, found.advice, "")
 
 
@@ -341,6 +342,8 @@ def _facts(run: Run, judge: Format) -> Iterator[tuple[str, str]]:
     if run.observed:
         several = f"{len(run.observed):,} steps, from {run.observed[0]:,} to {run.observed[-1]:,}"
         yield "observed", several if len(run.observed) > 1 else f"step {run.observed[0]:,}"
+    if plan.get("ops") == "table" and planned == FP16.name:
+        yield "absorbed overflows", "looked for at step {} of a session and at every {}th".format(*ABSORBED_SAMPLE)
     yield "begun", datetime.fromtimestamp(run.processes[0].start, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
     seconds = sum(process.end - process.start for process in run.processes)
     several = f" in {len(run.processes)} processes" if len(run.processes) > 1 else ""

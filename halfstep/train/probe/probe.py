@@ -47,12 +47,12 @@ class Watch(Protocol):
 class Probe(AbstractContextManager["Probe"]):
     """Observes some steps of a session; made by `session.observe`, ended by `detach()` or by leaving its `with` block.
 
-    It observes the first step after it was made, then each step whose number is divisible by `every`. With several
-    optimizers it goes on until each has stepped, but for at most 8 steps (`LONGEST`). Between observed steps nothing is
-    attached to the model. The statistics stay on the device; `flush()` reads them all at once.
+    It observes the next step, or the one after `wait` others, then each step whose number is divisible by `every`. With
+    several optimizers it goes on until each has stepped, but for at most 8 steps (`LONGEST`). Between observed steps
+    nothing is attached to the model. The statistics stay on the device; `flush()` reads them all at once.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # the settings of `observe`, and when it begins
         self,
         modules: Mapping[str, nn.Module],
         kinds: frozenset[str],
@@ -62,20 +62,22 @@ class Probe(AbstractContextManager["Probe"]):
         deliver: Sequence[Callable[[Observation], object]],
         absorbed: Overflows | None = None,
         shadows: Shadows | None = None,
+        wait: int = 0,
     ) -> None:
-        self._absorbed, self._shadows = absorbed, shadows
+        self._absorbed, self._shadows, self._wait = absorbed, shadows, wait
         self._modules, self._kinds, self._every, self._sample = modules, kinds, every, sample
         self._deliver = deliver
         self._waiting: deque[Pending] = deque()  # for `flush`
         self._arriving: deque[Pending] = deque()  # for `deliver`
-        self._said: set[str] = set()
+        self._said = {"captured"} if wait else set()  # who was not asked for need not say what a graph hides
         self.window: Window | None = None
         self._stepped: set[int] = set()  # optimizers that stepped since the first of these consecutive steps
         self._looked = 0  # steps observed since then
         self.attached = True
         self.undo: list[Callable[[], None]] = []  # of the window that is open
         weakref.finalize(self, undo_all, self.undo).atexit = False
-        self._open()
+        if not wait:
+            self._open()
 
     def flush(self) -> list[Observation]:
         """Returns the observations since the last flush, oldest first; waits for the device once.
@@ -109,7 +111,8 @@ class Probe(AbstractContextManager["Probe"]):
             self._keep(window.pending(step))
             self._stepped.update(map(id, parts))
             self._looked += 1
-        if (step + 1) % self._every == 0:
+        self._wait -= 1
+        if (step + 1) % self._every == 0 or self._wait == 0:
             self._open()
         elif window is not None and self._looked < LONGEST and any(id(part) not in self._stepped for part in of):
             self._go_on()

@@ -25,6 +25,7 @@ from halfstep.plan.io import to_dict
 from halfstep.plan.plan import Plan
 from halfstep.plan.resolve import Assignment, ModuleFormats, resolve
 from halfstep.records import (
+    ABSORBED_SAMPLE,
     TENSOR_KINDS,
     Finding,
     Observation,
@@ -33,6 +34,7 @@ from halfstep.records import (
     Status,
     StepRecord,
     Verdict,
+    absorbed_finding,
 )
 from halfstep.sharded import is_sharded
 from halfstep.stack import begin_pass
@@ -730,6 +732,24 @@ class Session:
         )
         self._probes.add(probe)
         return probe
+
+    def sample_absorbed(self) -> None:
+        """Looks for absorbed overflows in few steps, as `observe(absorbed=True)` does, and logs each place of one."""
+        said: set[str] = set()
+
+        def say(seen: Observation) -> None:
+            found = absorbed_finding(seen)
+            if found.place not in said:
+                said.add(found.place)
+                _LOG.warning("step %s: %s", f"{seen.step:,}", found)
+
+        first, every = ABSORBED_SAMPLE
+        deliver = [say, *([self.tell] if self._recorders else [])]
+        rare = Probe(
+            {}, frozenset(), every=every, sample=None, deliver=deliver, absorbed=self.overflows, wait=first - 1
+        )
+        self._probes.add(rare)
+        _LOG.info("overflows that a later operation hides are looked for at step %s and at every %sth", first, every)
 
     def adopt_weights(self) -> None:
         """Copies stored weights into their masters, after a write that halfstep does not see (`p.data.clamp_()`, say).
