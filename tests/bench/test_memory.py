@@ -74,11 +74,11 @@ def test_an_exception_ends_the_count_and_another_can_begin():
 
 @pytest.mark.skipif(onednn_takes_bf16() is False, reason="oneDNN does not compute bf16 products here")
 def test_what_a_product_takes_for_itself_is_counted():
-    """Its sums are a matrix of fp32 where no unit makes them; else it reorders blocks of a few hundred KiB at most."""
+    """Its sums are a matrix of fp32 where no unit makes them; else it reorders blocks, with AMX half of an operand."""
     a, b = (torch.ones(1024, 1024, dtype=torch.bfloat16) for _ in range(2))
     with CpuBytes() as count:
         made = a @ b
-    assert any(times * made.nbytes <= count.peak < times * made.nbytes + 2**19 for times in (1, 3))
+    assert any(times * made.nbytes <= count.peak < times * made.nbytes + 2**19 for times in (1, 1.5, 3))
 
 
 def test_it_agrees_with_torchs_profiler():
