@@ -505,6 +505,14 @@ def offloads(module: Any) -> bool:
     return any(getattr(p, _OFFLOADED) for p in _held_by(module))
 
 
+def shard_offset(t: Any) -> Sequence[int]:
+    """Returns the indices in a DTensor of its local shard's first element."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _, offset = compute_local_shape_and_global_offset(t.shape, t.device_mesh, t.placements)
+    return offset
+
+
 def policy_of(module: Any) -> Any:
     """Returns the `mp_policy` that was passed to `fully_shard` for a module."""
     return getattr(module._get_fsdp_state(), _POLICY)

@@ -27,6 +27,60 @@ class Options(NamedTuple):
     numbers: tuple[float, ...]  # the optimizer's own, such as betas and eps, as its kernels take them
 
 
+GROUP = 64  # neighbours in a slice of dimension 0 that share a base
+Width = Literal["bf16", "8bit"]
+
+
+class Place(NamedTuple):
+    """Where a parameter's shard lies in the whole tensor; slices are those of dimension 0."""
+
+    number: int  # of the parameter in its optimizer
+    first: int  # index in the whole tensor of the shard's first element
+    row: int  # elements of a slice in the shard
+    stride: int  # elements of a slice in the whole tensor
+
+    def cut(self, start: int, end: int) -> Place:
+        """Returns the place of a part that holds whole slices or lies inside one; (0, 0) is all of it."""
+        at, inside = divmod(start, self.row)
+        row, stride = (self.row, self.stride) if not inside and (end - start) % self.row == 0 else 2 * (end - start,)
+        return self._replace(first=self.first + at * self.stride + inside, row=row, stride=stride)
+
+    def ends(self, numel: int, limit: int) -> Iterator[int]:
+        """Yields where a tensor can be cut so that no part is much larger than `limit` (a multiple of `GROUP`)."""
+        if self.row <= limit:
+            yield from range(limit // self.row * self.row, numel, limit // self.row * self.row)
+        else:
+            for start in range(0, numel, self.row):
+                yield from range(start or limit, start + self.row, limit)
+        yield numel
+
+
+class Code(NamedTuple):
+    """How a state is kept in 8 bits: with a sign or as a square, rounded stochastically or to nearest."""
+
+    signed: bool
+    stochastic: bool
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of its codes."""
+        return torch.int8 if self.signed else torch.uint8
+
+
+class Kept(NamedTuple):
+    """How the states of a batch are kept between updates, where that is not in fp32 (`train/optim/codes.py`)."""
+
+    kind: Width
+    codes: tuple[Code, ...]  # of each state
+    places: list[Place]
+    bases: Mapping[str, list[Tensor]]  # of each group, slice by slice (int16); none of bf16
+
+    def cut(self, pieces: list[tuple[int, int, int]]) -> Kept:
+        """Returns that of parts of tensors, each an index and the first and last element (0, 0: all of it)."""
+        bases = {name: [_groups(held[i], self.places[i].row, *ends) for i, *ends in pieces] for name, held in self.bases.items()}
+        return self._replace(places=[self.places[i].cut(*ends) for i, *ends in pieces], bases=bases)
+
+
 @dataclass
 class Batch:
     """Parameters of one device, layout and dtype, and what their update needs: lists with one tensor per parameter.
@@ -35,7 +89,8 @@ class Batch:
     `split`, otherwise empty. `grads` are dense, in low or full precision, and still multiplied by the loss scale.
     `states` maps names to the optimizer's state tensors, in the order in which its kernels take them, in the dtype of
     the full weight. An optimizer that counts its updates has the counts in `steps` (0-dim fp32); an update increments
-    them before it uses them. With `whole`, weights are not cut into parts, as the update needs their norms.
+    them before it uses them. With `whole`, weights are not cut into parts, as the update needs their norms. With `kept`,
+    `states` are codes, of contiguous weights or such whose dimension 0 is outermost in memory.
 
     A batch is reused from step to step while its tensors and their memory stay the same. Only `grads` change, and they
     keep their dtypes, shapes and memory layouts. `memory` is for an implementation to keep what it derives from the
@@ -49,6 +104,7 @@ class Batch:
     states: Mapping[str, list[Tensor]] = field(default_factory=dict)
     steps: list[Tensor] = field(default_factory=list)
     whole: bool = False
+    kept: Kept | None = None
     memory: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -120,12 +176,14 @@ def chunks(batch: Batch, limit: int) -> Iterator[Batch]:
             part.append((i, 0, 0))
             size += numel
             continue
-        for start in range(0, numel, limit):
-            end = min(start + limit, numel)
+        ends = batch.kept.places[i].ends(numel, limit) if batch.kept else (*range(limit, numel, limit), numel)
+        start = 0
+        for end in ends:
             if end < numel:
                 yield _part(batch, [(i, start, end)])
             else:
                 part, size = [(i, start, end)], end - start
+            start = end
     if part:
         yield _part(batch, part)
 
@@ -170,7 +228,8 @@ def mapped(batch: Batch, change: Callable[[list[Tensor]], list[Tensor]]) -> Batc
 
 def _part(batch: Batch, part: list[tuple[int, int, int]]) -> Batch:
     cut = mapped(batch, lambda tensors: [_piece(tensors[i], *ends) for i, *ends in part] if tensors else [])
-    return replace(cut, steps=[batch.steps[i] for i, _, _ in part] if batch.steps else [])
+    kept = batch.kept.cut(part) if batch.kept else None
+    return replace(cut, steps=[batch.steps[i] for i, _, _ in part] if batch.steps else [], kept=kept)
 
 
 def _piece(t: Tensor, start: int, end: int) -> Tensor:
@@ -179,3 +238,12 @@ def _piece(t: Tensor, start: int, end: int) -> Tensor:
     if t.is_contiguous() or not is_dense(t):
         return t
     return torch.as_strided(t, (t.numel(),), (1,), t.storage_offset())
+
+
+def _groups(bases: Tensor, row: int, start: int, end: int) -> Tensor:
+    """Returns the bases of a part of a tensor with slices of `row` elements; (0, 0) is all of it."""
+    if not end:
+        return bases
+    each = -(-row // GROUP)
+    first, last = (at // row * each + -(-(at % row) // GROUP) for at in (start, end))
+    return bases.view(-1)[first:last]

@@ -20,6 +20,10 @@ struct Place {  // of a field in a structure, in bytes, or of a column in a row
   int64_t at, size;
 };
 
+struct Shard {  // where a tensor lies in the whole one: see Place in batch.py
+  int64_t number, first, row, stride;
+};
+
 struct Tensors {  // aligned tables of the tensors of one batch; a pointer to a table is null where the batch has none
   int64_t tensors;
   const int64_t* numels;
@@ -27,11 +31,15 @@ struct Tensors {  // aligned tables of the tensors of one batch; a pointer to a 
   void* const* extras;
   const void* const* grads;
   const int32_t* grad_formats;
-  float* const* states[kStates];  // in the order of the optimizer's options
+  void* const* states[kStates];  // in the order of the optimizer's options
+  int16_t* const* bases[kStates];  // of states in 8 bits
   float* const* steps;     // counts of updates made
+  const Shard* places;     // null where states are fp32
   int32_t layout;
   int32_t format;          // of the weights
   int32_t threads;
+  int32_t width;           // of the states
+  int32_t codes[kStates];
 };
 
 struct Common {

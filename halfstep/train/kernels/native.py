@@ -19,6 +19,7 @@ from halfstep.train.kernels.library import load
 
 _FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _LAYOUTS = {"full": 0, "copy": 1, "split": 2, "low": 3}
+_WIDTHS = {"bf16": 1, "8bit": 2}
 _STATES = 3  # the most that a loop takes
 _P, _I, _L, _D = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_double
 _FUNCTIONS = {  # of step.cpp and stats.cpp, with what they return and take
@@ -37,9 +38,10 @@ class _Tensors(ctypes.Structure):
     _fields_ = (
         ("tensors", _L),
         *((name, _P) for name in ("numels", "weights", "extras", "grads", "grad_formats")),
-        ("states", _P * _STATES),
-        ("steps", _P),
-        *((name, _I) for name in ("layout", "format", "threads")),
+        *((name, _P * _STATES) for name in ("states", "bases")),
+        *((name, _P) for name in ("steps", "places")),
+        *((name, _I) for name in ("layout", "format", "threads", "width")),
+        ("codes", _I * _STATES),
     )
 
 
@@ -80,19 +82,26 @@ class Table:
 
     def __init__(self, batch: Batch) -> None:
         assert len(batch.states) <= _STATES
+        kept = batch.kept
         self.states = [pointers(tensors) for tensors in batch.states.values()]
+        self.bases = [] if kept is None else [pointers(tensors) for tensors in kept.bases.values()]
+        codes = [] if kept is None else [code.signed + 2 * code.stochastic for code in kept.codes]
         self.arrays = {
             "weights": pointers(batch.weights),
             "extras": pointers(batch.extras),
             "steps": pointers(batch.steps),
             "numels": array("q", [weight.numel() for weight in batch.weights]),
             "grad_formats": array("i", [_FORMATS[grad.dtype] for grad in batch.grads]),
+            "places": array("q", [] if kept is None else [number for place in kept.places for number in place]),
         }
         self.tensors = _Tensors(
             tensors=len(batch.weights),
             layout=_LAYOUTS[batch.layout],
             format=_FORMATS[batch.weights[0].dtype],
             states=(_P * _STATES)(*map(address, self.states)),
+            bases=(_P * _STATES)(*map(address, self.bases)),
+            width=0 if kept is None else _WIDTHS[kept.kind],
+            codes=(_I * _STATES)(*codes),
             **{name: address(numbers) for name, numbers in self.arrays.items()},
         )
         self.common = _Common()

@@ -5,6 +5,7 @@
 // fixed order, so that they do not depend on the number of threads (in their last place they do on the processor).
 // Updates of weights are counted as they are computed, by the code that the step runs (optimizers.h).
 
+#include "codes.h"
 #include "optimizers.h"
 
 namespace {
@@ -308,8 +309,9 @@ void count_updates(const Tensors& b, const Common& c, int64_t t, int64_t start, 
     Block block{t, n, change, open_gradient(b, c, t, at, n, l2, weight, room), {}};
     for (int k = 0; k < kStates; ++k) {
       if (!b.states[k]) continue;
-      std::memcpy(states[k], b.states[k][t] + at, n * sizeof(float));
       block.states[k] = states[k];
+      const float* held = open_state(b, t, k, at, n, states[k]);
+      if (held != states[k]) std::memcpy(states[k], held, n * sizeof(float));
     }
     optimizer(block);
     if (decay != 0)

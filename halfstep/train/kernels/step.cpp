@@ -3,6 +3,7 @@
 // Tensors are dense blocks of memory; their elements are brought to fp32 in small blocks that stay in the first-level
 // cache, so one loop serves every storage format.
 
+#include "codes.h"
 #include "optimizers.h"
 
 #if defined(__AVX512F__) || defined(__F16C__)
@@ -75,12 +76,18 @@ struct Part {
   int64_t tensor, begin, end;
 };
 
-std::vector<Part> parts_of(int64_t tensors, const int64_t* numels) {
+int64_t end_of(const Shard* shard, int64_t at, int64_t length, int64_t end) {
+  return at + length >= end ? end : shard ? whole_groups(*shard, at, length) : at + length;
+}
+
+std::vector<Part> parts_of(int64_t tensors, const int64_t* numels, const Shard* places = nullptr) {
   std::vector<Part> parts;
   parts.reserve(tensors);
   for (int64_t t = 0; t < tensors; t++)
-    for (int64_t begin = 0; begin < numels[t]; begin += kPart)
-      parts.push_back({t, begin, begin + kPart < numels[t] ? begin + kPart : numels[t]});
+    for (int64_t begin = 0, end; begin < numels[t]; begin = end) {
+      end = end_of(places ? places + t : nullptr, begin, kPart, numels[t]);
+      parts.push_back({t, begin, end});
+    }
   return parts;
 }
 
@@ -136,8 +143,9 @@ const Place* halfstep_structures() {
   static const Place places[] = {
       {"Tensors", 0, sizeof(Tensors)},
       FIELD(Tensors, tensors), FIELD(Tensors, numels), FIELD(Tensors, weights), FIELD(Tensors, extras),
-      FIELD(Tensors, grads), FIELD(Tensors, grad_formats), FIELD(Tensors, states), FIELD(Tensors, steps),
-      FIELD(Tensors, layout), FIELD(Tensors, format), FIELD(Tensors, threads),
+      FIELD(Tensors, grads), FIELD(Tensors, grad_formats), FIELD(Tensors, states), FIELD(Tensors, bases),
+      FIELD(Tensors, steps), FIELD(Tensors, places), FIELD(Tensors, layout), FIELD(Tensors, format),
+      FIELD(Tensors, threads), FIELD(Tensors, width), FIELD(Tensors, codes),
       {"Common", 0, sizeof(Common)},
       FIELD(Common, factor), FIELD(Common, found), FIELD(Common, lr_single), FIELD(Common, lr_double),
       FIELD(Common, lr), FIELD(Common, weight_decay), FIELD(Common, maximize), FIELD(Common, decoupled),
@@ -187,7 +195,7 @@ namespace {
 // Opens each block of weights and gradients, has `optimizer` update it, and stores it again.
 template <typename Optimizer>
 void for_each_block(const Tensors& b, const Common& c, const Optimizer& optimizer) {
-  const std::vector<Part> parts = parts_of(b.tensors, b.numels);
+  const std::vector<Part> parts = parts_of(b.tensors, b.numels, b.places);
   const int64_t count = int64_t(parts.size());
   const int threads = threads_for(b.tensors, b.numels, b.threads);
   const float l2 = l2_of(c);
@@ -195,13 +203,16 @@ void for_each_block(const Tensors& b, const Common& c, const Optimizer& optimize
   for (int64_t i = 0; i < count; i++) {
     const int64_t t = parts[i].tensor;
     alignas(64) float opened[kBlock];
-    alignas(64) float room[kBlock];
-    for (int64_t at = parts[i].begin; at < parts[i].end; at += kBlock) {
-      const int64_t n = at + kBlock < parts[i].end ? kBlock : parts[i].end - at;
+    alignas(64) float room[kBlock], states[kStates][kBlock];
+    alignas(64) uint32_t random[kBlock];
+    const Shard* place = b.places ? b.places + t : nullptr;
+    for (int64_t at = parts[i].begin, n; at < parts[i].end; at += n) {
+      n = end_of(place, at, kBlock, parts[i].end) - at;
       float* w = open_weights(b, t, at, n, opened);
       Block block{t, n, w, open_gradient(b, c, t, at, n, l2, w, room), {}};
-      for (int k = 0; k < kStates; k++) block.states[k] = b.states[k] ? b.states[k][t] + at : nullptr;
+      for (int k = 0; k < kStates; k++) block.states[k] = b.states[k] ? open_state(b, t, k, at, n, states[k]) : nullptr;
       optimizer(block);
+      if (place) close_states(b, t, at, n, block.states, random);
       if (b.layout == kSplit) split(opened, (uint16_t*)b.weights[t] + at, (int16_t*)b.extras[t] + at, n);
       else if (b.layout != kFull) store_low(b.format, w, b.weights[t], at, n);
     }

@@ -13,6 +13,7 @@ from torch import Tensor
 from halfstep.torch_internals import foreach_add_, foreach_copy_, fused_adam_, fused_adamw_, fused_sgd_
 from halfstep.train.kernels import devices, native
 from halfstep.train.kernels.batch import Batch, Scratch, chunks, is_dense
+from halfstep.train.optim.codes import close, opened
 from halfstep.train.optim.laws import Group, Row, write
 from halfstep.train.optim.split import storable
 
@@ -140,8 +141,11 @@ def _run_opened(core: Core, batch: Batch, factor: Tensor | None, found: Tensor, 
     for part in chunks(batch, _CHUNK.get(batch.device.type, _CHUNK_ELSEWHERE)):
         full = _open(part, scratch)
         grads = _unscaled(part, factor, scratch)
-        core(replace(part, layout="full", weights=full, extras=[], grads=grads), found)
+        states = part.states if part.kept is None else opened(part)
+        core(replace(part, layout="full", weights=full, extras=[], grads=grads, states=states), found)
         _store(part, full, scratch)
+        if part.kept is not None:
+            close(part, states, found)
 
 
 def _open(part: Batch, scratch: Scratch) -> list[Tensor]:

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from halfstep.torch_internals import foreach_norm
-from halfstep.train.kernels.batch import Batch, Options, as_real
+from halfstep.train.kernels.batch import Batch, Code, Options, as_real
 
 Number = float | Tensor
+_SLOW = 0.99
 Group = Mapping[str, Any]  # a param group as it is now; schedulers change it
 
 # An optimizer's update: yields, parameter by parameter, the new weight and the new states, in the order of its row. It
@@ -46,6 +47,7 @@ class Row:
     fused: str | None = None  # the name of torch's own kernel in train/optim/implementations.py
     numbers: Callable[[Group], tuple[float, ...]] = lambda group: ()  # of its own that `native` and `triton` take
     compiled: Callable[[Group], bool] = lambda group: True  # whether these three know what the options ask for
+    codes: Callable[[Group], tuple[Code, ...]] | None = None  # of the states in 8 bits; None: they stay fp32
 
     def __post_init__(self) -> None:
         if self.whole and (self.native or self.triton):
@@ -110,6 +112,7 @@ ADAM = Row(
     fused="adam",
     numbers=lambda group: (*group["betas"], group["eps"]),
     compiled=lambda group: bool(group.get("bias_correction", True)),  # as these always do
+    codes=lambda group: (_signed(group["betas"][0]), Code(signed=False, stochastic=True)),
 )
 
 
@@ -135,6 +138,7 @@ SGD = Row(
     triton="sgd",
     fused="sgd",
     numbers=lambda group: (group["momentum"], group["nesterov"]),
+    codes=lambda group: (Code(signed=True, stochastic=True),),
 )
 
 
@@ -154,6 +158,7 @@ LION = Row(
     decoupled=lambda group: True,
     native="lion",
     numbers=lambda group: tuple(group["betas"]),
+    codes=lambda group: (_signed(group["betas"][1]),),
 )
 
 
@@ -229,6 +234,11 @@ NOVOGRAD = Row(
     counts=True,
     whole=True,
 )  # fmt: skip
+
+
+def _signed(beta: float) -> Code:
+    """Returns the code of a running mean: to nearest where the gradients' noise moves it by more than a code does."""
+    return Code(signed=True, stochastic=beta >= _SLOW)
 
 
 def decayed(batch: Batch, group: Group, *, decoupled: bool) -> Iterator[tuple[Tensor, Tensor, list[Tensor]]]:

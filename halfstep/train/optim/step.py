@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -16,12 +16,13 @@ from torch.optim import Optimizer
 from halfstep.errors import SessionError
 from halfstep.sharded import is_sharded
 from halfstep.torch_internals import mark_stepped
-from halfstep.train.kernels.batch import Batch, Layout, Scratch, as_real, in_layout_of, is_dense, resolved
+from halfstep.train.kernels.batch import Batch, Code, Kept, Layout, Scratch, as_real, in_layout_of, is_dense, resolved
 from halfstep.train.optim.gradients import check_gradients, named, true_gradients, widened
 from halfstep.train.optim.hooks import has_hooks, run_post_hooks, run_pre_hooks
 from halfstep.train.optim.implementations import IMPLEMENTATIONS, Implementation, update
 from halfstep.train.optim.laws import Group, Row
 from halfstep.train.optim.masters import MasterStore
+from halfstep.train.optim.moments import Moments
 from halfstep.train.optim.table import KERNELS, unsupported_options
 from halfstep.train.processes.shards import like, local, part_of, spread
 
@@ -70,8 +71,10 @@ class OnePassStepper:
         row: Row,
         implementations: Mapping[str, Implementation] = IMPLEMENTATIONS,
         name_of: Callable[[Parameter], str] | None = None,
+        moments: Moments | None = None,
     ) -> None:
         self._optimizer = optimizer
+        self._moments = moments
         self._store = store
         self._row = row
         self._implementations = implementations
@@ -99,6 +102,8 @@ class OnePassStepper:
     def close(self) -> None:
         """Moves step counts to where torch keeps them: the CPU, unless the group is `fused` or `capturable`."""
         self._sorted, self._signature = [], None
+        if self._moments is not None:
+            self._moments.close(self._row.counts)
         for group in self._optimizer.param_groups:
             if group.get("fused") or group.get("capturable"):
                 continue
@@ -146,6 +151,7 @@ class OnePassStepper:
         for group in self._optimizer.param_groups:
             found += map(id, group["params"])
             found += (self._row.states(group), *map(group.get, self._unread))
+            found += () if self._moments is None else self._codes(group).values()
         for p, grad in zip(params, grads, strict=True):
             if grad.layout is not strided:
                 return None
@@ -211,9 +217,14 @@ class OnePassStepper:
                     sparse.append(rows)
                     continue
                 grad = grad.to_dense()
-            key = (layout, p.device, weight.dtype, is_dense(weight))
+            width = self._moments.kind(p) if self._moments is not None and names else None
+            key = (layout, p.device, weight.dtype, is_dense(weight), width)
             if key not in dense:
-                batch = Batch(layout, [], [], [], {name: [] for name in names}, whole=self._row.whole)
+                kept = None
+                if width is not None:
+                    bases: dict[str, list[Tensor]] = {name: [] for name in names if width == "8bit"}
+                    kept = Kept(width, tuple(self._codes(group).values()), [], bases)
+                batch = Batch(layout, [], [], [], {name: [] for name in names}, whole=self._row.whole, kept=kept)
                 dense[key] = Dense(batch, [])
             batch = dense[key].batch
             batch.weights.append(weight)
@@ -221,7 +232,9 @@ class OnePassStepper:
             batch.grads.append(_paired(grad, weight))
             dense[key].places.append(place)
             dense[key].as_given &= batch.grads[-1] is grad
-            if names or self._row.counts:
+            if batch.kept is not None:
+                self._collect_codes(p, batch, batch.kept, self._codes(group))
+            elif names or self._row.counts:
                 self._collect_state(p, batch)
         return list(dense.values()), sparse
 
@@ -239,7 +252,28 @@ class OnePassStepper:
         for rows in sparse:
             rows.write_back()
 
-    def _collect_state(self, p: Parameter, batch: Batch) -> None:
+    def _codes(self, group: Group) -> dict[str, Code]:
+        assert self._row.codes is not None
+        return dict(zip(self._row.states(group), self._row.codes(group), strict=False))
+
+    def _collect_codes(self, p: Parameter, batch: Batch, kept: Kept, codes: Mapping[str, Code]) -> None:
+        """Adds the moments of `p` to its batch, and those that its state holds in fp32 to its moments."""
+        assert self._moments is not None
+        state = self._optimizer.state[p]
+        given = [name for name in codes if state.get(name) is not None]
+        found = replace(batch, states={name: [] for name in given}, steps=batch.steps)
+        self._collect_state(p, found, counts=True)
+        held = self._moments.hold(p, codes, {name: ts[0] for name, ts in found.states.items()}, batch.steps[-1])
+        for name in given:
+            del state[name]
+        assert held.kept is not None
+        kept.places.extend(held.kept.places)
+        for name, tensors in batch.states.items():
+            tensors.extend(held.states[name])
+        for name, tensors in kept.bases.items():
+            tensors.extend(held.kept.bases[name])
+
+    def _collect_state(self, p: Parameter, batch: Batch, *, counts: bool = False) -> None:
         """Adds the state of `p` to its batch, moved to the dtype, device and layout of its full weight."""
         state = self._optimizer.state[p]
         dtype = p.dtype if batch.layout == "full" else torch.float32
@@ -264,7 +298,7 @@ class OnePassStepper:
                 if part.dtype is not dtype or part.device != own.device or part.stride() != own.stride():
                     tensor = state[name] = like(p, in_layout_of(part.to(own.device, dtype), own))
             tensors.append(as_real(local(tensor).detach()))  # an alias keeps the memory, whatever `.data` is set to
-        if self._row.counts:
+        if self._row.counts or counts:
             batch.steps.append(_step_count(state, own.device).detach())
 
 

@@ -17,6 +17,7 @@ from halfstep.torch_internals import mark_stepped
 from halfstep.train.optim.gradients import check_gradients, named, true_gradients
 from halfstep.train.optim.hooks import original_step, run_own_step
 from halfstep.train.optim.masters import COPIED, PICKLED, MasterStore
+from halfstep.train.optim.moments import Moments
 from halfstep.train.optim.step import OnePassStepper
 from halfstep.train.optim.table import row_of
 from halfstep.train.processes.shards import part_of
@@ -152,13 +153,14 @@ def make_stepper(
     *,
     plain: bool,
     name_of: Callable[[Parameter], str] | None = None,
+    moments: Moments | None = None,
 ) -> Stepper:
     """Returns halfstep's update if its table has the class, else the optimizer's own step, if `plain` as it is."""
     if plain:
         return PlainStepper(optimizer)
     row = row_of(optimizer)
     if row is not None:
-        return OnePassStepper(optimizer, store, row, name_of=name_of)
+        return OnePassStepper(optimizer, store, row, name_of=name_of, moments=moments)
     return ForeignStepper(optimizer, store, name_of)
 
 

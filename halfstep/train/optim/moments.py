@@ -1,0 +1,193 @@
+"""The moments of one optimizer as a session keeps them between steps: in bf16 or 8 bits, not in `optimizer.state`.
+
+Whoever reads the optimizer's state dict, or copies or pickles the optimizer, gets them in fp32 under torch's names.
+States that are found in `optimizer.state`, as after `load_state_dict`, are taken over in the next step.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from halfstep.sharded import is_sharded
+from halfstep.torch_internals import shard_offset
+from halfstep.train.kernels.batch import GROUP, Batch, Code, Kept, Place, Width, chunks, in_layout_of, is_dense
+from halfstep.train.optim.codes import close, opened
+from halfstep.train.optim.hooks import put_over
+from halfstep.train.processes.shards import like, local
+
+LEAST = 4096  # elements of a weight whose moments are not kept in fp32; its dimensions are 2 or more
+_PART = 2**19  # elements that are converted at a time
+_LOG = logging.getLogger("halfstep")
+
+
+@dataclass
+class _Held:
+    param: Parameter
+    batch: Batch  # of this parameter alone, with its codes
+
+
+class Moments:
+    """Keeps the moments of an optimizer's large weights in codes of `width`; those that fit `full` stay in fp32."""
+
+    def __init__(
+        self, optimizer: Optimizer, width: Width, full: Sequence[str], name_of: Callable[[Parameter], str]
+    ) -> None:
+        self._optimizer, self._width, self._full, self._name_of = optimizer, width, full, name_of
+        self._held: dict[int, _Held] = {}
+        self._kinds: dict[int, Width | None] = {}
+        self._undo = [
+            optimizer.register_state_dict_post_hook(self._widen).remove,
+            put_over(optimizer, "__getstate__", self._pickled),
+        ]
+        cut = [name_of(p) for p in self._members() if self.kind(p) not in (None, width)]
+        if cut:
+            _LOG.warning(
+                "moments of %d weights are kept in bf16, because their shards or their memory order cut the groups of "
+                "%d neighbours that 8-bit moments share a base in: %s", len(cut), GROUP, ", ".join(cut[:5])
+            )  # fmt: skip
+
+    def kind(self, p: Parameter) -> Width | None:
+        """Returns how the moments of a parameter are kept; None: in fp32, in `optimizer.state`."""
+        if id(p) not in self._kinds:
+            small = p.dim() < 2 or p.numel() < LEAST or p.dtype not in (torch.float32, torch.bfloat16, torch.float16)
+            full = small or any(fnmatchcase(self._name_of(p), pattern) for pattern in self._full)
+            self._kinds[id(p)] = None if full else self._width if _keeps_groups(p) else "bf16"
+        return self._kinds[id(p)]
+
+    def hold(self, p: Parameter, codes: Mapping[str, Code], given: Mapping[str, Tensor], step: Tensor) -> Batch:
+        """Returns a batch with the codes of `p`, which takes over the fp32 states that are `given`."""
+        own = local(p).detach()
+        held = self._held.get(id(p))
+        kind = self.kind(p)
+        assert kind is not None
+        if held is None or not _fits(held.batch, own, codes):
+            before = {} if held is None else {name: in_layout_of(t, own) for name, t in self.full(p).items()}
+            given = {name: t.to(own.device) for name, t in before.items()} | dict(given)
+            number = next(i for i, member in enumerate(self._members()) if member is p)
+            held = self._held[id(p)] = _Held(p, _new(own, _place(p, number), kind, codes))
+        batch = held.batch
+        batch.steps[:] = [step]
+        batch.kept = batch.kept._replace(codes=tuple(codes.values()))
+        if given:
+            values = {name: [given[name] if name in given else self.full(p)[name]] for name in codes}
+            for part, new in zip(chunks(batch, _PART), chunks(replace(batch, states=values), _PART), strict=True):
+                close(part, dict(new.states), None)
+        return batch
+
+    def full(self, p: Parameter) -> dict[str, Tensor]:
+        """Returns the moments of `p` in fp32, of its shard in this process; empty if none are held."""
+        held = self._held.get(id(p))
+        if held is None:
+            return {}
+        batch = held.batch
+        values = {name: [torch.empty_like(t, dtype=torch.float32)] for name, (t,) in batch.states.items()}
+        for part, out in zip(chunks(batch, _PART), chunks(replace(batch, states=values), _PART), strict=True):
+            for name, tensors in opened(part).items():
+                out.states[name][0].copy_(tensors[0])
+        return {name: t for name, (t,) in values.items()}
+
+    def bytes(self) -> int:
+        """Returns how many bytes the codes and their bases take in this process."""
+        return sum(t.nbytes for held in self._held.values() for t in _tensors(held.batch))
+
+    def close(self, counts: bool) -> None:
+        """Gives the moments back to `optimizer.state` in fp32; `counts` tells whether it had a step count by itself."""
+        for undo in self._undo:
+            undo()
+        for p in [held.param for held in self._held.values()]:
+            state = self._optimizer.state[p]
+            state.update(self._of(p, state))
+            if not counts:
+                state.pop("step", None)
+            del self._held[id(p)]
+
+    def _members(self) -> Iterator[Parameter]:
+        return (p for group in self._optimizer.param_groups for p in group["params"])
+
+    def _of(self, p: Parameter, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the moments of `p` in fp32 that are not in its state already."""
+        return {name: like(p, t) for name, t in self.full(p).items() if state.get(name) is None}
+
+    def _widen(self, _: Optimizer, saved: dict[str, Any]) -> None:
+        """Puts moments in fp32 into a state dict."""
+        numbers = (number for group in saved["param_groups"] for number in group["params"])
+        for p, number in zip(self._members(), numbers, strict=True):
+            if id(p) in self._held:
+                entry = saved["state"][number]
+                saved["state"][number] = {**entry, **self._of(p, entry)}
+
+    def _pickled(self) -> dict[str, Any]:
+        """Returns what a copy or a pickle of the optimizer holds."""
+        kept: dict[str, Any] = type(self._optimizer).__getstate__(self._optimizer)
+        state = kept["state"].copy()
+        for held in self._held.values():
+            state[held.param] = {**state[held.param], **self._of(held.param, state[held.param])}
+        return {**kept, "state": state}
+
+
+def _tensors(batch: Batch) -> Iterator[Tensor]:
+    assert batch.kept is not None
+    for tensors in (*batch.states.values(), *batch.kept.bases.values()):
+        yield from tensors
+
+
+def _new(own: Tensor, place: Place, kind: Width, codes: Mapping[str, Code]) -> Batch:
+    dtypes = {name: torch.bfloat16 if kind == "bf16" else code.dtype for name, code in codes.items()}
+    states = {name: [torch.zeros_like(own, dtype=dtype, requires_grad=False)] for name, dtype in dtypes.items()}
+    slices, groups = own.numel() // place.row, -(-place.row // GROUP)
+    bases = {
+        name: [torch.zeros(slices, groups, dtype=torch.int16, device=own.device)] for name in codes if kind == "8bit"
+    }
+    return Batch("full", [own], [], [], states, kept=Kept(kind, tuple(codes.values()), [place], bases))
+
+
+def _fits(batch: Batch, own: Tensor, codes: Mapping[str, Code]) -> bool:
+    """Tells whether codes are of the states that are asked for, and lie as the weight does."""
+    (first, *_) = next(iter(batch.states.values()))
+    same = (first.device, first.shape, first.stride()) == (own.device, own.shape, own.stride())
+    return same and list(batch.states) == list(codes)
+
+
+def _place(p: Parameter, number: int) -> Place:
+    own = local(p)
+    row = max(1, own.numel() // max(1, own.shape[0]))
+    if not is_sharded(p):
+        return Place(number, 0, row if _rows_first(own) else own.numel(), row)
+    strides = _strides(p.shape)
+    first = sum(offset * stride for offset, stride in zip(shard_offset(p), strides, strict=True))
+    return Place(number, first, row if _rows_first(own) else own.numel(), strides[0])
+
+
+def _keeps_groups(p: Parameter) -> bool:
+    """Tells whether the shards of a tensor hold whole groups of its neighbours; the same in all processes."""
+    if not is_sharded(p):
+        return _rows_first(p)
+    pieces = [1] * p.dim()
+    for placement, size in zip(p.placements, p.device_mesh.shape, strict=True):
+        if placement.is_partial():
+            return False
+        if not placement.is_replicate():
+            pieces[placement.dim] *= size
+    width = -(-p.shape[1] // pieces[1]) * _strides(p.shape)[1]  # of a slice, but for the last shard's
+    return _rows_first(local(p)) and all(n == 1 for n in pieces[2:]) and (pieces[1] == 1 or width % GROUP == 0)
+
+
+def _rows_first(t: Tensor) -> bool:
+    """Tells whether the slices of dimension 0 lie one after the other in memory."""
+    return t.is_contiguous() or (is_dense(t) and t.stride(0) * t.shape[0] == t.numel())
+
+
+def _strides(shape: torch.Size) -> list[int]:
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.insert(0, strides[0] * size)
+    return strides
