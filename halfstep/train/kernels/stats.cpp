@@ -301,16 +301,18 @@ void count_updates(const Tensors& b, const Common& c, int64_t t, int64_t start, 
   const double decay = decay_of(c);
   alignas(64) float opened[kBlock], kept[kBlock], room[kBlock], change[kBlock], states[kStates][kBlock];
   alignas(64) uint64_t found[kBlock];
+  Run runs[kBlock];
   for (int64_t at = start; at < start + size; at += kBlock) {
     const int64_t n = at + kBlock < start + size ? kBlock : start + size - at;
     const float *weight = open_weights(b, t, at, n, opened), *stored = weight;
     if (b.layout == kCopy || b.layout == kSplit) load(b.format, b.weights[t], at, kept, n), stored = kept;
     std::memset(change, 0, sizeof change);
+    const int64_t count = b.places ? runs_of(b.places[t], at, n, runs) : 0;
     Block block{t, n, change, open_gradient(b, c, t, at, n, l2, weight, room), {}};
     for (int k = 0; k < kStates; ++k) {
       if (!b.states[k]) continue;
       block.states[k] = states[k];
-      const float* held = open_state(b, t, k, at, n, states[k]);
+      const float* held = open_state(b, t, k, at, n, runs, count, states[k]);
       if (held != states[k]) std::memcpy(states[k], held, n * sizeof(float));
     }
     optimizer(block);

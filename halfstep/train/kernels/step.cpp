@@ -205,14 +205,17 @@ void for_each_block(const Tensors& b, const Common& c, const Optimizer& optimize
     alignas(64) float opened[kBlock];
     alignas(64) float room[kBlock], states[kStates][kBlock];
     alignas(64) uint32_t random[kBlock];
+    Run runs[kBlock];
     const Shard* place = b.places ? b.places + t : nullptr;
     for (int64_t at = parts[i].begin, n; at < parts[i].end; at += n) {
       n = end_of(place, at, kBlock, parts[i].end) - at;
       float* w = open_weights(b, t, at, n, opened);
       Block block{t, n, w, open_gradient(b, c, t, at, n, l2, w, room), {}};
-      for (int k = 0; k < kStates; k++) block.states[k] = b.states[k] ? open_state(b, t, k, at, n, states[k]) : nullptr;
+      const int64_t count = place ? runs_of(*place, at, n, runs) : 0;
+      for (int k = 0; k < kStates; k++)
+        block.states[k] = b.states[k] ? open_state(b, t, k, at, n, runs, count, states[k]) : nullptr;
       optimizer(block);
-      if (place) close_states(b, t, at, n, block.states, random);
+      if (place) close_states(b, t, at, n, runs, count, block.states, random);
       if (b.layout == kSplit) split(opened, (uint16_t*)b.weights[t] + at, (int16_t*)b.extras[t] + at, n);
       else if (b.layout != kFull) store_low(b.format, w, b.weights[t], at, n);
     }

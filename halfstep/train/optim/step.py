@@ -99,6 +99,10 @@ class OnePassStepper:
         params = [p for p in self._members() if p.grad is not None]
         self._sort(params, [resolved(part_of(p.grad, p)) for p in params if p.grad is not None])
 
+    def bytes(self) -> int:
+        """Returns how many bytes the moments take that are not kept in fp32."""
+        return 0 if self._moments is None else self._moments.bytes()
+
     def close(self) -> None:
         """Moves step counts to where torch keeps them: the CPU, unless the group is `fused` or `capturable`."""
         self._sorted, self._signature = [], None

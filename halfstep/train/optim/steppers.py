@@ -36,11 +36,15 @@ class Stepper(Protocol):
     def prepare(self) -> None:
         """Makes the state that a first update of the parameters with a gradient needs, before it is read or loaded."""
 
+    def bytes(self) -> int:
+        """Returns how many bytes of optimizer state are kept outside of `optimizer.state`."""
+        return 0
+
     def close(self) -> None:
         """Removes what the stepper attached to the optimizer."""
 
 
-class PlainStepper:
+class PlainStepper(Stepper):
     """The optimizer's own step on the parameters and gradients as they are, as at O0."""
 
     syncs = False
@@ -63,7 +67,7 @@ class PlainStepper:
         """Does nothing: nothing was attached."""
 
 
-class ForeignStepper:
+class ForeignStepper(Stepper):
     """Runs an optimizer's own `step`, with fp32 stand-ins in place of its low-precision parameters.
 
     A stand-in is a parameter that has the fp32 value and the unscaled gradient of a low-precision parameter. The device

@@ -56,6 +56,11 @@ class Decision:
     untrained: Places = frozenset()  # parameters that no optimizer updates
     group: dist.ProcessGroup | None = None  # processes that the user said step together
 
+    @property
+    def updates(self) -> bool:
+        """Whether halfstep makes the updates, and skips those of gradients that are not finite."""
+        return self.mixed or self.plan.moments != "full"
+
     def stored_low(self) -> Iterator[nn.Parameter]:
         """Yields the fp32 parameters that the session will store in low precision."""
         for module, formats in zip(_modules(self.roots), self.assignment.modules, strict=True):

@@ -43,16 +43,16 @@ class StepFacts:
 
 
 def memory_of(
-    parameters: Iterable[nn.Parameter], optimizers: Iterable[Optimizer], *, masters: int = 0
+    parameters: Iterable[nn.Parameter], optimizers: Iterable[Optimizer], *, masters: int = 0, moments: int = 0
 ) -> dict[str, int]:
-    """Returns the bytes of "weights", "masters" (as passed), "gradients" and "optimizer" state."""
+    """Returns the bytes of "weights", "masters" (as passed), "gradients" and "optimizer" state with `moments`."""
     parameters = list(parameters)
     states = [value for optimizer in optimizers for state in optimizer.state.values() for value in state.values()]
     return {
         "weights": sum(map(_bytes, parameters)),
         "masters": masters,
         "gradients": sum(_bytes(p.grad) for p in parameters if p.grad is not None),
-        "optimizer": sum(_bytes(value) for value in states if isinstance(value, Tensor)),
+        "optimizer": sum(_bytes(value) for value in states if isinstance(value, Tensor)) + moments,
     }
 
 

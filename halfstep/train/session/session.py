@@ -52,6 +52,7 @@ from halfstep.train.cast.modules import (
 )
 from halfstep.train.optim.hooks import forbid_step, lend_weights, send_step, watch_steps
 from halfstep.train.optim.masters import MasterStore
+from halfstep.train.optim.moments import Moments
 from halfstep.train.optim.state import exact_state_loading, widen_states
 from halfstep.train.optim.steppers import make_stepper, needs_closure
 from halfstep.train.probe.probe import Probe, Probes, check_delivery, make_probe
@@ -195,7 +196,7 @@ class Session:
             self._cast_module(module, formats)
         self._parts = [self._make_part(optimizer, self._undo) for optimizer in self._decision.optimizers]
         self._stepping = [part for part in self._parts if not part.needs_closure]
-        self._buffers = BufferGuard(self._roots if self._decision.mixed else [])
+        self._buffers = BufferGuard(self._roots if self._decision.updates else [])
         caps = self.plan.low.needs_scale and self._scales.active
         gates = self._casting.install(
             pairs,
@@ -212,7 +213,7 @@ class Session:
             self._undo.callback(read_as_planned(self._roots, pairs, self.plan))
         self._undo.callback(self._replicas.close)
         full = self.plan.param == "full"  # DDP may wrap first
-        self._replicas.open(search=bool(self._parts) and full, plain=not self._decision.mixed)
+        self._replicas.open(search=bool(self._parts) and full, plain=not self._decision.updates)
         self._training = self._make_training()
         self._undo.callback(self._close_watchers)
 
@@ -224,7 +225,7 @@ class Session:
             self._casting.before_training(self._buffers.refresh)
 
     def _make_training(self) -> Training:
-        if not self._decision.mixed:
+        if not self._decision.updates:
             return PlainTraining(self._roots, self._parts, self._probes, self._device)
         for root in self._roots:
             hook = CheckpointHook(lambda *_: self._buffers.after_step())
@@ -292,24 +293,26 @@ class Session:
             self._store.restore(parameter)
 
     def _make_part(self, optimizer: Optimizer, undo: ExitStack) -> Part:
-        replicas, mixed = self._replicas, self._decision.mixed
+        replicas, updates = self._replicas, self._decision.updates
+        width = self.plan.moments
+        moments = None if width == "full" else Moments(optimizer, width, self.plan.full_moments, self._name_of)
         part = Part(
             optimizer,
             GradientAccumulator(
                 lambda: updated_by(optimizer), self.plan.param == "low", lambda: replicas.reduced, replicas.sums
             ),
-            make_stepper(optimizer, self._store, plain=not mixed, name_of=self._name_of),
+            make_stepper(optimizer, self._store, plain=not updates, name_of=self._name_of, moments=moments),
             needs_closure(optimizer),
         )
         undo.callback(part.stepper.close)
         if self.plan.param == "low":
             undo.callback(lend_weights(optimizer, partial(_full, self._store, self._casting)))
-        if mixed:
+        if updates:
             undo.callback(part.accumulator.close)
             undo.callback(exact_state_loading(optimizer))
         if self._decision.stepping == "optimizer" and not part.needs_closure:
             undo.callback(send_step(optimizer, partial(self._own_step, part), part.stepper.prepare))
-        elif mixed and not part.needs_closure:
+        elif updates and not part.needs_closure:
             undo.callback(forbid_step(optimizer, STEP_IS_OURS, part.stepper.prepare))
         if part.needs_closure:
             undo.callback(optimizer.register_step_post_hook(self._count_own_step).remove)
@@ -669,7 +672,12 @@ class Session:
             nonfinite_parameters=tuple(bad),
             nonfinite_gradients=tuple(name for name, p in self._named_parameters() if id(p) in overflowed),
             spoiled_by=() if spoiled is None else tuple(spoiled.nonzero().flatten().tolist()),
-            memory=memory_of(self.parameters(), self.optimizers, masters=self._store.bytes()),
+            memory=memory_of(
+                self.parameters(),
+                self.optimizers,
+                masters=self._store.bytes(),
+                moments=sum(part.stepper.bytes() for part in self._parts),
+            ),
         )
 
     def observe(
