@@ -81,7 +81,7 @@ def entries(
         customize(level(name, low), moments=how)  # raises for what does not exist
     if not names or not formats or not kept:
         raise WorkloadError(
-            "a benchmark needs at least one level, format and kind of moments; pass for example --levels O0,O1 --low bf16"
+            "a benchmark needs at least one level, format and kind of moments; pass for example --levels O0 --low bf16"
         )
     rows = [Entry("O0", FP32, peer=False)] if "O0" in names else []
     for low in formats:

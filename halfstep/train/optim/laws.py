@@ -10,8 +10,7 @@ in the last place for some values.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -37,7 +36,7 @@ class Row:
     law: Law
     scalars: tuple[str, ...] = ()  # the states that hold one number per weight (0-dim)
     # The states that may be kept in 16 or 8 bits, and whether they have a sign; others are kept as they are.
-    kept: Mapping[str, Literal["signed", "squared"]] = MappingProxyType({})
+    kept: Mapping[str, Literal["signed", "squared"]] = field(default_factory=dict, hash=False)
     start: float = 0.0  # what a new state holds; -0.0 is the zero to which a sum adds any value without a change
     counts: bool = False  # its state has a "step" for each parameter
     whole: bool = False  # it needs all elements of a weight at once, as for its norm (LAMB, NovoGrad)
@@ -106,7 +105,7 @@ ADAM = Row(
     reads=("lr", "betas", "eps", "weight_decay", "decoupled_weight_decay", "amsgrad", "maximize", "bias_correction"),
     states=lambda group: ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if group["amsgrad"] else ("exp_avg", "exp_avg_sq"),
     law=adam,
-    kept=MappingProxyType({"exp_avg": "signed", "exp_avg_sq": "squared"}),
+    kept={"exp_avg": "signed", "exp_avg_sq": "squared"},
     counts=True,
     decoupled=lambda group: bool(group["decoupled_weight_decay"]),
     native="adam",
@@ -133,7 +132,7 @@ SGD = Row(
     reads=("lr", "weight_decay", "maximize", "momentum", "nesterov"),
     states=lambda group: ("momentum_buffer",) if group["momentum"] else (),
     law=sgd,
-    kept=MappingProxyType({"momentum_buffer": "signed"}),
+    kept={"momentum_buffer": "signed"},
     start=-0.0,
     sparse=True,
     native="sgd",
@@ -156,7 +155,7 @@ LION = Row(
     reads=("lr", "betas", "weight_decay", "maximize"),
     states=lambda group: ("exp_avg",),
     law=lion,
-    kept=MappingProxyType({"exp_avg": "signed"}),
+    kept={"exp_avg": "signed"},
     decoupled=lambda group: True,
     native="lion",
     numbers=lambda group: tuple(group["betas"]),
