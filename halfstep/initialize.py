@@ -22,7 +22,7 @@ from halfstep.modes import ordinary_tensors
 from halfstep.plan.io import choose_plan
 from halfstep.plan.levels import customize
 from halfstep.plan.matching import first_device
-from halfstep.plan.plan import Master, Plan, PlanInput
+from halfstep.plan.plan import Master, Moments, Plan, PlanInput, Rounding
 from halfstep.train.processes.collectives import agreed, telling_of_errors
 from halfstep.train.session.decide import Stepping
 from halfstep.train.session.open import open_session
@@ -43,6 +43,9 @@ def initialize(  # noqa: PLR0913  # the one public entry; each keyword is a docu
     ops: OpChanges | Mapping[str, Iterable[str]] | None = None,
     input: PlanInput | None = None,
     frozen: Width | None = None,
+    moments: Moments | None = None,
+    full_moments: Sequence[str] | None = None,
+    rounding: Rounding | None = None,
     emulate: bool | None = None,
     process_group: dist.ProcessGroup | None = None,
     sinks: Sequence[Sink] = (),
@@ -68,6 +71,10 @@ def initialize(  # noqa: PLR0913  # the one public entry; each keyword is a docu
         input: "low" casts all floating inputs of the model; by default they keep their format.
         frozen: "low" stores weights that no optimizer updates low, without masters; by default they stay in fp32, so
             that your code can average into them.
+        moments: "bf16" or "8bit" keeps the averages of Adam, AdamW, Lion and SGD in 2 bytes or 1 between steps; updates
+            are computed in fp32, and `optimizer.state_dict()` is fp32. By default they are kept as without halfstep.
+        full_moments: patterns of parameter names, such as "*embed*", whose averages stay as they are.
+        rounding: "stochastic" rounds the updates of bf16 weights without masters up or down at random.
         emulate: whether products of the low format are computed in a wider one and rounded exactly; by default on a
             CPU whose native products are less than twice as fast.
         process_group: processes that step together though they hold different models, such as the stages of a pipeline
@@ -99,6 +106,9 @@ def initialize(  # noqa: PLR0913  # the one public entry; each keyword is a docu
                 ops=ops,
                 input=input,
                 frozen=frozen,
+                moments=moments,
+                full_moments=full_moments,
+                rounding=rounding,
             )
             _check_settings(chosen, sinks, on_failure, stepping, emulate)
             _check_group(process_group, chosen)

@@ -47,6 +47,9 @@ COMPILE = {"off": (False,), "on": (True,), "both": (False, True)}
 Name = Annotated[str | None, typer.Argument(metavar="WORKLOAD", help=f"{', '.join(WORKLOADS)}, or path.py:function.")]
 Levels = Annotated[str, typer.Option("--levels", help="Levels, separated by commas.")]
 Lows = Annotated[str, typer.Option("--low", help="Low formats, separated by commas.")]
+Kept = Annotated[
+    str, typer.Option("--moments", help="How the optimizer's averages are kept, separated by commas: full, bf16, 8bit.")
+]
 Steps = Annotated[
     int | None,
     typer.Option(
@@ -96,6 +99,7 @@ def bench(  # noqa: PLR0913  # each is an option of the command, described above
     workload: Name = None,
     levels: Levels = "O0,O1,O2,O3",
     low: Lows = "bf16,fp16",
+    moments: Kept = "full",
     steps: Steps = None,
     seconds: Seconds = None,
     seeds: Seeds = 1,
@@ -119,7 +123,8 @@ def bench(  # noqa: PLR0913  # each is an option of the command, described above
             f"`halfstep bench {workload}` is gone: `halfstep doctor` prints products and memory by format"
         )
     name = DEFAULT if workload is None else workload
-    rows = entries(names(levels), [as_format(name) for name in names(low)], read_facts(place), peer=peer)
+    formats = [as_format(name) for name in names(low)]
+    rows = entries(names(levels), formats, read_facts(place), peer=peer, moments=names(moments))
     check_writable(json)
     count = STEPS if steps is None else steps
     if model or batch_size or compile != "off" or page is not None or largest_batch is not None:

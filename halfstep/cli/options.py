@@ -28,6 +28,9 @@ Settings = Annotated[
 Data = Annotated[Path | None, typer.Option("--data", help="The folder or file that the workload reads.")]
 Device = Annotated[str, typer.Option("--device", help="auto (cuda if available), cpu or cuda.")]
 Low = Annotated[str | None, typer.Option("--low", help="The low format: bf16 or fp16.")]
+Moments = Annotated[
+    str | None, typer.Option("--moments", help="How the optimizer's averages are kept: full, bf16 or 8bit.")
+]
 Json = Annotated[Path | None, typer.Option("--json", help="Write every figure to this file, as JSON.")]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="The seed of weights and batches.")]
 

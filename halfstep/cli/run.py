@@ -12,7 +12,7 @@ import typer
 
 from halfstep.adapters.script.run import Ran, own
 from halfstep.adapters.script.run import run as run_script
-from halfstep.cli.options import Low, html_pages
+from halfstep.cli.options import Low, Moments, html_pages
 from halfstep.errors import LogError, PlanError
 from halfstep.explain.report.log import LOG_NAME, RunLog
 from halfstep.explain.report.run import read_log, shown
@@ -50,6 +50,7 @@ def run(
     level: Level = None,
     low: Low = None,
     plan: PlanFile = None,
+    moments: Moments = None,
     report: Report = None,
     module: Module = False,
 ) -> None:
@@ -73,6 +74,7 @@ def run(
             module=module,
             plan=level if plan is None else str(plan),
             low=low,
+            moments=moments,
             sinks=(lambda rank: ()) if recorded is None else recorded.sinks,
             observe=recorded is not None,
             ended=ended,

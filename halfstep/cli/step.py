@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from torch import Tensor
 
-from halfstep.cli.options import Data, Device, Json, Low, Name, Seed, Settings, names, open_job, write_json
+from halfstep.cli.options import Data, Device, Json, Low, Moments, Name, Seed, Settings, names, open_job, write_json
 from halfstep.cli.screen import FAILED, stdout
 from halfstep.explain.forecast.whatif import whatif as predict
 from halfstep.explain.preflight.check import check as run_check
@@ -65,6 +65,7 @@ def inspect(  # noqa: PLR0913  # each is an option of the command, described abo
     workload: Name = "char_lm",
     level: Level = "O1",
     low: Low = None,
+    moments: Moments = None,
     settings: Settings = [],  # noqa: B006  # read only; typer's way
     data: Data = None,
     device: Device = "auto",
@@ -79,7 +80,8 @@ def inspect(  # noqa: PLR0913  # each is an option of the command, described abo
         with foreseen(f"{job.name}: the forward pass"):
             return job.loss(model(inputs), targets)
 
-    with initialize(model, job.optimizer(model, fused=False), level, low=low) as session:
+    kept: Any = moments  # the session checks it
+    with initialize(model, job.optimizer(model, fused=False), level, low=low, moments=kept) as session:
         found = run_inspect(session, closure)
         stdout().print(inspection_report(found, what=f"{job.name} under {session.plan.name} in {session.plan.low}"))
         write_json(json, to_json({"workload": job.name, **vars(found)}))

@@ -111,7 +111,7 @@ def customize(
     loss_scale: str | float | Scaling | None = None,
     rules: Iterable[Rule] = (),
     ops: OpChanges | Mapping[str, Iterable[str]] | None = None,
-    **changes: str | None,
+    **changes: str | Iterable[str] | None,
 ) -> Plan:
     """Returns the plan with the keywords of `initialize` applied; None and () leave it as it is.
 

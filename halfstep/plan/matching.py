@@ -6,6 +6,7 @@ import inspect
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Literal
 
 import torch
@@ -109,6 +110,20 @@ def match_rules(rules: Sequence[Rule], sites: Sequence[Site]) -> Mapping[Site, R
     for rule in unused:
         raise PlanError(f"rule {rule.pattern!r} matches no module{nearest(rule, sites)}")
     return matched
+
+
+def match_parameters(patterns: Sequence[str], models: Sequence[nn.Module]) -> list[nn.Parameter]:
+    """Returns the parameters whose dotted names fit patterns of `full_moments`; raises if one fits no parameter."""
+    pairs = [(uncompiled(n), p) for model in models for n, p in model.named_parameters(remove_duplicate=False)]
+    found: list[nn.Parameter] = []
+    for pattern in patterns:
+        hits = [p for name, p in pairs if fnmatchcase(name, pattern)]
+        if not hits:
+            names = [name for name, _ in pairs]
+            hint = near_miss(pattern, names) or f"; the model has the parameters {_some(names)}"
+            raise PlanError(f"pattern {pattern!r} of full_moments matches no parameter{hint}")
+        found += hits
+    return found
 
 
 def nearest(rule: Rule, sites: Iterable[Site]) -> str:

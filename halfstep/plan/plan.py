@@ -13,6 +13,8 @@ from halfstep.validate import as_tuple, instance, one_of, text
 
 Ops = Literal["none", "table"]
 Master = Literal["none", "copy", "split"]
+Moments = Literal["full", "bf16", "8bit"]
+Rounding = Literal["nearest", "stochastic"]
 PlanInput = Literal["keep", "low"]
 PlanOutput = Literal["full", "low", "keep"]
 
@@ -33,6 +35,10 @@ class Plan:
         input: "low" casts the model's inputs; with "keep" products cast their operands.
         frozen: the width of stored weights that no optimizer updates. "full" keeps what a loop averages into them
             exact; "low" stores them low, without masters.
+        moments: how the averages of an optimizer (Adam's two, Lion's and SGD's one) are kept between steps: "full" as
+            the optimizer keeps them, "bf16" rounded stochastically, "8bit" in codes of one byte.
+        full_moments: patterns of dotted parameter names, such as "*embed*", whose averages stay "full".
+        rounding: how updates of bf16 weights without a master are rounded.
         op_changes: ops that move to other lists of the op table.
         rules: what modules get instead, by name or type.
 
@@ -51,6 +57,9 @@ class Plan:
     output: PlanOutput = "full"
     input: PlanInput = "keep"
     frozen: Width = "full"
+    moments: Moments = "full"
+    full_moments: tuple[str, ...] = ()
+    rounding: Rounding = "nearest"
     op_changes: OpChanges = field(default_factory=OpChanges)
     rules: tuple[Rule, ...] = ()
 
@@ -67,6 +76,10 @@ class Plan:
         one_of("plan output", self.output, get_args(PlanOutput))
         one_of("plan input", self.input, get_args(PlanInput))
         one_of("plan frozen", self.frozen, get_args(Width))
+        one_of("plan moments", self.moments, get_args(Moments))
+        one_of("plan rounding", self.rounding, get_args(Rounding))
+        patterns = as_tuple("plan full_moments", self.full_moments, of="patterns of parameter names")
+        object.__setattr__(self, "full_moments", tuple(text("a pattern of full_moments", each) for each in patterns))
         instance("plan scale", self.scale, Scaling, "Scaling('dynamic')")
         instance("plan op_changes", self.op_changes, OpChanges, "OpChanges(deny=('softmax',))")
         object.__setattr__(self, "rules", as_tuple("plan rules", self.rules, of="Rules"))
@@ -119,6 +132,11 @@ CONTRADICTIONS: tuple[tuple[Callable[[Plan], bool], str], ...] = (
         lambda plan: plan.param == "full" and plan.frozen != "full",
         "frozen 'low' stores weights that no optimizer updates in low precision, but this plan keeps all weights in "
         "fp32 (param 'full'); leave frozen out, or use level O2",
+    ),
+    (
+        lambda plan: plan.rounding != "nearest" and (plan.param, plan.master, plan.low) != ("low", "none", BF16),
+        "rounding 'stochastic' is for bf16 weights without a master, which alone are rounded at each update, but this "
+        "plan has none; leave rounding out, or use level O3 in bf16",
     ),
     (
         lambda plan: plan.param == "low" and plan.ops == "none",

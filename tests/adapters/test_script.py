@@ -400,6 +400,15 @@ def test_what_a_script_with_torch_amp_does_not_use_is_told_once(tmp_path, caplog
     assert "halfstep run ignores" not in caplog.text
     converted(path, tmp_path / "ours.pt", "O2", "fp16")
     assert caplog.text.count("halfstep run ignores the level or plan and the low format") == 1
+    converted(path, tmp_path / "ours.pt", None, None, moments="8bit")
+    assert "halfstep run ignores the moments" in caplog.text
+
+
+def test_the_session_of_a_script_keeps_moments_as_asked(tmp_path):
+    made = "import torch\nmodel = torch.nn.Linear(2, 2)\noptimizer = torch.optim.RMSprop(model.parameters())\n"
+    path = writes(tmp_path, f"{made}model(torch.ones(2))")
+    with pytest.raises(halfstep.SetupError, match="moments='8bit' does not work with RMSprop"):
+        converted(path, tmp_path / "ours.pt", "O2", "bf16", moments="8bit")
 
 
 COMPILED = """

@@ -28,6 +28,12 @@ def test_o0_comes_once_and_the_others_in_each_format():
     assert names(rows) == ["O0", "O1 bf16", "O2 bf16", "torch.amp bf16", "O1 fp16", "O2 fp16", "torch.amp fp16"]
 
 
+def test_each_way_to_keep_moments_has_its_rows_and_the_peer_one():
+    rows = entries(["O0", "O2"], [BF16], FACTS, peer=True, moments=["full", "8bit"])
+    assert names(rows) == ["O0", "O0, 8bit moments", "O2 bf16", "O2 bf16, 8bit moments", "torch.amp bf16"]
+    assert [row.start(TINY, 0, CPU)._session.plan.moments for row in rows[2:4]] == ["full", "8bit"]
+
+
 def test_without_o0_or_a_peer_there_is_none():
     assert names(entries(["O1"], [BF16], FACTS, peer=False)) == ["O1 bf16"]
 

@@ -193,6 +193,9 @@ def test_a_workload_that_fails_is_one_message_that_says_where(halfstep, tmp_path
         (["bench", "regression", "--levels", "01"], "halfstep: unknown level '01'"),
         (["bench", "regression", "--levels", ","], "halfstep: a benchmark needs at least one level"),
         (["bench", "regression", "--low", "fp17"], "halfstep: unknown format 'fp17'"),
+        (["bench", "regression", "--moments", "full,4bit"], "halfstep: plan moments is '4bit'; expected one of 'full'"),
+        (["bench", "regression", "--moments", ","], "halfstep: a benchmark needs at least one level, format and kind"),
+        (["inspect", "regression", "--moments", "4bit"], "halfstep: plan moments is '4bit'; expected one of 'full'"),
         (
             ["bench", "regression", "--device", "tpu"],
             "halfstep: --device 'tpu' is unknown; choose one of auto, cpu, cuda",

@@ -190,6 +190,7 @@ def test_the_last_line(ran, line):
         (("-m", "tests.cli"), 1, "tests.cli is a package without a __main__"),
         (("--level", "O7", __file__), 2, "O7"),
         (("--low", "int8", __file__), 2, "int8"),
+        (("--moments", "4bit", __file__), 2, "4bit"),
         (("--plan", "nowhere.toml", __file__), 2, "nowhere.toml"),
         (("--level", "O2", "--plan", "own.toml", __file__), 2, "pass only one of them"),
     ],

@@ -139,6 +139,15 @@ def test_a_checkpoint_of_another_plan_is_refused_and_changes_nothing():
     other.close()
 
 
+@pytest.mark.parametrize(("before", "after"), [({}, {"moments": "8bit"}), ({"moments": "bf16"}, {})])
+def test_a_state_loads_however_moments_are_kept(before, after):
+    with start("O2", "bf16", **before)[2] as session:
+        state = session.state_dict()
+    del state["plan"]["rounding"]  # as before there was one
+    with start("O2", "bf16", full_moments=["*"], **after)[2] as session:
+        session.load_state_dict(state)
+
+
 @pytest.mark.parametrize("missing", ["scales", "steps", "plan", "skipped", "schema"])
 def test_a_truncated_state_is_refused_and_changes_nothing(missing):
     model, opt, session = start("O1", "fp16")

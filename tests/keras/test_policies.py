@@ -190,6 +190,7 @@ def test_a_model_keeps_its_policies_where_it_is_saved(tmp_path):
     [
         (level("O1", "bf16").edit(OpChange("deny", "softmax")), "Rule\\('type:Softmax', FULL\\)"),
         (level("O2", "bf16").edit(Rule("head", LOW, buffers="low")), "leave buffers and input out"),
+        (customize(level("O2", "bf16"), moments="8bit"), 'use moments="full"'),
         (
             level("O1", "bf16").edit(Rule("head", Policy("full", "full", "low"))),
             "use Policy\\('full', 'full', 'input'\\)",

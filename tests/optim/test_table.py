@@ -6,16 +6,17 @@ from inspect import signature
 import pytest
 import torch
 from torch.nn import Parameter
-from torch.optim import SGD, Adam, AdamW
+from torch.optim import SGD, Adam, AdamW, RMSprop
 
 import halfstep
-from halfstep.errors import SessionError
+from halfstep.errors import PlanError, SessionError, SetupError
+from halfstep.plan.matching import match_parameters
 from halfstep.train.kernels import library
 from halfstep.train.kernels.batch import Batch, Scratch
 from halfstep.train.optim.implementations import IMPLEMENTATIONS, update
 from halfstep.train.optim.laws import Row
 from halfstep.train.optim.masters import MasterStore
-from halfstep.train.optim.optimizers import Lamb, Lion
+from halfstep.train.optim.optimizers import Lamb, Lion, NovoGrad
 from halfstep.train.optim.step import OnePassStepper
 from halfstep.train.optim.table import KERNELS, TABLE, row_of, unsupported_options
 from tests.optim.cases import FALSE, OWN, OWN_STEP, WHOLE, has_kernel
@@ -147,6 +148,39 @@ def test_each_option_is_tried_or_listed_as_one_that_the_row_does_not_know(cls):
     read = {*TABLE[cls].reads}
     assert listed - read == defaults - KERNELS - read, "list in OWN_STEP the options that the row does not read"
     assert read & defaults - varied(cls, OWN + WHOLE) == set(), "give these options another value in some case"
+
+
+@pytest.mark.parametrize(
+    ("cls", "options", "words"),
+    [
+        (RMSprop, {}, "RMSprop, for which halfstep has no update of its own"),
+        (SGD, {"dampening": 0.5, "momentum": 0.9}, "SGD with dampening=0.5, for which halfstep has no update"),
+        (Adam, {"amsgrad": True}, "Adam with amsgrad=True, whose max_exp_avg_sq halfstep keeps in full only"),
+        (Lamb, {}, "Lamb, whose exp_avg and exp_avg_sq halfstep keeps in full only"),
+        (NovoGrad, {}, "NovoGrad, whose exp_avg and norm halfstep keeps in full only"),
+    ],
+)
+def test_an_optimizer_whose_states_are_kept_in_full_only_is_refused(cls, options, words):
+    model = torch.nn.Linear(3, 2)
+    optimizer = cls(model.parameters(), lr=0.1, **options)
+    told = f"moments='8bit' does not work with {words}.*; use moments=\"full\""
+    with pytest.raises(SetupError, match=told):
+        halfstep.initialize(model, optimizer, "O0", moments="8bit")
+    session = halfstep.initialize(model, [], "O2", low="bf16", moments="8bit")
+    with session, pytest.raises(SetupError, match=told):
+        session.add_optimizers([optimizer])
+
+
+@pytest.mark.parametrize("cls", [AdamW, SGD, Lion])
+def test_moments_need_the_sessions_own_step_at_o0_and_patterns_that_match(cls):
+    model = torch.nn.Linear(3, 2)
+    given = [model, cls(model.parameters(), lr=0.1)]
+    with pytest.raises(SetupError, match="works at O0 only with the session's own step"):
+        halfstep.initialize(*given, "O0", moments="bf16", stepping="optimizer")
+    with pytest.raises(PlanError, match=r"'wieght' of full_moments matches no parameter; did you mean 'weight'"):
+        halfstep.initialize(*given, "O2", low="bf16", moments="bf16", full_moments=["w*", "wieght"])
+    with halfstep.initialize(*given, "O2", low="bf16", moments="bf16", full_moments=["w*"]) as session:
+        assert match_parameters(session.plan.full_moments, [model]) == [model.weight]
 
 
 @pytest.fixture

@@ -68,20 +68,26 @@ def _rule(pattern, policy, buffers):
 def plans(draw):
     low = draw(st.sampled_from((BF16, FP16)))
     name = draw(names)
+    kept = draw(st.sampled_from(("full", "bf16", "8bit")))
     if draw(st.integers(0, 7)) == 0:
-        return Plan(name, low, "full", "none", "full", "none", Scaling("none"), "keep")
+        return Plan(name, low, "full", "none", "full", "none", Scaling("none"), "keep", moments=kept)
     param = draw(st.sampled_from(("full", "low")))
     masters = ("none",) if param == "full" else ("none", "copy", "split") if low == BF16 else ("none", "copy")
+    master = draw(st.sampled_from(masters))
+    unkept = param == "low" and master == "none" and low == BF16
     return Plan(
         name=name,
         low=low,
         param=param,
         ops="table",
         norms="full" if param == "full" else draw(st.sampled_from(("full", "low"))),
-        master=draw(st.sampled_from(masters)),
+        master=master,
         scale=draw(scalings),
         output=draw(st.sampled_from(("full", "low", "keep"))),
         input=draw(st.sampled_from(("keep", "low"))),
+        moments=kept,
+        full_moments=tuple(draw(st.lists(names, max_size=2))),
+        rounding=draw(st.sampled_from(("nearest", "stochastic") if unkept else ("nearest",))),
         op_changes=draw(op_changes()),
         rules=draw(rules(param)),
     )

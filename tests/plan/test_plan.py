@@ -52,6 +52,8 @@ def test_a_format_that_one_cannot_train_in_is_refused(low):
         ("master", "splitt", "split"),
         ("output", "keeps", "keep"),
         ("input", "lows", "low"),
+        ("moments", "4bit", "8bit"),
+        ("rounding", "stochastik", "stochastic"),
     ],
 )
 def test_an_unknown_word_is_named_with_its_field_and_the_nearest(field, value, nearest):
@@ -75,6 +77,8 @@ def test_a_name_is_printable_text(name):
         ("rules", Rule("head", FULL), "tuple of Rules"),
         ("rules", ("head",), "Rule"),
         ("rules", "head", "tuple of Rules"),
+        ("full_moments", "*embed*", "tuple of patterns of parameter names"),
+        ("full_moments", (3,), "string"),
     ],
 )
 def test_a_field_of_another_type_is_refused_with_an_example(field, value, example):
@@ -89,6 +93,10 @@ CASES = [
     (O0, {"master": "copy"}, "a master keeps the fp32 value of low-precision weights"),
     (O2, {"low": FP16}, "'split' needs bf16"),
     (O1, {"frozen": "low"}, "keeps all weights in fp32"),
+    *(
+        (plan, {"rounding": "stochastic"}, "bf16 weights without a master.*or use level O3 in bf16")
+        for plan in (O0, O1, O2, level("O2", FP16), level("O3", FP16))
+    ),
     (O1, {"norms": "low"}, "the op table decides how norms compute"),
     (O2, {"ops": "none", "output": "keep"}, "weights are in low precision but ops is 'none'"),
     (O0, {"scale": Scaling("dynamic")}, "loss scale .* no gradient is in low precision"),
@@ -128,6 +136,8 @@ def test_every_contradiction_of_the_table_has_a_case():
         {"output": "low"},
         {"output": "keep"},
         {"input": "low"},
+        {"moments": "8bit", "full_moments": ["*embed*"]},
+        {"master": "none", "moments": "bf16", "rounding": "stochastic"},
         {"rules": (Rule("head", LOW),)},
     ],
 )

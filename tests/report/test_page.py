@@ -236,9 +236,10 @@ def test_another_format_judges_when_asked(tmp_path):
 
 
 def test_facts_of_a_run(tmp_path):
-    facts = dict(page(tmp_path, START, step(1, loss=4.0), step(2, loss=2.0, skipped=True), seen(2, "a", {0: 1})).facts)
+    start = replace(START, plan=START.plan | {"moments": "8bit"})
+    facts = dict(page(tmp_path, start, step(1, loss=4.0), step(2, loss=2.0, skipped=True), seen(2, "a", {0: 1})).facts)
     assert facts["plan"].startswith(
-        "O2, weights low, operations by the table, norms full, masters copy, dynamic loss scale"
+        "O2, weights low, operations by the table, norms full, masters copy, moments 8bit, dynamic loss scale"
     )
     assert facts["low format"] == "fp16, emulated (rounded exactly, computed wider)"
     assert facts["steps"] == "1 to 2: 2, of them 1 skipped"

@@ -142,6 +142,11 @@ def policy_of(plan: Plan) -> Policy:
             f"plan {plan.name!r} has op_changes, which change torch's op table, but Keras has no op table; use a rule "
             "on the layer instead, such as Rule('type:Softmax', FULL)"
         )
+    if plan.moments != "full":
+        raise PlanError(
+            f"plan {plan.name!r} has moments {plan.moments!r}, but Keras's own optimizers keep their states; use "
+            'moments="full"'
+        )
     for rule in plan.rules:
         if rule.buffers != "keep" or rule.input != "policy":
             raise PlanError(

@@ -35,6 +35,7 @@ from halfstep.formats import Format
 from halfstep.initialize import initialize
 from halfstep.machine import read_facts
 from halfstep.plan.io import choose_plan, to_dict
+from halfstep.plan.levels import customize
 from halfstep.plan.matching import first_device
 from halfstep.plan.plan import Plan
 from halfstep.records import Status, StepRecord
@@ -86,7 +87,7 @@ class Conversion:
     Whenever the session opens, `sinks` is called with the rank of this process, and returns the sinks of the session.
 
     Raises:
-        PlanError: `plan` or `low` is unknown.
+        PlanError: `plan`, `low` or `moments` is unknown.
     """
 
     def __init__(
@@ -96,10 +97,11 @@ class Conversion:
         sinks: Callable[[int], Sequence[Sink]],
         *,
         observe: bool,
+        moments: Any = None,
     ) -> None:
-        self._given = plan is not None, low
+        self._given, self._moments = (plan is not None, low), moments
         self._asked = plan or DEFAULT, low
-        self._plan, _ = choose_plan(*self._asked, read_facts(torch.device("cpu")))
+        self._plan = customize(choose_plan(*self._asked, read_facts(torch.device("cpu")))[0], moments=moments)
         self._make_sinks, self._observe = sinks, observe
         self._made: dict[int, _Made] = {}  # by id, in the order in which the script made them
         self._opened: list[int] = []  # the keys of those in the session
@@ -198,7 +200,8 @@ class Conversion:
     def _tell_what_is_not_used(self, what: str) -> None:
         leveled, low = self._given
         for_apex = low is not None and what.startswith("apex")
-        asked = ["level or plan"] * leveled + ["low format"] * (low is not None and not for_apex)
+        asked = ["level or plan"] * leveled + ["moments"] * (self._moments is not None)
+        asked += ["low format"] * (low is not None and not for_apex)
         if asked and self.rank == 0:
             notice = NOT_USED.format(what=what, asked=" and the ".join(asked))
             _LOG.warning(notice + (FOR_APEX.format(low=low) if for_apex else ""))
@@ -295,7 +298,8 @@ class Conversion:
                 if id(optimizer) in self._made:
                     self._made[id(optimizer)].release()
             aliases = [alias_of(optimizer) for optimizer in optimizers]
-            session = initialize(models, aliases, plan, low=low, rules=rules, sinks=sinks, stepping="optimizer")
+            settings = {"rules": rules, "moments": self._moments, "sinks": sinks}
+            session = initialize(models, aliases, plan, low=low, stepping="optimizer", **settings)
             self._undo.callback(session.forget)
         self._session, self._opened = session, [id(optimizer) for optimizer in optimizers]
         if session.plan.param == "low":

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType, TracebackType
+from typing import Any
 
 import torch
 
@@ -55,16 +56,18 @@ def run(  # noqa: PLR0913  # what the command has
     module: bool = False,
     plan: Plan | str | None = None,
     low: Format | str | None = None,
+    moments: Any = None,
     sinks: Callable[[int], Sequence[Sink]] = lambda rank: (),
     observe: bool = False,
     ended: Callable[[Ran], None] = lambda ran: None,
 ) -> None:
     """Runs a script, or with `module` a module as `python -m` does, and trains its models under a plan.
 
-    A `plan` of None means O1. If the script itself uses mixed precision, `plan` has no effect, and `low` only sets the
-    format of the drop-in for apex. When the session opens, `sinks` is called with the rank of the process, and returns
-    the sinks of the session. With `observe` the session observes tensors at every 50th step. `ended` is called with the
-    Ran at the end, also after an error; by then the session is closed and the patches of torch are removed.
+    A `plan` of None means O1, and `moments` replaces the plan's. If the script itself uses mixed precision, `plan` has
+    no effect, and `low` only sets the format of the drop-in for apex. When the session opens, `sinks` is called with
+    the rank of the process, and returns the sinks of the session. With `observe` the session observes tensors at every
+    50th step. `ended` is called with the Ran at the end, also after an error; by then the session is closed and the
+    patches of torch are removed.
 
     Raises:
         ScriptError: there is no such script.
@@ -72,7 +75,7 @@ def run(  # noqa: PLR0913  # what the command has
         BaseException: what the script raised, without frames of halfstep in the traceback.
     """
     _check(script, module=module)
-    conversion = Conversion(plan, low, sinks, observe=observe)
+    conversion = Conversion(plan, low, sinks, observe=observe, moments=moments)
     error: BaseException | None = None
     start = time.perf_counter()
     undo = install(conversion, low or "fp16")

@@ -90,7 +90,7 @@ def whatif(
     if optimizer is not None:
         _check_optimizer(optimizer, model)
     low_plan, _ = choose_plan(plan, "bf16", read_facts(torch.device("cpu")))
-    low_plan = customize(low_plan, low=BF16)
+    low_plan = customize(low_plan, low=BF16, rounding="nearest")  # the weights are not stepped low
     if low_plan.ops == "none":
         raise PlanError(f"plan {low_plan.name} stores nothing low; pass O1, O2, O3 or a plan based on one of them")
     check_models([model], low_plan)

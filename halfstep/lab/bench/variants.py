@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from halfstep.formats import FP16, FP32, Format
 from halfstep.initialize import initialize
 from halfstep.lab.workloads.workload import Batch, Workload
 from halfstep.machine import DeviceFacts, needs_emulation
-from halfstep.plan.levels import level
+from halfstep.plan.levels import customize, level
 from halfstep.plan.plan import Plan
 from halfstep.timing import clock_of, synchronize
 from halfstep.train.session.parts import memory_of
@@ -41,6 +42,7 @@ class Entry:
     refused: str | None = None  # why it is not run
     compiled: bool = False  # by torch.compile
     scaled: bool = False  # the loss, dynamically, in every format
+    moments: str = "full"  # how a session keeps the optimizer's averages
 
     @property
     def name(self) -> str:
@@ -49,7 +51,8 @@ class Entry:
         >>> Entry("O1", FP16, peer=False, emulated=True, compiled=True).name
         'O1 fp16 (emulated) compiled'
         """
-        end = f"{' scaled' if self.scaled else ''}{' compiled' if self.compiled else ''}"
+        end = "" if self.moments == "full" else f", {self.moments} moments"
+        end += f"{' scaled' if self.scaled else ''}{' compiled' if self.compiled else ''}"
         if self.low == FP32:
             return self.level + end
         return f"{self.level} {self.low}{' (emulated)' if self.emulated else ''}{end}"
@@ -61,20 +64,24 @@ class Entry:
             model.compile()
         if self.peer:
             return AmpVariant(workload, model, self.low, device, scaled=self.scaled)
-        plan = level(self.level, "bf16" if self.low == FP32 else self.low)
+        plan = customize(level(self.level, "bf16" if self.low == FP32 else self.low), moments=self.moments)
         return SessionVariant(workload, model, plan, loss_scale="dynamic" if self.scaled else None)
 
 
-def entries(levels: Iterable[str], lows: Iterable[Format], facts: DeviceFacts, *, peer: bool) -> list[Entry]:
-    """Returns the rows of a benchmark: O0 once, then for each format the remaining levels and torch.amp."""
+def entries(
+    levels: Iterable[str], lows: Iterable[Format], facts: DeviceFacts, *, peer: bool, moments: Iterable[str] = ("full",)
+) -> list[Entry]:
+    """Returns the rows of a benchmark: O0 once, then for each format the remaining levels and torch.amp.
+
+    Each row of a level is there once for each of the `moments`.
+    """
     # In bf16 it runs on torch's own kernels.
-    names, formats = list(dict.fromkeys(levels)), list(dict.fromkeys(lows))
-    for name in names:
-        for low in formats:
-            level(name, low)  # raises for what does not exist
-    if not names or not formats:
+    names, formats, kept = list(dict.fromkeys(levels)), list(dict.fromkeys(lows)), list(dict.fromkeys(moments))
+    for name, low, how in product(names, formats, kept):
+        customize(level(name, low), moments=how)  # raises for what does not exist
+    if not names or not formats or not kept:
         raise WorkloadError(
-            "a benchmark needs at least one level and one format; pass for example --levels O0,O1 --low bf16"
+            "a benchmark needs at least one level, format and kind of moments; pass for example --levels O0 --low bf16"
         )
     rows = [Entry("O0", FP32, peer=False)] if "O0" in names else []
     for low in formats:
@@ -83,7 +90,7 @@ def entries(levels: Iterable[str], lows: Iterable[Format], facts: DeviceFacts, *
         if peer:
             why = f"{low} must be emulated on this {facts.kind}, and torch.amp cannot emulate"
             rows.append(Entry(PEER, low, peer=True, refused=why if emulated and low == FP16 else None))
-    return rows
+    return [replace(row, moments=how) for row in rows for how in (("full",) if row.peer else kept)]
 
 
 class SessionVariant:

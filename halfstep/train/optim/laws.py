@@ -10,8 +10,8 @@ in the last place for some values.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -36,6 +36,8 @@ class Row:
     states: Callable[[Group], tuple[str, ...]]  # their names, in the order in which law and kernels take them
     law: Law
     scalars: tuple[str, ...] = ()  # the states that hold one number per weight (0-dim)
+    # The states that may be kept in 16 or 8 bits, and whether they have a sign; others are kept as they are.
+    kept: Mapping[str, Literal["signed", "squared"]] = field(default_factory=dict, hash=False)
     start: float = 0.0  # what a new state holds; -0.0 is the zero to which a sum adds any value without a change
     counts: bool = False  # its state has a "step" for each parameter
     whole: bool = False  # it needs all elements of a weight at once, as for its norm (LAMB, NovoGrad)
@@ -105,6 +107,7 @@ ADAM = Row(
     reads=("lr", "betas", "eps", "weight_decay", "decoupled_weight_decay", "amsgrad", "maximize", "bias_correction"),
     states=lambda group: ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if group["amsgrad"] else ("exp_avg", "exp_avg_sq"),
     law=adam,
+    kept={"exp_avg": "signed", "exp_avg_sq": "squared"},
     counts=True,
     decoupled=lambda group: bool(group["decoupled_weight_decay"]),
     native="adam",
@@ -132,6 +135,7 @@ SGD = Row(
     reads=("lr", "weight_decay", "maximize", "momentum", "nesterov"),
     states=lambda group: ("momentum_buffer",) if group["momentum"] else (),
     law=sgd,
+    kept={"momentum_buffer": "signed"},
     start=-0.0,
     sparse=True,
     native="sgd",
@@ -155,6 +159,7 @@ LION = Row(
     reads=("lr", "betas", "weight_decay", "maximize"),
     states=lambda group: ("exp_avg",),
     law=lion,
+    kept={"exp_avg": "signed"},
     decoupled=lambda group: True,
     native="lion",
     numbers=lambda group: tuple(group["betas"]),

@@ -17,7 +17,7 @@ from halfstep.errors import SetupError
 from halfstep.formats import FP32, Format
 from halfstep.machine import WORTH, DeviceFacts, Processor, emulation_notice, needs_emulation
 from halfstep.plan.compatibility import check_closures, check_models, check_optimizers, check_parameters, device_of
-from halfstep.plan.matching import unwrap
+from halfstep.plan.matching import match_parameters, unwrap
 from halfstep.plan.plan import Plan
 from halfstep.plan.resolve import Assignment, check_forwards, resolve
 from halfstep.sharded import is_sharded
@@ -102,6 +102,13 @@ def decide(  # noqa: PLR0913  # all that it depends on
         refuse_wrapped(roots, f"the weights change format at {plan.name}")
     check_optimizers(optimizers, models)
     check_training(optimizers, models, plan)
+    if plan.moments != "full":
+        match_parameters(plan.full_moments, roots)
+        if plan.ops == "none" and training and stepping == "optimizer":
+            raise SetupError(
+                f"moments={plan.moments!r} works at {plan.name} only with the session's own step, not with "
+                'stepping="optimizer"; call session.step(), train at O1 to O3, or use moments="full"'
+            )
     untrained = places_untrained(roots, optimizers) if training else frozenset()
     resolved = functools.partial(resolve, made_low=made_low, untrained=at_places(roots, untrained))
     assignment = resolved(plan, roots)
@@ -207,8 +214,13 @@ def say_what_steps_itself(decision: Decision, optimizers: Sequence[Optimizer]) -
     if decision.plan.param == "low" or (decision.mixed and decision.device.type != "cpu"):
         for optimizer in optimizers:
             if row_of(optimizer) is None:
-                options = ", ".join(unsupported_options(optimizer))
-                _say_that_it_steps_itself(type(optimizer).__name__ + (options and f" with {options}"))
+                _say_that_it_steps_itself(_with_options(optimizer))
+
+
+def _with_options(optimizer: Optimizer) -> str:
+    """Returns the name of an optimizer with the options that only its own step supports."""
+    options = ", ".join(unsupported_options(optimizer))
+    return type(optimizer).__name__ + (options and f" with {options}")
 
 
 def say_how_products_run(decision: Decision, *, told: bool) -> None:
@@ -252,7 +264,23 @@ def check_training(optimizers: Sequence[Optimizer], models: Sequence[nn.Module],
     """Refuses optimizers that cannot train their parameters under a plan."""
     check_parameters(optimizers, models, plan)
     _refuse_whole_rows(optimizers, plan)
+    _refuse_moments(optimizers, plan)
     check_closures([optimizer for optimizer in optimizers if needs_closure(optimizer)], plan)
+
+
+def _refuse_moments(optimizers: Sequence[Optimizer], plan: Plan) -> None:
+    """Refuses optimizers that cannot keep their states as the plan says."""
+    for optimizer in optimizers if plan.moments != "full" else ():
+        row, name = row_of(optimizer), _with_options(optimizer)
+        if row is None:
+            why = f"{name}, for which halfstep has no update of its own"
+        else:
+            states = sorted({state for group in optimizer.param_groups for state in row.states(group)} - {*row.kept})
+            if not states:
+                continue
+            option = " with amsgrad=True" if "max_exp_avg_sq" in states else ""
+            why = f"{name}{option}, whose {' and '.join(states)} halfstep keeps in full only"
+        raise SetupError(f'moments={plan.moments!r} does not work with {why}; use moments="full"')
 
 
 def _refuse_whole_rows(optimizers: Sequence[Optimizer], plan: Plan) -> None:

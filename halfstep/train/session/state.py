@@ -12,6 +12,7 @@ from halfstep.plan.plan import Plan
 
 STATE_SCHEMA = 1
 _DEFAULTS = {each.name: each.default for each in fields(Plan) if isinstance(each.default, str)}
+_FREE = ("moments", "full_moments")  # fields that may differ: checkpoints hold these states in fp32
 _LOSS_ID = re.compile("0|[1-9][0-9]{0,17}")  # as `str` writes it: other digits would name one loss twice
 
 
@@ -70,7 +71,8 @@ def _differs(key: str, there: dict[str, Any], here: dict[str, Any]) -> bool:
     # The masters "copy" and "split" do not count as different, because both hold the same values. A field that the
     # state lacks, because its version had none, has its default.
     values = there.get(key, _DEFAULTS.get(key)), here.get(key)
-    return values[0] != values[1] and not (key == "master" and values in (("copy", "split"), ("split", "copy")))
+    same = key in _FREE or (key == "master" and values in (("copy", "split"), ("split", "copy")))
+    return values[0] != values[1] and not same
 
 
 def _is_plain(value: Any) -> bool:
