@@ -28,7 +28,7 @@ class Options(NamedTuple):
 
 
 GROUP = 64  # neighbours in a slice of dimension 0 that share a base
-Width = Literal["bf16", "8bit"]
+Width = Literal["full", "bf16", "8bit"]
 
 
 class Place(NamedTuple):
@@ -68,12 +68,17 @@ class Code(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """How the states of a batch are kept between updates, where that is not in fp32 (`train/optim/codes.py`)."""
+    """How a batch is kept between updates where that takes random bits or codes (`train/optim/codes.py`)."""
 
-    kind: Width
+    kind: Width  # of the states
+    rounds: bool  # whether weights of layout `low` are rounded stochastically
     codes: tuple[Code, ...]  # of each state
     places: list[Place]
-    bases: Mapping[str, list[Tensor]]  # of each group, slice by slice (int16); none of bf16
+    bases: Mapping[str, list[Tensor]]  # in 8 bits, of each group, slice by slice (int16)
+
+    def emptied(self) -> Kept:
+        """Returns that of a batch without parameters."""
+        return self._replace(places=[], bases={name: [] for name in self.bases})
 
     def cut(self, pieces: list[tuple[int, int, int]]) -> Kept:
         """Returns that of parts of tensors, each an index and the first and last element (0, 0: all of it)."""
@@ -90,7 +95,7 @@ class Batch:
     `states` maps names to the optimizer's state tensors, in the order in which its kernels take them, in the dtype of
     the full weight. An optimizer that counts its updates has the counts in `steps` (0-dim fp32); an update increments
     them before it uses them. With `whole`, weights are not cut into parts, as the update needs their norms. With `kept`,
-    `states` are codes, of contiguous weights or such whose dimension 0 is outermost in memory.
+    `states` are codes unless it is of the kind "full", and all parameters have `steps`.
 
     A batch is reused from step to step while its tensors and their memory stay the same. Only `grads` change, and they
     keep their dtypes, shapes and memory layouts. `memory` is for an implementation to keep what it derives from the

@@ -39,6 +39,7 @@ struct Tensors {  // aligned tables of the tensors of one batch; a pointer to a 
   int32_t format;          // of the weights
   int32_t threads;
   int32_t width;           // of the states
+  int32_t rounds;          // weights without a master are rounded stochastically
   int32_t codes[kStates];
 };
 

@@ -51,8 +51,14 @@ __attribute__((noinline)) void random_bits(uint32_t index, uint32_t key, uint32_
   for (int64_t i = 0; i < n; i++) to[i] = mix((index + uint32_t(i)) * 0x9E3779B1u + key);
 }
 
-inline uint32_t key_of(const Shard& p, float step) {
-  return mix(uint32_t(int64_t(step)) * 0x85EBCA77u ^ uint32_t(p.number) * 0xC2B2AE3Du);
+// `which` is 0 for states and 1 for weights.
+inline uint32_t key_of(const Shard& p, float step, uint32_t which) {
+  return mix(uint32_t(int64_t(step)) * 0x85EBCA77u ^ uint32_t(p.number) * 0xC2B2AE3Du ^ which);
+}
+
+inline void random_bits(const Tensors& b, int64_t t, uint32_t which, const Run* runs, int64_t count, uint32_t* to) {
+  const uint32_t key = key_of(b.places[t], *b.steps[t], which);
+  for (const Run* run = runs; run < runs + count; run++) random_bits(run->index, key, to + run->from, run->length);
 }
 
 template <int kState>
@@ -66,6 +72,15 @@ template <int kState>
 __attribute__((noinline)) void to_bf16(const float* __restrict from, const uint32_t* __restrict random,
                                        uint16_t* __restrict to, int64_t n) {
   for (int64_t i = 0; i < n; i++) to[i] = uint16_t((bits(from[i]) + (noise<kState>(random[i]) >> 4)) >> 16);
+}
+
+// Weights without a master; a NaN stays one.
+__attribute__((noinline)) void to_bf16_weight(const float* __restrict from, const uint32_t* __restrict random,
+                                              uint16_t* __restrict to, int64_t n) {
+  for (int64_t i = 0; i < n; i++) {
+    const uint32_t u = bits(from[i]);
+    to[i] = uint16_t((u + ((u & ~kSign) > 0x7F800000u ? 0 : random[i] >> 16)) >> 16);
+  }
 }
 
 // ---- one byte -------------------------------------------------------------------------------------------------------
@@ -178,8 +193,7 @@ void close_state(const Tensors& b, int64_t t, int64_t at, int64_t n, const Run* 
 // Keeps `n` elements of all states; the block holds whole groups, and the step is counted already.
 inline void close_states(const Tensors& b, int64_t t, int64_t at, int64_t n, const Run* runs, int64_t count,
                          float* const* states, uint32_t* random) {
-  const uint32_t key = key_of(b.places[t], *b.steps[t]);
-  for (const Run* run = runs; run < runs + count; run++) random_bits(run->index, key, random + run->from, run->length);
+  random_bits(b, t, 0, runs, count, random);
   if (states[0]) close_state<0>(b, t, at, n, runs, count, states[0], random);
   if (states[1]) close_state<1>(b, t, at, n, runs, count, states[1], random);
 }

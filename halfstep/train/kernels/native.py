@@ -19,7 +19,7 @@ from halfstep.train.kernels.library import load
 
 _FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _LAYOUTS = {"full": 0, "copy": 1, "split": 2, "low": 3}
-_WIDTHS = {"bf16": 1, "8bit": 2}
+_WIDTHS = {"full": 0, "bf16": 1, "8bit": 2}
 _STATES = 3  # the most that a loop takes
 _P, _I, _L, _D = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_double
 _FUNCTIONS = {  # of step.cpp and stats.cpp, with what they return and take
@@ -40,7 +40,7 @@ class _Tensors(ctypes.Structure):
         *((name, _P) for name in ("numels", "weights", "extras", "grads", "grad_formats")),
         *((name, _P * _STATES) for name in ("states", "bases")),
         *((name, _P) for name in ("steps", "places")),
-        *((name, _I) for name in ("layout", "format", "threads", "width")),
+        *((name, _I) for name in ("layout", "format", "threads", "width", "rounds")),
         ("codes", _I * _STATES),
     )
 
@@ -101,6 +101,7 @@ class Table:
             states=(_P * _STATES)(*map(address, self.states)),
             bases=(_P * _STATES)(*map(address, self.bases)),
             width=0 if kept is None else _WIDTHS[kept.kind],
+            rounds=kept is not None and kept.rounds,
             codes=(_I * _STATES)(*codes),
             **{name: address(numbers) for name, numbers in self.arrays.items()},
         )

@@ -145,7 +145,7 @@ const Place* halfstep_structures() {
       FIELD(Tensors, tensors), FIELD(Tensors, numels), FIELD(Tensors, weights), FIELD(Tensors, extras),
       FIELD(Tensors, grads), FIELD(Tensors, grad_formats), FIELD(Tensors, states), FIELD(Tensors, bases),
       FIELD(Tensors, steps), FIELD(Tensors, places), FIELD(Tensors, layout), FIELD(Tensors, format),
-      FIELD(Tensors, threads), FIELD(Tensors, width), FIELD(Tensors, codes),
+      FIELD(Tensors, threads), FIELD(Tensors, width), FIELD(Tensors, rounds), FIELD(Tensors, codes),
       {"Common", 0, sizeof(Common)},
       FIELD(Common, factor), FIELD(Common, found), FIELD(Common, lr_single), FIELD(Common, lr_double),
       FIELD(Common, lr), FIELD(Common, weight_decay), FIELD(Common, maximize), FIELD(Common, decoupled),
@@ -215,9 +215,12 @@ void for_each_block(const Tensors& b, const Common& c, const Optimizer& optimize
       for (int k = 0; k < kStates; k++)
         block.states[k] = b.states[k] ? open_state(b, t, k, at, n, runs, count, states[k]) : nullptr;
       optimizer(block);
-      if (place) close_states(b, t, at, n, runs, count, block.states, random);
+      if (b.width != kWhole) close_states(b, t, at, n, runs, count, block.states, random);
       if (b.layout == kSplit) split(opened, (uint16_t*)b.weights[t] + at, (int16_t*)b.extras[t] + at, n);
-      else if (b.layout != kFull) store_low(b.format, w, b.weights[t], at, n);
+      else if (b.rounds) {
+        random_bits(b, t, 1, runs, count, random);
+        to_bf16_weight(w, random, (uint16_t*)b.weights[t] + at, n);
+      } else if (b.layout != kFull) store_low(b.format, w, b.weights[t], at, n);
     }
   }
 }

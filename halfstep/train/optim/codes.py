@@ -32,8 +32,10 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ (x >> 16)
 
 
-def random_bits(place: Place, count: int, step: Tensor) -> Tensor:
+def random_bits(place: Place, count: int, step: Tensor, which: int = 0) -> Tensor:
     """Returns 32 random bits (int64) for each of `count` elements of a tensor at its update number `step` (0-dim).
+
+    `which` is 0 for states and 1 for weights.
 
     >>> random_bits(Place(0, 2, 8, 8), 2, torch.tensor(1.0)).tolist()
     [4171675901, 3864773882]
@@ -42,7 +44,7 @@ def random_bits(place: Place, count: int, step: Tensor) -> Tensor:
     """
     at = torch.arange(count, dtype=torch.int64, device=step.device)
     index = place.first + at // place.row * place.stride + at % place.row
-    key = _mix(step.to(torch.int64) * 0x85EBCA77 & _WORD ^ place.number * 0xC2B2AE3D & _WORD)
+    key = _mix(step.to(torch.int64) * 0x85EBCA77 & _WORD ^ place.number * 0xC2B2AE3D & _WORD ^ which)
     return _mix(index * 0x9E3779B1 + key & _WORD)
 
 
@@ -52,9 +54,16 @@ def noise_of(bits: Tensor, state: int) -> Tensor:
 
 
 def to_bf16(values: Tensor, noise: Tensor) -> Tensor:
-    """Rounds fp32 values to bf16, up with a probability of what is cut off."""
-    bits = values.view(torch.int32) + (noise >> 4)
+    """Rounds fp32 values to bf16, away from zero with a probability of what is cut off; `noise` has 16 bits (int32)."""
+    bits = values.view(torch.int32)
+    bits = torch.where(values.isnan(), bits, bits + noise)
     return (bits >> 16).to(torch.int16).view(torch.bfloat16)
+
+
+def rounded_weight(values: Tensor, place: Place, step: Tensor) -> Tensor:
+    """Returns fp32 values of a weight without a master, rounded to bf16 at its update number `step`."""
+    bits = random_bits(place, values.numel(), step, which=1)
+    return to_bf16(values, (bits >> 16).to(torch.int32).view(values.shape))
 
 
 def encode(values: Tensor, noise: Tensor | None, code: Code) -> tuple[Tensor, Tensor]:
@@ -133,7 +142,7 @@ def close(batch: Batch, states: dict[str, list[Tensor]], found: Tensor | None) -
 
 def _kept_as(values: Tensor, noise: Tensor, kept: Kept, state: int, place: Place) -> tuple[Tensor, ...]:
     if kept.kind == "bf16":
-        return (to_bf16(values, noise),)
+        return (to_bf16(values, noise >> 4),)
     code = kept.codes[state]
     given = grouped(noise, place.row) if code.stochastic else None
     codes, bases = encode(grouped(values, place.row), given, code)

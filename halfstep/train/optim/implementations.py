@@ -12,8 +12,8 @@ from torch import Tensor
 
 from halfstep.torch_internals import foreach_add_, foreach_copy_, fused_adam_, fused_adamw_, fused_sgd_
 from halfstep.train.kernels import devices, native
-from halfstep.train.kernels.batch import Batch, Scratch, chunks, is_dense
-from halfstep.train.optim.codes import close, opened
+from halfstep.train.kernels.batch import Batch, Kept, Scratch, chunks, is_dense
+from halfstep.train.optim.codes import close, opened, rounded_weight
 from halfstep.train.optim.laws import Group, Row, write
 from halfstep.train.optim.split import storable
 
@@ -141,10 +141,14 @@ def _run_opened(core: Core, batch: Batch, factor: Tensor | None, found: Tensor, 
     for part in chunks(batch, _CHUNK.get(batch.device.type, _CHUNK_ELSEWHERE)):
         full = _open(part, scratch)
         grads = _unscaled(part, factor, scratch)
-        states = part.states if part.kept is None else opened(part)
+        coded = part.kept is not None and part.kept.kind != "full"
+        states = opened(part) if coded else part.states
         core(replace(part, layout="full", weights=full, extras=[], grads=grads, states=states), found)
-        _store(part, full, scratch)
-        if part.kept is not None:
+        if part.kept is not None and part.kept.rounds:
+            _round(part, full, part.kept, found)
+        else:
+            _store(part, full, scratch)
+        if coded:
             close(part, states, found)
 
 
@@ -171,6 +175,12 @@ def _unscaled(part: Batch, factor: Tensor | None, scratch: Scratch) -> list[Tens
     if factor is not None:
         flat.mul_(factor)
     return grads
+
+
+def _round(part: Batch, full: list[Tensor], kept: Kept, found: Tensor) -> None:
+    """Stores weights without a master, rounded stochastically."""
+    for weight, value, place, step in zip(part.weights, full, kept.places, part.steps, strict=True):
+        weight.copy_(torch.where(found, weight, rounded_weight(value, place, step)))
 
 
 def _store(part: Batch, full: list[Tensor], scratch: Scratch) -> None:

@@ -36,51 +36,74 @@ class _Held:
 
 
 class Moments:
-    """Keeps the moments of an optimizer's large weights in codes of `width`; those that fit `full` stay in fp32."""
+    """Keeps the moments of an optimizer's large weights in codes of `width`; those that fit `full` stay in fp32.
+
+    `rounds` tells whether weights without a master are rounded stochastically, which needs no codes.
+    """
 
     def __init__(
-        self, optimizer: Optimizer, width: Width, full: Sequence[str], name_of: Callable[[Parameter], str]
+        self,
+        optimizer: Optimizer,
+        width: Width,
+        full: Sequence[str],
+        name_of: Callable[[Parameter], str],
+        *,
+        rounds: bool = False,
     ) -> None:
         self._optimizer, self._width, self._full, self._name_of = optimizer, width, full, name_of
+        self._rounds = rounds
         self._held: dict[int, _Held] = {}
-        self._kinds: dict[int, Width | None] = {}
+        self._kinds: dict[int, Width] = {}
         self._undo = [
             optimizer.register_state_dict_post_hook(self._widen).remove,
             put_over(optimizer, "__getstate__", self._pickled),
         ]
-        cut = [name_of(p) for p in self._members() if self.kind(p) not in (None, width)]
+        cut = [name_of(p) for p in self._members() if self.kind(p) not in ("full", width)]
         if cut:
             _LOG.warning(
                 "moments of %d weights are kept in bf16, because their shards or their memory order cut the groups of "
                 "%d neighbours that 8-bit moments share a base in: %s", len(cut), GROUP, ", ".join(cut[:5])
             )  # fmt: skip
 
-    def kind(self, p: Parameter) -> Width | None:
-        """Returns how the moments of a parameter are kept; None: in fp32, in `optimizer.state`."""
+    def kind(self, p: Parameter) -> Width:
+        """Returns how the moments of a parameter are kept; "full": in fp32, in `optimizer.state`."""
         if id(p) not in self._kinds:
             small = p.dim() < 2 or p.numel() < LEAST or p.dtype not in (torch.float32, torch.bfloat16, torch.float16)
             full = small or any(fnmatchcase(self._name_of(p), pattern) for pattern in self._full)
-            self._kinds[id(p)] = None if full else self._width if _keeps_groups(p) else "bf16"
+            self._kinds[id(p)] = "full" if full else self._width if _keeps_groups(p) else "bf16"
         return self._kinds[id(p)]
+
+    def empty(self, p: Parameter, low: bool, codes: Mapping[str, Code]) -> Kept | None:
+        """Returns how a batch of parameters like `p` is kept, without any; None if neither codes nor bits are needed."""
+        kind, rounds = self.kind(p) if codes else "full", low and self._rounds
+        if kind == "full" and not rounds:
+            return None
+        return Kept(kind, rounds, tuple(codes.values()), [], {name: [] for name in codes if kind == "8bit"})
+
+    def place(self, p: Parameter) -> Place:
+        """Returns where this process's shard of `p` lies in the whole tensor."""
+        number = next(i for i, member in enumerate(self._members()) if member is p)
+        own = local(p)
+        row, strides = max(1, own.numel() // max(1, own.shape[0] if own.dim() else 1)), _strides(p.shape)
+        first = sum(o * s for o, s in zip(shard_offset(p), strides, strict=True)) if is_sharded(p) else 0
+        return Place(number, first, row, strides[0]) if _rows_first(own) else Place(number, first, own.numel(), 0)
 
     def hold(self, p: Parameter, codes: Mapping[str, Code], given: Mapping[str, Tensor], step: Tensor) -> Batch:
         """Returns a batch with the codes of `p`, which takes over the fp32 states that are `given`."""
         own = local(p).detach()
         held = self._held.get(id(p))
-        kind = self.kind(p)
-        assert kind is not None
         if held is None or not _fits(held.batch, own, codes):
-            before = {} if held is None else {name: in_layout_of(t, own) for name, t in self.full(p).items()}
-            given = {name: t.to(own.device) for name, t in before.items()} | dict(given)
-            number = next(i for i, member in enumerate(self._members()) if member is p)
-            held = self._held[id(p)] = _Held(p, _new(own, _place(p, number), kind, codes))
+            before = {name: in_layout_of(t.to(own.device), own) for name, t in self.full(p).items()}
+            given = {**before, **given}
+            held = self._held[id(p)] = _Held(p, _new(own, self.place(p), self.kind(p), codes))
         batch = held.batch
+        assert batch.kept is not None
         batch.steps[:] = [step]
         batch.kept = batch.kept._replace(codes=tuple(codes.values()))
         if given:
             values = {name: [given[name] if name in given else self.full(p)[name]] for name in codes}
             for part, new in zip(chunks(batch, _PART), chunks(replace(batch, states=values), _PART), strict=True):
-                close(part, dict(new.states), None)
+                close(part, new.states, None)
         return batch
 
     def full(self, p: Parameter) -> dict[str, Tensor]:
@@ -104,11 +127,10 @@ class Moments:
         for undo in self._undo:
             undo()
         for p in [held.param for held in self._held.values()]:
-            state = self._optimizer.state[p]
-            state.update(self._of(p, state))
-            if not counts:
-                state.pop("step", None)
+            self._optimizer.state[p].update(self._of(p, self._optimizer.state[p]))
             del self._held[id(p)]
+        for p in [] if counts else self._members():
+            self._optimizer.state.get(p, {}).pop("step", None)
 
     def _members(self) -> Iterator[Parameter]:
         return (p for group in self._optimizer.param_groups for p in group["params"])
@@ -134,6 +156,17 @@ class Moments:
         return {**kept, "state": state}
 
 
+def add(batch: Batch, held: Batch) -> None:
+    """Adds the codes of one parameter to a batch."""
+    assert batch.kept is not None
+    assert held.kept is not None
+    batch.kept.places.extend(held.kept.places)
+    for name, tensors in batch.states.items():
+        tensors.extend(held.states[name])
+    for name, tensors in batch.kept.bases.items():
+        tensors.extend(held.kept.bases[name])
+
+
 def _tensors(batch: Batch) -> Iterator[Tensor]:
     assert batch.kept is not None
     for tensors in (*batch.states.values(), *batch.kept.bases.values()):
@@ -143,28 +176,18 @@ def _tensors(batch: Batch) -> Iterator[Tensor]:
 def _new(own: Tensor, place: Place, kind: Width, codes: Mapping[str, Code]) -> Batch:
     dtypes = {name: torch.bfloat16 if kind == "bf16" else code.dtype for name, code in codes.items()}
     states = {name: [torch.zeros_like(own, dtype=dtype, requires_grad=False)] for name, dtype in dtypes.items()}
-    slices, groups = own.numel() // place.row, -(-place.row // GROUP)
+    slices, groups = own.numel() // max(1, place.row), -(-place.row // GROUP)
     bases = {
         name: [torch.zeros(slices, groups, dtype=torch.int16, device=own.device)] for name in codes if kind == "8bit"
     }
-    return Batch("full", [own], [], [], states, kept=Kept(kind, tuple(codes.values()), [place], bases))
+    return Batch("full", [own], [], [], states, kept=Kept(kind, False, tuple(codes.values()), [place], bases))
 
 
 def _fits(batch: Batch, own: Tensor, codes: Mapping[str, Code]) -> bool:
     """Tells whether codes are of the states that are asked for, and lie as the weight does."""
-    (first, *_) = next(iter(batch.states.values()))
+    (first,) = next(iter(batch.states.values()))
     same = (first.device, first.shape, first.stride()) == (own.device, own.shape, own.stride())
     return same and list(batch.states) == list(codes)
-
-
-def _place(p: Parameter, number: int) -> Place:
-    own = local(p)
-    row = max(1, own.numel() // max(1, own.shape[0]))
-    if not is_sharded(p):
-        return Place(number, 0, row if _rows_first(own) else own.numel(), row)
-    strides = _strides(p.shape)
-    first = sum(offset * stride for offset, stride in zip(shard_offset(p), strides, strict=True))
-    return Place(number, first, row if _rows_first(own) else own.numel(), strides[0])
 
 
 def _keeps_groups(p: Parameter) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -16,13 +16,13 @@ from torch.optim import Optimizer
 from halfstep.errors import SessionError
 from halfstep.sharded import is_sharded
 from halfstep.torch_internals import mark_stepped
-from halfstep.train.kernels.batch import Batch, Code, Kept, Layout, Scratch, as_real, in_layout_of, is_dense, resolved
+from halfstep.train.kernels.batch import Batch, Code, Layout, Scratch, as_real, in_layout_of, is_dense, resolved
 from halfstep.train.optim.gradients import check_gradients, named, true_gradients, widened
 from halfstep.train.optim.hooks import has_hooks, run_post_hooks, run_pre_hooks
 from halfstep.train.optim.implementations import IMPLEMENTATIONS, Implementation, update
 from halfstep.train.optim.laws import Group, Row
 from halfstep.train.optim.masters import MasterStore
-from halfstep.train.optim.moments import Moments
+from halfstep.train.optim.moments import Moments, add
 from halfstep.train.optim.table import KERNELS, unsupported_options
 from halfstep.train.processes.shards import like, local, part_of, spread
 
@@ -221,13 +221,9 @@ class OnePassStepper:
                     sparse.append(rows)
                     continue
                 grad = grad.to_dense()
-            width = self._moments.kind(p) if self._moments is not None and names else None
-            key = (layout, p.device, weight.dtype, is_dense(weight), width)
+            kept = None if self._moments is None else self._moments.empty(p, layout == "low", self._codes(group))
+            key = (layout, p.device, weight.dtype, is_dense(weight), kept and kept.kind)
             if key not in dense:
-                kept = None
-                if width is not None:
-                    bases: dict[str, list[Tensor]] = {name: [] for name in names if width == "8bit"}
-                    kept = Kept(width, tuple(self._codes(group).values()), [], bases)
                 batch = Batch(layout, [], [], [], {name: [] for name in names}, whole=self._row.whole, kept=kept)
                 dense[key] = Dense(batch, [])
             batch = dense[key].batch
@@ -236,10 +232,7 @@ class OnePassStepper:
             batch.grads.append(_paired(grad, weight))
             dense[key].places.append(place)
             dense[key].as_given &= batch.grads[-1] is grad
-            if batch.kept is not None:
-                self._collect_codes(p, batch, batch.kept, self._codes(group))
-            elif names or self._row.counts:
-                self._collect_state(p, batch)
+            self._collect(p, batch, group)
         return list(dense.values()), sparse
 
     def _update(
@@ -257,25 +250,34 @@ class OnePassStepper:
             rows.write_back()
 
     def _codes(self, group: Group) -> dict[str, Code]:
-        assert self._row.codes is not None
-        return dict(zip(self._row.states(group), self._row.codes(group), strict=False))
+        names, codes = self._row.states(group), self._row.codes
+        return {} if codes is None else dict(zip(names, codes(group), strict=False))
 
-    def _collect_codes(self, p: Parameter, batch: Batch, kept: Kept, codes: Mapping[str, Code]) -> None:
-        """Adds the moments of `p` to its batch, and those that its state holds in fp32 to its moments."""
-        assert self._moments is not None
+    def codes_of(self, p: Parameter, group: Group) -> Batch | None:
+        """Returns the codes of the moments of `p` as a batch, with what its state holds in fp32; None: it has none."""
+        codes = self._codes(group)
+        if self._moments is None or not codes or self._moments.kind(p) == "full":
+            return None
         state = self._optimizer.state[p]
         given = [name for name in codes if state.get(name) is not None]
-        found = replace(batch, states={name: [] for name in given}, steps=batch.steps)
+        found = Batch("low", [], [], [], {name: [] for name in given})
         self._collect_state(p, found, counts=True)
-        held = self._moments.hold(p, codes, {name: ts[0] for name, ts in found.states.items()}, batch.steps[-1])
+        held = self._moments.hold(p, codes, {name: ts[0] for name, ts in found.states.items()}, found.steps[0])
         for name in given:
             del state[name]
-        assert held.kept is not None
-        kept.places.extend(held.kept.places)
-        for name, tensors in batch.states.items():
-            tensors.extend(held.states[name])
-        for name, tensors in kept.bases.items():
-            tensors.extend(held.kept.bases[name])
+        return held
+
+    def _collect(self, p: Parameter, batch: Batch, group: Group) -> None:
+        """Adds the state of `p` to its batch."""
+        held = self.codes_of(p, group) if batch.kept is not None else None
+        if held is not None:
+            add(batch, held)
+            batch.steps.extend(held.steps)
+            return
+        if batch.kept is not None and self._moments is not None:
+            batch.kept.places.append(self._moments.place(p))
+        if batch.states or self._row.counts or batch.kept is not None:
+            self._collect_state(p, batch, counts=batch.kept is not None)
 
     def _collect_state(self, p: Parameter, batch: Batch, *, counts: bool = False) -> None:
         """Adds the state of `p` to its batch, moved to the dtype, device and layout of its full weight."""

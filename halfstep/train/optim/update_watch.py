@@ -22,10 +22,13 @@ from halfstep.train.kernels.stats import (
     sampled_places,
     takes_updates,
 )
+from halfstep.train.optim.codes import opened
 from halfstep.train.optim.gradients import widened
 from halfstep.train.optim.laws import Group, Row
 from halfstep.train.optim.masters import MasterStore
+from halfstep.train.optim.moments import add
 from halfstep.train.optim.split import join
+from halfstep.train.optim.step import OnePassStepper
 from halfstep.train.optim.steppers import ForeignStepper, Stepper
 from halfstep.train.optim.table import row_of
 
@@ -96,10 +99,12 @@ class UpdateWatch:
         """Adds `p` to the batch in `coming` for its layout, device, dtype and density; makes the batch if missing."""
         layout = self._store.layout(p)
         weight = as_real(p.detach())
-        key = (layout, p.device, weight.dtype, is_dense(weight))
+        codes = self._stepper.codes_of(p, group) if isinstance(self._stepper, OnePassStepper) else None
+        kept = None if codes is None or codes.kept is None else codes.kept.emptied()
+        key = (layout, p.device, weight.dtype, is_dense(weight), kept and kept.kind)
         if key not in coming:
             local = None if factor is None else factor.to(p.device, non_blocking=True)
-            batch = Batch(layout, [], [], [], {name: [] for name in row.states(group)})
+            batch = Batch(layout, [], [], [], {name: [] for name in row.states(group)}, kept=kept)
             coming[key] = Coming(row, [], batch, group, local, self._skipped.to(p.device, non_blocking=True))
         coming[key].params.append(p)
         batch = coming[key].batch
@@ -109,13 +114,15 @@ class UpdateWatch:
         dense = widened(grad).to_dense() if grad.is_sparse else grad
         batch.grads.append(in_layout_of(as_real(dense.detach()), weight))
         state = self._optimizer.state.get(p, {})
-        for name, tensors in batch.states.items():
+        if codes is not None:
+            add(batch, codes)
+        for name, tensors in [] if codes is not None else batch.states.items():
             held = state.get(name)
             if held is None:
                 tensors.append(torch.full_like(weight, row.start, dtype=batch.dtype))
             else:
                 tensors.append(in_layout_of(as_real(held).to(p.device, batch.dtype), weight))
-        if row.counts:
+        if row.counts or codes is not None:
             count = state.get("step", 0.0)
             if isinstance(count, Tensor):
                 step = count.to(p.device, torch.float32, non_blocking=True)
@@ -157,6 +164,8 @@ class Coming:
         """Yields (stored weight, update in float64) of one parameter, in parts that fit into a processor's cache."""
         # Of a weight with more than `sample` elements, the parts hold only those that `add_stats` would read.
         alone = self._batch_of(index)
+        if alone.kept is not None:
+            alone = replace(alone, states=opened(alone), kept=None)
         if sample is not None and is_sampled(alone.weights[0], sample) and is_dense(alone.weights[0]):
             chosen = sampled_places(alone.weights[0].numel(), sample, alone.device)
             alone = mapped(alone, lambda ts: [t.as_strided((t.numel(),), (1,)).index_select(0, chosen) for t in ts])
@@ -177,6 +186,7 @@ class Coming:
             [batch.grads[index]],
             {name: [tensors[index]] for name, tensors in batch.states.items()},
             [batch.steps[index] + 1] if batch.steps else [],
+            kept=batch.kept and batch.kept.cut([(index, 0, 0)]),
         )
 
 

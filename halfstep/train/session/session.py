@@ -294,8 +294,10 @@ class Session:
 
     def _make_part(self, optimizer: Optimizer, undo: ExitStack) -> Part:
         replicas, updates = self._replicas, self._decision.updates
-        width = self.plan.moments
-        moments = None if width == "full" else Moments(optimizer, width, self.plan.full_moments, self._name_of)
+        width, rounds = self.plan.moments, self.plan.rounding == "stochastic"
+        moments = None
+        if width != "full" or rounds:
+            moments = Moments(optimizer, width, self.plan.full_moments, self._name_of, rounds=rounds)
         part = Part(
             optimizer,
             GradientAccumulator(
