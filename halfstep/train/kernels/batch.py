@@ -82,7 +82,10 @@ class Kept(NamedTuple):
 
     def cut(self, pieces: list[tuple[int, int, int]]) -> Kept:
         """Returns that of parts of tensors, each an index and the first and last element (0, 0: all of it)."""
-        bases = {name: [_groups(held[i], self.places[i].row, *ends) for i, *ends in pieces] for name, held in self.bases.items()}
+        bases = {
+            name: [_groups(held[i], self.places[i].row, *ends) for i, *ends in pieces]
+            for name, held in self.bases.items()
+        }
         return self._replace(places=[self.places[i].cut(*ends) for i, *ends in pieces], bases=bases)
 
 
@@ -94,8 +97,8 @@ class Batch:
     `split`, otherwise empty. `grads` are dense, in low or full precision, and still multiplied by the loss scale.
     `states` maps names to the optimizer's state tensors, in the order in which its kernels take them, in the dtype of
     the full weight. An optimizer that counts its updates has the counts in `steps` (0-dim fp32); an update increments
-    them before it uses them. With `whole`, weights are not cut into parts, as the update needs their norms. With `kept`,
-    `states` are codes unless it is of the kind "full", and all parameters have `steps`.
+    them before it uses them. With `whole`, weights are not cut into parts, as the update needs their norms. With
+    `kept`, `states` are codes unless its kind is "full", and all parameters have `steps`.
 
     A batch is reused from step to step while its tensors and their memory stay the same. Only `grads` change, and they
     keep their dtypes, shapes and memory layouts. `memory` is for an implementation to keep what it derives from the

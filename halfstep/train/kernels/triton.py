@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from halfstep.train.kernels.batch import Batch, Options, Scratch, is_dense
+from halfstep.train.kernels.batch import GROUP, Batch, Options, Scratch, is_dense
 from halfstep.train.kernels.tables import KINDS, Group, Tables, addresses, bits, block_ends, groups
 
 _Tensors = tuple[Tensor, Tensor, int, Tensor]  # owners, table, number of tensors, gradients
@@ -89,6 +89,112 @@ def _storable(bits):
 
 
 @triton.jit
+def _mix(x):
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _random_bits(index, step, number, WHICH: tl.constexpr):
+    """Returns 32 random bits (uint32) for each element, as `random_bits` in train/optim/codes.py."""
+    count = tl.load(step.to(tl.pointer_type(tl.float32))).to(tl.int64)
+    key = _mix(count.to(tl.uint32) * 0x85EBCA77 ^ number.to(tl.uint32) * 0xC2B2AE3D ^ WHICH)
+    return _mix(index * 0x9E3779B1 + key)
+
+
+@triton.jit
+def _spots(row, count, start, left, KEPT: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr):
+    """Returns the places of a block's elements, their mask, and with KEPT the groups (n, 1), their mask and indices.
+
+    With KEPT, blocks and `left` are counted in groups of 64 elements that share a base, see train/optim/codes.py.
+    """
+    if KEPT:
+        length, stride = tl.load(row + 12 * count), tl.load(row + 13 * count)
+        group = start // 64 + tl.arange(0, BLOCK // 64)[:, None]
+        present = group < start // 64 + left
+        each = (length + 63) // 64
+        column = group % each * 64 + tl.arange(0, 64)[None, :]
+        at = group // each * length + column
+        mask = present & (column < length)
+        index = (tl.load(row + 11 * count) + group // each * stride + column).to(tl.uint32)
+    else:
+        at, group, present, index = start + tl.arange(0, BLOCK), None, None, None
+        if MASKED:
+            mask = tl.arange(0, BLOCK) < left
+        else:
+            mask = None
+    return at, mask, group, present, index
+
+
+@triton.jit
+def _load_state(
+    state, base, at, mask, group, present, WIDTH: tl.constexpr, SIGNED: tl.constexpr, ALIGNED: tl.constexpr
+):
+    """Loads a state as fp32 from what is kept of it."""
+    if WIDTH == "8bit":
+        if SIGNED:
+            code = _load_as(state, 0, at, mask, tl.int8, ALIGNED).to(tl.int32)
+        else:
+            code = _load_as(state, 0, at, mask, tl.uint8, ALIGNED).to(tl.int32)
+        least = _load_as(base, 0, group, present, tl.int16, False).to(tl.int32)
+        magnitude = tl.where(code < 0, -code, code)
+        bits = tl.where(least >= 0, (magnitude + least) << 19, (magnitude - 1 - least) << 20)
+        value = tl.where(magnitude > 0, bits, 0).to(tl.float32, bitcast=True)
+        value = tl.where(code < 0, value * -1.0, value)
+    elif WIDTH == "bf16":
+        value = _load(state, 0, at, mask, "bf16", ALIGNED)
+    else:
+        value = _load(state, 0, at, mask, "fp32", ALIGNED)
+    return value
+
+
+@triton.jit
+def _store_state(
+    state, base, at, value, mask, group, present, noise, WIDTH: tl.constexpr, SIGNED: tl.constexpr,
+    STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr,
+):
+    """Stores a state as `encode` and `to_bf16` in train/optim/codes.py do; `noise` has 20 bits."""
+    if WIDTH == "full":
+        _store_as(state, 0, at, value, mask, tl.float32, ALIGNED)
+    elif WIDTH == "bf16":
+        bits = value.to(tl.int32, bitcast=True) + (noise >> 4).to(tl.int32)
+        _store_as(state, 0, at, bits >> 16, mask, tl.int16, ALIGNED)
+    else:
+        bits = tl.where(mask, value, 0.0).to(tl.int32, bitcast=True)
+        magnitude = bits & 0x7FFFFFFF
+        if STOCHASTIC:
+            fine = (magnitude + (noise & 0x7FFFF).to(tl.int32)) >> 19
+            coarse = (magnitude + noise.to(tl.int32)) >> 20
+        else:
+            fine = (magnitude + 0x40000) >> 19
+            coarse = (magnitude + 0x80000) >> 20
+        if SIGNED:
+            most, smallest = 127, 0
+        else:
+            most, smallest = 255, 1
+        least = tl.min(tl.where(magnitude > 0, fine, 1 << 30), axis=1, keep_dims=True)
+        near = tl.max(tl.where(magnitude > 0, fine, 0), axis=1, keep_dims=True) - least < most
+        rounded = tl.where(near, fine, coarse)
+        top = tl.max(tl.where(magnitude > 0, rounded, 0), axis=1, keep_dims=True)
+        least = tl.maximum(top - most, 0)
+        code = tl.where(magnitude > 0, tl.maximum(rounded - least, smallest), 0)
+        if SIGNED:
+            _store_as(state, 0, at, tl.where(bits < 0, -code, code), mask, tl.int8, ALIGNED)
+        else:
+            _store_as(state, 0, at, code, mask, tl.uint8, ALIGNED)
+        _store_as(base, 0, group, tl.where(near, least, -1 - least), present, tl.int16, False)
+
+
+@triton.jit
+def _store_rounded(weight, at, value, mask, random, ALIGNED: tl.constexpr):
+    """Stores a bf16 weight without a master, rounded stochastically."""
+    bits = value.to(tl.int32, bitcast=True)
+    added = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0, (random >> 16).to(tl.int32))
+    _store_as(weight, 0, at, (bits + added) >> 16, mask, tl.int16, ALIGNED)
+
+
+@triton.jit
 def _store_weight(
     weight, extra, start, at, value, mask, LAYOUT: tl.constexpr, KIND: tl.constexpr, ALIGNED: tl.constexpr
 ):
@@ -136,7 +242,8 @@ def _power(base, exponent):
 
 
 # A launch has a table of 8 rows, with a number for each of `count` tensors: its first block, its size, and the
-# addresses of weight, extra, step count, and up to three states.
+# addresses of weight, extra, step count, and up to three states. With codes or random bits it has 14: the addresses of
+# two bases, the number of the parameter, index of its first element, elements of a slice here and in the whole tensor.
 
 
 @triton.jit(do_not_specialize=["table", "count", "found", "lr_tensor", "lr", "beta1", "beta2", "weight_decay", "out"])
@@ -165,20 +272,23 @@ def _corrections_kernel(
 
 @triton.jit
 def _adam_block(
-    weight, extra, grad, mean, square, peak, start, left, factor, decay, size, root, beta1, rest1, beta2, rest2, eps,
-    weight_decay, LAYOUT: tl.constexpr, KIND: tl.constexpr, GRAD: tl.constexpr, SCALED: tl.constexpr,
-    MAXIMIZE: tl.constexpr, AMSGRAD: tl.constexpr, DECOUPLED: tl.constexpr, ALIGNED: tl.constexpr, MASKED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    row, count, weight, extra, grad, mean, square, peak, start, left, factor, decay, size, root, beta1, rest1, beta2,
+    rest2, eps, weight_decay, LAYOUT: tl.constexpr, KIND: tl.constexpr, GRAD: tl.constexpr, SCALED: tl.constexpr,
+    MAXIMIZE: tl.constexpr, AMSGRAD: tl.constexpr, DECOUPLED: tl.constexpr, WIDTH: tl.constexpr, ROUNDS: tl.constexpr,
+    NEAREST: tl.constexpr, ALIGNED: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    at = tl.arange(0, BLOCK)
-    if MASKED:
-        mask = at < left
+    KEPT: tl.constexpr = ROUNDS or WIDTH != "full"
+    at, mask, group, present, index = _spots(row, count, start, left, KEPT, MASKED, BLOCK)
+    g = _gradient(grad, 0, at, mask, factor, GRAD, SCALED, MAXIMIZE, ALIGNED)
+    w = _load_weight(weight, extra, 0, at, mask, LAYOUT, KIND, ALIGNED)
+    if KEPT:
+        step, number = tl.load(row + 4 * count), tl.load(row + 10 * count)
+        random = _random_bits(index, step, number, 0)
+        base1, base2, noise1, noise2 = tl.load(row + 8 * count), tl.load(row + 9 * count), random >> 12, random & 0xFFFFF
     else:
-        mask = None
-    g = _gradient(grad, start, at, mask, factor, GRAD, SCALED, MAXIMIZE, ALIGNED)
-    w = _load_weight(weight, extra, start, at, mask, LAYOUT, KIND, ALIGNED)
-    m = _load(mean, start, at, mask, "fp32", ALIGNED)
-    v = _load(square, start, at, mask, "fp32", ALIGNED)
+        base1, base2, noise1, noise2 = None, None, None, None
+    m = _load_state(mean, base1, at, mask, group, present, WIDTH, True, ALIGNED)
+    v = _load_state(square, base2, at, mask, group, present, WIDTH, False, ALIGNED)
     if DECOUPLED:
         w = w * decay
     else:
@@ -186,15 +296,18 @@ def _adam_block(
     m = m * beta1 + g * rest1
     v = v * beta2 + (g * rest2) * g
     if AMSGRAD:
-        highest = _load(peak, start, at, mask, "fp32", ALIGNED)
+        highest = _load(peak, 0, at, mask, "fp32", ALIGNED)
         highest = tl.where((v > highest) | (v != v), v, highest)
-        _store_as(peak, start, at, highest, mask, tl.float32, ALIGNED)
+        _store_as(peak, 0, at, highest, mask, tl.float32, ALIGNED)
     else:
         highest = v
     w = w - tl.div_rn(m, tl.div_rn(tl.sqrt_rn(highest), root) + eps) * size
-    _store_weight(weight, extra, start, at, w, mask, LAYOUT, KIND, ALIGNED)
-    _store_as(mean, start, at, m, mask, tl.float32, ALIGNED)
-    _store_as(square, start, at, v, mask, tl.float32, ALIGNED)
+    if ROUNDS:
+        _store_rounded(weight, at, w, mask, _random_bits(index, step, number, 1), ALIGNED)
+    else:
+        _store_weight(weight, extra, 0, at, w, mask, LAYOUT, KIND, ALIGNED)
+    _store_state(mean, base1, at, m, mask, group, present, noise1, WIDTH, True, not NEAREST, ALIGNED)
+    _store_state(square, base2, at, v, mask, group, present, noise2, WIDTH, False, True, ALIGNED)
 
 
 @triton.jit(
@@ -208,14 +321,16 @@ def _adam_kernel(
     beta1: tl.float32, rest1: tl.float32, beta2: tl.float32, rest2: tl.float32, eps: tl.float32,
     weight_decay: tl.float32,
     LAYOUT: tl.constexpr, KIND: tl.constexpr, GRAD: tl.constexpr, SCALED: tl.constexpr, MAXIMIZE: tl.constexpr,
-    AMSGRAD: tl.constexpr, DECOUPLED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    AMSGRAD: tl.constexpr, DECOUPLED: tl.constexpr, WIDTH: tl.constexpr, ROUNDS: tl.constexpr, NEAREST: tl.constexpr,
+    ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):
+    UNIT: tl.constexpr = 64 if ROUNDS or WIDTH != "full" else 1
     if tl.load(found) == 0:
         block = tl.program_id(0)
         tensor = tl.load(owners + block)
         row = table + tensor
         start = (block - tl.load(row)) * BLOCK
-        left = tl.load(row + count) - start
+        left = tl.load(row + count) - start // UNIT
         weight = tl.load(row + 2 * count)
         extra = tl.load(row + 3 * count)
         mean = tl.load(row + 5 * count)
@@ -229,43 +344,49 @@ def _adam_kernel(
             scale = tl.load(factor)
         else:
             scale = 1.0
-        if left >= BLOCK:
+        if left >= BLOCK // UNIT:
             _adam_block(
-                weight, extra, grad, mean, square, peak, start, left, scale, decay, size, root, beta1, rest1, beta2,
-                rest2, eps, weight_decay, LAYOUT, KIND, GRAD, SCALED, MAXIMIZE, AMSGRAD, DECOUPLED, ALIGNED, False,
-                BLOCK,
+                row, count, weight, extra, grad, mean, square, peak, start, left, scale, decay, size, root, beta1,
+                rest1, beta2, rest2, eps, weight_decay, LAYOUT, KIND, GRAD, SCALED, MAXIMIZE, AMSGRAD, DECOUPLED, WIDTH,
+                ROUNDS, NEAREST, ALIGNED, False, BLOCK,
             )
         else:
             _adam_block(
-                weight, extra, grad, mean, square, peak, start, left, scale, decay, size, root, beta1, rest1, beta2,
-                rest2, eps, weight_decay, LAYOUT, KIND, GRAD, SCALED, MAXIMIZE, AMSGRAD, DECOUPLED, ALIGNED, True,
-                BLOCK,
+                row, count, weight, extra, grad, mean, square, peak, start, left, scale, decay, size, root, beta1,
+                rest1, beta2, rest2, eps, weight_decay, LAYOUT, KIND, GRAD, SCALED, MAXIMIZE, AMSGRAD, DECOUPLED, WIDTH,
+                ROUNDS, NEAREST, ALIGNED, True, BLOCK,
             )
 
 
 @triton.jit
 def _sgd_block(
-    weight, extra, grad, buffer, start, left, factor, lr, momentum, weight_decay, LAYOUT: tl.constexpr,
+    row, count, weight, extra, grad, buffer, start, left, factor, lr, momentum, weight_decay, LAYOUT: tl.constexpr,
     KIND: tl.constexpr, GRAD: tl.constexpr, SCALED: tl.constexpr, MAXIMIZE: tl.constexpr, MOMENTUM: tl.constexpr,
-    NESTEROV: tl.constexpr, ALIGNED: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
+    NESTEROV: tl.constexpr, WIDTH: tl.constexpr, ROUNDS: tl.constexpr, NEAREST: tl.constexpr, ALIGNED: tl.constexpr,
+    MASKED: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    at = tl.arange(0, BLOCK)
-    if MASKED:
-        mask = at < left
+    KEPT: tl.constexpr = ROUNDS or WIDTH != "full"
+    at, mask, group, present, index = _spots(row, count, start, left, KEPT, MASKED, BLOCK)
+    g = _gradient(grad, 0, at, mask, factor, GRAD, SCALED, MAXIMIZE, ALIGNED)
+    w = _load_weight(weight, extra, 0, at, mask, LAYOUT, KIND, ALIGNED)
+    if KEPT:
+        step, number = tl.load(row + 4 * count), tl.load(row + 10 * count)
+        base, noise = tl.load(row + 8 * count), _random_bits(index, step, number, 0) >> 12
     else:
-        mask = None
-    g = _gradient(grad, start, at, mask, factor, GRAD, SCALED, MAXIMIZE, ALIGNED)
-    w = _load_weight(weight, extra, start, at, mask, LAYOUT, KIND, ALIGNED)
+        base, noise = None, None
     g = tl.where(weight_decay != 0, g + w * weight_decay, g)
     if MOMENTUM:
-        held = _load(buffer, start, at, mask, "fp32", ALIGNED)
+        held = _load_state(buffer, base, at, mask, group, present, WIDTH, True, ALIGNED)
         held = held * momentum + g
-        _store_as(buffer, start, at, held, mask, tl.float32, ALIGNED)
+        _store_state(buffer, base, at, held, mask, group, present, noise, WIDTH, True, not NEAREST, ALIGNED)
         if NESTEROV:
             g = g + held * momentum
         else:
             g = held
-    _store_weight(weight, extra, start, at, w - g * lr, mask, LAYOUT, KIND, ALIGNED)
+    if ROUNDS:
+        _store_rounded(weight, at, w - g * lr, mask, _random_bits(index, step, number, 1), ALIGNED)
+    else:
+        _store_weight(weight, extra, 0, at, w - g * lr, mask, LAYOUT, KIND, ALIGNED)
 
 
 @triton.jit(
@@ -277,14 +398,16 @@ def _sgd_kernel(
     owners, table, count: tl.int64, grads, found, factor, lr_tensor,
     lr: tl.float32, momentum: tl.float32, weight_decay: tl.float32,
     LAYOUT: tl.constexpr, KIND: tl.constexpr, GRAD: tl.constexpr, SCALED: tl.constexpr, MAXIMIZE: tl.constexpr,
-    MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, LR_TENSOR: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, LR_TENSOR: tl.constexpr, WIDTH: tl.constexpr, ROUNDS: tl.constexpr,
+    NEAREST: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):
+    UNIT: tl.constexpr = 64 if ROUNDS or WIDTH != "full" else 1
     if tl.load(found) == 0:
         block = tl.program_id(0)
         tensor = tl.load(owners + block)
         row = table + tensor
         start = (block - tl.load(row)) * BLOCK
-        left = tl.load(row + count) - start
+        left = tl.load(row + count) - start // UNIT
         weight = tl.load(row + 2 * count)
         extra = tl.load(row + 3 * count)
         buffer = tl.load(row + 5 * count)
@@ -297,15 +420,15 @@ def _sgd_kernel(
             scale = tl.load(factor)
         else:
             scale = 1.0
-        if left >= BLOCK:
+        if left >= BLOCK // UNIT:
             _sgd_block(
-                weight, extra, grad, buffer, start, left, scale, rate, momentum, weight_decay, LAYOUT,
-                KIND, GRAD, SCALED, MAXIMIZE, MOMENTUM, NESTEROV, ALIGNED, False, BLOCK,
+                row, count, weight, extra, grad, buffer, start, left, scale, rate, momentum, weight_decay, LAYOUT,
+                KIND, GRAD, SCALED, MAXIMIZE, MOMENTUM, NESTEROV, WIDTH, ROUNDS, NEAREST, ALIGNED, False, BLOCK,
             )
         else:
             _sgd_block(
-                weight, extra, grad, buffer, start, left, scale, rate, momentum, weight_decay, LAYOUT,
-                KIND, GRAD, SCALED, MAXIMIZE, MOMENTUM, NESTEROV, ALIGNED, True, BLOCK,
+                row, count, weight, extra, grad, buffer, start, left, scale, rate, momentum, weight_decay, LAYOUT,
+                KIND, GRAD, SCALED, MAXIMIZE, MOMENTUM, NESTEROV, WIDTH, ROUNDS, NEAREST, ALIGNED, True, BLOCK,
             )
 
 
@@ -419,9 +542,9 @@ def update(kernel: str, batch: Batch, options: Options, factor: Tensor | None, f
     grads = addresses(batch.grads)
     common = _Common(factor, found.view(torch.uint8), *_rate(options.lr, batch.device))
     with _on(batch.device):
-        for group in groups(batch.grads, [grads, *rows[1:3], *rows[4:]]):
+        for group in groups(batch.grads, [grads, *rows[1:3], *rows[4:7]]):
             sizes = group.pick(rows[0])
-            ends = block_ends(sizes, _UPDATE_BLOCK)
+            ends = block_ends(sizes, _UPDATE_BLOCK if batch.kept is None else _UPDATE_BLOCK // GROUP)
             table = tables.numbers(array("q", [0, *ends[:-1]]), sizes, *map(group.pick, rows[1:]))
             corrections = _corrections(options, common, table, len(sizes)) if batch.steps else None
             if not ends[-1]:
@@ -435,12 +558,19 @@ def update(kernel: str, batch: Batch, options: Options, factor: Tensor | None, f
 def _lasting(batch: Batch) -> tuple[list[Tensor], list[list[int]]]:
     """Returns the tensors that an update of the batch writes, and the rows of its table that are the same in each step.
 
-    A row has one number for each tensor: its size, then the addresses of its weight, extra, step count and states. The
-    table's first row, each tensor's first block, is not among them.
+    A row has one number for each tensor: its size (with `kept` in groups), the addresses of its weight, extra, step
+    count and states, and with `kept` those of its bases and its place. The table's first row, each tensor's first
+    block, is not among them.
     """
     states = list(batch.states.values())
     fixed = [batch.weights, batch.extras, batch.steps, *states]
     rows = [[weight.numel() for weight in batch.weights], *map(addresses, fixed), *[[]] * (3 - len(states))]
+    if batch.kept is not None:
+        bases = list(batch.kept.bases.values())
+        rows[0] = [
+            size // place.row * -(-place.row // GROUP) for size, place in zip(rows[0], batch.kept.places, strict=True)
+        ]
+        rows += [*map(addresses, bases), *[[]] * (2 - len(bases)), *map(list, zip(*batch.kept.places, strict=True))]
     return [t for tensors in fixed for t in tensors], rows
 
 
@@ -526,12 +656,16 @@ _LAUNCHES: dict[str, _Launch] = {"adam": _launch_adam, "sgd": _launch_sgd}
 
 def _compiled_for(batch: Batch, options: Options, group: Group, common: _Common) -> dict[str, Any]:
     """Returns the compile-time arguments that the kernels of all optimizers share."""
+    kept = batch.kept
     return {
         "LAYOUT": batch.layout,
         "KIND": KINDS[batch.weights[0].dtype],
         "GRAD": group.kind,
         "SCALED": common.factor is not None,
         "MAXIMIZE": bool(options.maximize),
+        "WIDTH": "full" if kept is None else kept.kind,
+        "ROUNDS": kept is not None and kept.rounds,
+        "NEAREST": kept is not None and not any(code.stochastic for code in kept.codes[:1]),
         "ALIGNED": group.aligned,
         "BLOCK": _UPDATE_BLOCK,
         "num_warps": _UPDATE_WARPS,

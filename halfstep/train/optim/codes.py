@@ -15,6 +15,8 @@ the update, so that they are the same however a tensor is sharded, and when trai
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -125,7 +127,7 @@ def opened(batch: Batch) -> dict[str, list[Tensor]]:
     }
 
 
-def close(batch: Batch, states: dict[str, list[Tensor]], found: Tensor | None) -> None:
+def close(batch: Batch, states: Mapping[str, list[Tensor]], found: Tensor | None) -> None:
     """Keeps fp32 `states` as the states of a batch; changes nothing if `found` is true."""
     kept = batch.kept
     assert kept is not None

@@ -10,8 +10,8 @@ in the last place for some values.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,8 +36,6 @@ class Row:
     states: Callable[[Group], tuple[str, ...]]  # their names, in the order in which law and kernels take them
     law: Law
     scalars: tuple[str, ...] = ()  # the states that hold one number per weight (0-dim)
-    # The states that may be kept in 16 or 8 bits, and whether they have a sign; others are kept as they are.
-    kept: Mapping[str, Literal["signed", "squared"]] = field(default_factory=dict, hash=False)
     start: float = 0.0  # what a new state holds; -0.0 is the zero to which a sum adds any value without a change
     counts: bool = False  # its state has a "step" for each parameter
     whole: bool = False  # it needs all elements of a weight at once, as for its norm (LAMB, NovoGrad)
@@ -49,7 +47,7 @@ class Row:
     fused: str | None = None  # the name of torch's own kernel in train/optim/implementations.py
     numbers: Callable[[Group], tuple[float, ...]] = lambda group: ()  # of its own that `native` and `triton` take
     compiled: Callable[[Group], bool] = lambda group: True  # whether these three know what the options ask for
-    codes: Callable[[Group], tuple[Code, ...]] | None = None  # of the states in 8 bits; None: they stay fp32
+    codes: Callable[[Group], tuple[Code, ...]] = lambda group: ()  # of the states in 8 bits; other states stay fp32
 
     def __post_init__(self) -> None:
         if self.whole and (self.native or self.triton):
@@ -81,6 +79,11 @@ class Row:
         ]
 
 
+def uncoded(row: Row, group: Group) -> tuple[str, ...]:
+    """Returns the states of a param group that can only be kept in fp32."""
+    return row.states(group)[len(row.codes(group)) :]
+
+
 def write(law: Law, group: Group, batch: Batch, found: Tensor) -> None:
     """Updates full weights and states in place by `law`; changes nothing if `found` is true."""
     # `torch.where` chooses the old or the new values, because multiplying an update by zero would keep its NaNs.
@@ -107,7 +110,6 @@ ADAM = Row(
     reads=("lr", "betas", "eps", "weight_decay", "decoupled_weight_decay", "amsgrad", "maximize", "bias_correction"),
     states=lambda group: ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if group["amsgrad"] else ("exp_avg", "exp_avg_sq"),
     law=adam,
-    kept={"exp_avg": "signed", "exp_avg_sq": "squared"},
     counts=True,
     decoupled=lambda group: bool(group["decoupled_weight_decay"]),
     native="adam",
@@ -135,7 +137,6 @@ SGD = Row(
     reads=("lr", "weight_decay", "maximize", "momentum", "nesterov"),
     states=lambda group: ("momentum_buffer",) if group["momentum"] else (),
     law=sgd,
-    kept={"momentum_buffer": "signed"},
     start=-0.0,
     sparse=True,
     native="sgd",
@@ -159,7 +160,6 @@ LION = Row(
     reads=("lr", "betas", "weight_decay", "maximize"),
     states=lambda group: ("exp_avg",),
     law=lion,
-    kept={"exp_avg": "signed"},
     decoupled=lambda group: True,
     native="lion",
     numbers=lambda group: tuple(group["betas"]),

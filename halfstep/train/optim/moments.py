@@ -7,9 +7,8 @@ States that are found in `optimizer.state`, as after `load_state_dict`, are take
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -36,7 +35,7 @@ class _Held:
 
 
 class Moments:
-    """Keeps the moments of an optimizer's large weights in codes of `width`; those that fit `full` stay in fp32.
+    """Keeps the moments of an optimizer's large weights in codes of `width`, but for those of the weights `full`.
 
     `rounds` tells whether weights without a master are rounded stochastically, which needs no codes.
     """
@@ -45,12 +44,13 @@ class Moments:
         self,
         optimizer: Optimizer,
         width: Width,
-        full: Sequence[str],
+        full: Collection[Parameter],
         name_of: Callable[[Parameter], str],
         *,
         rounds: bool = False,
     ) -> None:
-        self._optimizer, self._width, self._full, self._name_of = optimizer, width, full, name_of
+        self.codes = width != "full"
+        self._optimizer, self._width, self._full = optimizer, width, {id(p) for p in full}
         self._rounds = rounds
         self._held: dict[int, _Held] = {}
         self._kinds: dict[int, Width] = {}
@@ -69,12 +69,12 @@ class Moments:
         """Returns how the moments of a parameter are kept; "full": in fp32, in `optimizer.state`."""
         if id(p) not in self._kinds:
             small = p.dim() < 2 or p.numel() < LEAST or p.dtype not in (torch.float32, torch.bfloat16, torch.float16)
-            full = small or any(fnmatchcase(self._name_of(p), pattern) for pattern in self._full)
-            self._kinds[id(p)] = "full" if full else self._width if _keeps_groups(p) else "bf16"
+            full = small or id(p) in self._full
+            self._kinds[id(p)] = "full" if full or not self.codes else self._width if _keeps_groups(p) else "bf16"
         return self._kinds[id(p)]
 
     def empty(self, p: Parameter, low: bool, codes: Mapping[str, Code]) -> Kept | None:
-        """Returns how a batch of parameters like `p` is kept, without any; None if neither codes nor bits are needed."""
+        """Returns how a batch of parameters like `p` is kept, still empty; None if it needs no codes or random bits."""
         kind, rounds = self.kind(p) if codes else "full", low and self._rounds
         if kind == "full" and not rounds:
             return None
@@ -199,7 +199,7 @@ def _keeps_groups(p: Parameter) -> bool:
         if placement.is_partial():
             return False
         if not placement.is_replicate():
-            pieces[placement.dim] *= size
+            pieces[placement.dim] *= size  # type: ignore[attr-defined]  # of shards alone
     width = -(-p.shape[1] // pieces[1]) * _strides(p.shape)[1]  # of a slice, but for the last shard's
     return _rows_first(local(p)) and all(n == 1 for n in pieces[2:]) and (pieces[1] == 1 or width % GROUP == 0)
 

@@ -20,7 +20,7 @@ from halfstep.train.kernels.batch import Batch, Code, Layout, Scratch, as_real, 
 from halfstep.train.optim.gradients import check_gradients, named, true_gradients, widened
 from halfstep.train.optim.hooks import has_hooks, run_post_hooks, run_pre_hooks
 from halfstep.train.optim.implementations import IMPLEMENTATIONS, Implementation, update
-from halfstep.train.optim.laws import Group, Row
+from halfstep.train.optim.laws import Group, Row, uncoded
 from halfstep.train.optim.masters import MasterStore
 from halfstep.train.optim.moments import Moments, add
 from halfstep.train.optim.table import KERNELS, unsupported_options
@@ -197,6 +197,15 @@ class OnePassStepper:
                 f"{type(self._optimizer).__name__} now has {', '.join(ignored)}, which halfstep's update of it does "
                 "not support; set this back, or set it before halfstep.initialize: the optimizer's own step then runs"
             )
+        if (
+            self._moments is not None
+            and self._moments.codes
+            and any(uncoded(self._row, group) for group in self._optimizer.param_groups)
+        ):
+            raise SessionError(
+                f"{type(self._optimizer).__name__} now has amsgrad, whose third average moments in bf16 or 8 bits do "
+                'not have; set it back, or open the session with moments="full"'
+            )
         self._check(params, grads)
         place_of = {id(p): i for i, p in enumerate(params) if p.numel()}
         groups = self._optimizer.param_groups
@@ -250,8 +259,7 @@ class OnePassStepper:
             rows.write_back()
 
     def _codes(self, group: Group) -> dict[str, Code]:
-        names, codes = self._row.states(group), self._row.codes
-        return {} if codes is None else dict(zip(names, codes(group), strict=False))
+        return dict(zip(self._row.states(group), self._row.codes(group), strict=False))
 
     def codes_of(self, p: Parameter, group: Group) -> Batch | None:
         """Returns the codes of the moments of `p` as a batch, with what its state holds in fp32; None: it has none."""

@@ -23,6 +23,7 @@ from halfstep.plan.resolve import Assignment, check_forwards, resolve
 from halfstep.sharded import is_sharded
 from halfstep.torch_internals import parameters_of
 from halfstep.train.cast.functions import check_functions
+from halfstep.train.optim.laws import uncoded
 from halfstep.train.optim.steppers import needs_closure
 from halfstep.train.optim.table import row_of, unsupported_options
 from halfstep.train.processes.shards import reshard
@@ -275,7 +276,7 @@ def _refuse_moments(optimizers: Sequence[Optimizer], plan: Plan) -> None:
         if row is None:
             why = f"{name}, for which halfstep has no update of its own"
         else:
-            states = sorted({state for group in optimizer.param_groups for state in row.states(group)} - {*row.kept})
+            states = sorted({s for group in optimizer.param_groups for s in uncoded(row, group)})
             if not states:
                 continue
             option = " with amsgrad=True" if "max_exp_avg_sq" in states else ""

@@ -22,6 +22,7 @@ from halfstep.formats import FP32, needs_scale
 from halfstep.modes import ordinary_tensors
 from halfstep.plan.compatibility import check_optimizers, check_per_sample
 from halfstep.plan.io import to_dict
+from halfstep.plan.matching import match_parameters
 from halfstep.plan.plan import Plan
 from halfstep.plan.resolve import Assignment, ModuleFormats, resolve
 from halfstep.records import (
@@ -297,7 +298,8 @@ class Session:
         width, rounds = self.plan.moments, self.plan.rounding == "stochastic"
         moments = None
         if width != "full" or rounds:
-            moments = Moments(optimizer, width, self.plan.full_moments, self._name_of, rounds=rounds)
+            full = match_parameters(self.plan.full_moments, self._roots)
+            moments = Moments(optimizer, width, full, self._name_of, rounds=rounds)
         part = Part(
             optimizer,
             GradientAccumulator(
