@@ -16,7 +16,7 @@ from halfstep.train.kernels.batch import Batch, Scratch
 from halfstep.train.optim.implementations import IMPLEMENTATIONS, update
 from halfstep.train.optim.laws import Row
 from halfstep.train.optim.masters import MasterStore
-from halfstep.train.optim.optimizers import Lamb, Lion, NovoGrad
+from halfstep.train.optim.optimizers import Lamb, Lion
 from halfstep.train.optim.step import OnePassStepper
 from halfstep.train.optim.table import KERNELS, TABLE, row_of, unsupported_options
 from tests.optim.cases import FALSE, OWN, OWN_STEP, WHOLE, has_kernel
@@ -157,7 +157,6 @@ def test_each_option_is_tried_or_listed_as_one_that_the_row_does_not_know(cls):
         (SGD, {"dampening": 0.5, "momentum": 0.9}, "SGD with dampening=0.5, for which halfstep has no update"),
         (Adam, {"amsgrad": True}, "Adam with amsgrad=True, whose max_exp_avg_sq halfstep keeps in full only"),
         (Lamb, {}, "Lamb, whose exp_avg and exp_avg_sq halfstep keeps in full only"),
-        (NovoGrad, {}, "NovoGrad, whose exp_avg and norm halfstep keeps in full only"),
     ],
 )
 def test_an_optimizer_whose_states_are_kept_in_full_only_is_refused(cls, options, words):

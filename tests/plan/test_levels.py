@@ -152,8 +152,6 @@ REFUSED = [
     ("O2", {"norms": "fp32"}, "plan norms is 'fp32'"),
     ("O1", {"master": "copy"}, "plan 'O1': a master keeps"),
     ("O0", {"moments": "4bit"}, "plan moments is '4bit'; expected one of 'full', 'bf16', '8bit'"),
-    ("O2", {"full_moments": "embed"}, "plan full_moments is 'embed'"),
-    ("O2", {"rounding": "stochastic"}, "plan 'O2': rounding 'stochastic' is for"),
     *(
         ("O2", {"rules": rules}, "rules is .*; expected a tuple of Rules")
         for rules in (Rule("head", FULL), "head", None, 3)
