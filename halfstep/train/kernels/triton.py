@@ -284,7 +284,8 @@ def _adam_block(
     if KEPT:
         step, number = tl.load(row + 4 * count), tl.load(row + 10 * count)
         random = _random_bits(index, step, number, 0)
-        base1, base2, noise1, noise2 = tl.load(row + 8 * count), tl.load(row + 9 * count), random >> 12, random & 0xFFFFF
+        base1, base2 = tl.load(row + 8 * count), tl.load(row + 9 * count)
+        noise1, noise2 = random >> 12, random & 0xFFFFF
     else:
         base1, base2, noise1, noise2 = None, None, None, None
     m = _load_state(mean, base1, at, mask, group, present, WIDTH, True, ALIGNED)
