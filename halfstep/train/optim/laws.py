@@ -260,7 +260,7 @@ def muon(batch: Batch, group: Group) -> Iterator[list[Tensor]]:
         o = in_layout_of(o, own).as_strided(w.shape, w.stride())
         ratio = {"match_rms_adamw": 0.2 * math.sqrt(max(rows, columns))}.get(name, math.sqrt(max(1, rows / columns)))
         if isinstance(lr, Tensor):
-            yield [w * rounded(1 - lr * group["weight_decay"], batch) - o * rounded(lr * ratio, batch), m]
+            yield [w * rounded(1 - lr * group["weight_decay"], batch) - o.to(w.dtype) * rounded(lr * ratio, batch), m]
         else:
             yield [torch.add(w * (1 - lr * group["weight_decay"]), o, alpha=-lr * ratio), m]
 
