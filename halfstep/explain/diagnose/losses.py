@@ -59,7 +59,7 @@ class _Low(OpRecorder):
 
     def after(self, note: Note, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         """Keeps a copy of the result."""
-        outputs = _results(func, args, kwargs, result)
+        outputs = _results(note, func, args, kwargs, result)
         self._left -= sum(t.numel() for t in outputs)
         if not outputs or self._left < 0:
             return
@@ -86,7 +86,7 @@ class _Exact(OpRecorder):
 
     def after(self, note: Note, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         """Compares the result, until one is found that is too far off."""
-        outputs = _results(func, args, kwargs, result)
+        outputs = _results(note, func, args, kwargs, result)
         if not outputs or (self.found is not None and self.found.ratio > SUSPECT):
             return
         key = self._keys.of(self, note)
@@ -146,8 +146,10 @@ class LossFinder(Watch):
             self.found[name] = exact.found
 
 
-def _results(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> list[Tensor]:
-    if is_view(func) or is_uninitialised(func):
+def _results(note: Note, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> list[Tensor]:
+    """Returns what an operation made; nothing for a cast between formats, which a call in fp32 may not have."""
+    cast = note.aten == "_to_copy" and args[0].is_floating_point()
+    if cast or is_view(func) or is_uninitialised(func):
         return []
     return [t for t in tensors_of(result) or written(func, args, kwargs) if t.numel()]
 
@@ -163,6 +165,8 @@ def _said(key: _Key, seen: _Seen, low: Tensor, exact: Tensor) -> str:
     if seen.fmt is None:
         return f"gets values that were rounded before, and gives {pair}"
     made, name = float(low.detach().abs().max()), seen.fmt.name
+    if max(abs(got), abs(want)) < seen.fmt.smallest_normal:
+        return f"makes values that {name} has only every {seen.fmt.smallest_subnormal:.3g}, and gives {pair}"
     if operator in _SUMS or (operator in _ADDS and number >= _AGAIN):
         apart = f"{made:.4g}, where {name} has values {_spacing(made, seen.fmt):.3g} apart"
         return f"adds terms that are too small for a sum of {apart}, and gives {pair}"
