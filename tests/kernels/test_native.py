@@ -9,13 +9,15 @@ import subprocess
 
 import pytest
 import torch
-from torch.optim import SGD, AdamW
+from torch.optim import SGD, Adam, AdamW
 
 from halfstep.train.kernels import library, native
 from halfstep.train.kernels.batch import Batch
+from halfstep.train.optim import implementations
+from halfstep.train.optim.optimizers import Lion
 from halfstep.train.scale.norm import read_with_torch
 from hatch_build import FLAGS
-from tests.optim.cases import ADAMS, FALSE, OWN, TRUE, assert_same_bits, has_kernel, options_of, own_run
+from tests.optim.cases import ADAMS, FALSE, OWN, TRUE, assert_same_bits, has_kernel, matrices, options_of, own_run
 
 pytestmark = pytest.mark.skipif(library.find() is None, reason="needs the compiled loops")
 
@@ -62,6 +64,21 @@ def run_of(cls, options, kind, low, implementation):
     return run
 
 
+KEPT = [
+    (AdamW, {"lr": 1e-2, "weight_decay": 0.1}),
+    (Adam, {"lr": 1e-2, "betas": (0.99, 0.999), "weight_decay": 0.1, "maximize": True}),
+    (SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+    (Lion, {"lr": 1e-2, "weight_decay": 0.3}),
+]
+
+
+def rows_kept(*widths):
+    """Marks a test over ways to keep moments, optimizers and layouts."""
+    masters = [master for master in MASTERS if master != ("none", torch.float16)]
+    marks = [("kept", widths), (("cls", "options"), KEPT), (("kind", "low"), masters)]
+    return lambda test: functools.reduce(lambda made, mark: pytest.mark.parametrize(*mark)(made), marks, test)
+
+
 def grads_of(run, seed, dtype, scale=1024.0):
     g = torch.Generator().manual_seed(seed)
     return [(torch.randn(p.shape, generator=g) * scale * 0.01).to(dtype) for p in run.params]
@@ -82,6 +99,25 @@ def test_fifty_steps_have_the_bits_of_the_reference(cls, options, kind, low):
                 run.optimizer.param_groups[0]["lr"] = options["lr"] * (1 - seed / 100)
             run.step(grads, factor, found)
     assert_same_bits(runs[0].everything(), runs[1].everything())
+
+
+@rows_kept("full", "bf16", "8bit")
+def test_what_is_kept_in_codes_or_rounded_at_random_has_the_bits_of_the_reference(
+    cls, options, kind, low, kept, monkeypatch, two_threads
+):
+    """Also in parts that end within slices and between them."""
+    runs = [own_run(cls, options, kind, low, n, params=matrices(), kept=kept) for n in ("native", "eager", "eager")]
+    for seed in range(4):
+        grads = [g * torch.exp(4 * torch.randn(g.shape)) for g in grads_of(runs[0], seed, low)]  # of any magnitude
+        found, factor = torch.tensor(seed == 2), torch.tensor(2.0**-10 * 0.7)
+        if found:
+            grads[3].view(-1)[0] = math.inf
+        for run, threads, chunk in zip(runs, (2, 1, 1), (2**19, 2**19, 1024), strict=True):
+            torch.set_num_threads(threads)
+            monkeypatch.setitem(implementations._CHUNK, "cpu", chunk)
+            run.step([g.to(low) for g in grads], factor, found)
+    for run in runs[1:]:
+        assert_same_bits(run.everything(), runs[0].everything())
 
 
 @pytest.mark.parametrize(("cls", "options"), [ADAMS[0], (SGD, {"lr": 0.1, "momentum": 0.9})])

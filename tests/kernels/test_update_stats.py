@@ -10,8 +10,8 @@ from halfstep.records import BINS, COUNTS, DOUBLES
 from halfstep.train.kernels import library
 from halfstep.train.kernels.stats import add_stats, empty_rows, in_last_places, takes_updates
 from halfstep.train.optim.update_watch import UpdateWatch
-from tests.kernels.test_native import every_layout, grads_of, run_of
-from tests.optim.cases import FALSE, TRUE, assert_same_bits, own_run
+from tests.kernels.test_native import every_layout, grads_of, rows_kept, run_of
+from tests.optim.cases import FALSE, TRUE, assert_same_bits, matrices, own_run
 
 needs_compiler = pytest.mark.skipif(library.find() is None, reason="needs the compiled loops")
 
@@ -69,12 +69,22 @@ def assert_same_rows(rows, expected):
 @needs_compiler
 @every_layout()
 def test_the_loop_counts_what_the_reference_counts(cls, options, kind, low):
-    run = run_of(cls, options, kind, low, "native")
+    assert_counted(run_of(cls, options, kind, low, "native"), kind, low)
+
+
+@needs_compiler
+@rows_kept("full", "bf16", "8bit")
+def test_the_loop_counts_what_the_reference_counts_with_moments_in_codes(cls, options, kind, low, kept):
+    assert_counted(own_run(cls, options, kind, low, "native", params=matrices(), kept=kept), kind, low)
+
+
+def assert_counted(run, kind, low):
     for seed in range(4):  # the first one too, when there is no state, and after a skipped one
         grads = grads_of(run, seed, torch.float32 if kind is None or seed == 3 else low)
         factor = None if seed == 2 else torch.tensor(2.0**-10 * 0.7)
         before = run.everything()
         comings = watched(run, grads, factor)
+        before = before if run.moments is None else run.everything()  # codes of zeros are there then
         assert sum(len(coming.params) for coming in comings) == len(run.params)
         for coming in comings:
             for sample in (None, 1000):

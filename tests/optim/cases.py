@@ -9,6 +9,7 @@ from torch.optim import SGD, Adam, AdamW, Muon
 from halfstep.train.kernels.batch import Batch
 from halfstep.train.optim.implementations import IMPLEMENTATIONS
 from halfstep.train.optim.masters import MasterStore
+from halfstep.train.optim.moments import Moments, _tensors
 from halfstep.train.optim.optimizers import Lamb, Lion, NovoGrad
 from halfstep.train.optim.step import OnePassStepper
 from halfstep.train.optim.table import TABLE
@@ -156,6 +157,7 @@ class Run:
     optimizer: object
     store: MasterStore
     stepper: OnePassStepper
+    moments: Moments | None = None
 
     def step(self, grads, factor=None, found=FALSE):
         self.stepper.step(self.params, grads, factor, found)
@@ -172,22 +174,38 @@ class Run:
             for value in entry.values()
             if isinstance(value, torch.Tensor)
         ]
-        return [bits(t).clone() for t in [*self.params, *extras, *state]]
+        codes = [t for held in self.moments._held.values() for t in _tensors(held.batch)] if self.moments else []
+        return [bits(t).clone() for t in [*self.params, *extras, *state, *codes]]
 
 
-def one_pass(optimizer, store, implementations=IMPLEMENTATIONS):
-    return OnePassStepper(optimizer, store, TABLE[type(optimizer)], implementations)
+def one_pass(optimizer, store, implementations=IMPLEMENTATIONS, moments=None):
+    return OnePassStepper(optimizer, store, TABLE[type(optimizer)], implementations, moments=moments)
 
 
-def own_run(cls, options, kind=None, low=torch.bfloat16, implementation=None, dtype=torch.float32):
-    """A run of halfstep's update on `parameters()`: stored full (`kind` None), or low with masters of a kind."""
-    params = parameters(dtype)
+def own_run(
+    cls, options, kind=None, low=torch.bfloat16, implementation=None, dtype=torch.float32, *, params=None, kept=None
+):
+    """A run of halfstep's update on `parameters()`: stored full (`kind` None), or low with masters of a kind.
+
+    Moments are `kept` as a plan says; with those words weights without a master are rounded stochastically.
+    """
+    params = parameters(dtype) if params is None else params
     optimizer = cls(params, **options)
     store = MasterStore(kind or "none", low)
     for p in params if kind else ():
         store.track(p)
     table = IMPLEMENTATIONS if implementation is None else {implementation: IMPLEMENTATIONS[implementation]}
-    return Run(params, optimizer, store, one_pass(optimizer, store, table))
+    moments = kept and Moments(optimizer, kept, (), str, rounds=kind == "none")
+    return Run(params, optimizer, store, one_pass(optimizer, store, table, moments), moments)
+
+
+def matrices():
+    """Weights large enough for codes: in rows of whole groups and of others, longer than a part, in another order."""
+    g = torch.Generator().manual_seed(2)
+    values = [torch.randn(shape, generator=g) for shape in [(40, 128), (42, 100), (3, 7000), (4100, 1), (2, 3, 700)]]
+    values.append(torch.randn(16, 33, 3, 3, generator=g).to(memory_format=torch.channels_last))
+    values.append(torch.randn(100, 50, generator=g).t())  # whose slices are not in one piece
+    return [torch.nn.Parameter(value) for value in values]
 
 
 def as_held(full):

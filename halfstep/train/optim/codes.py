@@ -109,7 +109,7 @@ def grouped(flat: Tensor, row: int) -> Tensor:
 
 def ungrouped(groups: Tensor, row: int) -> Tensor:
     """Returns the elements of groups, as `grouped` took them."""
-    return groups.view(-1, -(-row // GROUP) * GROUP)[:, :row].reshape(-1)
+    return groups.view(-1, -(-row // GROUP) * GROUP)[:, :row].reshape(-1).contiguous()
 
 
 def opened(batch: Batch) -> dict[str, list[Tensor]]:

@@ -1,7 +1,8 @@
 """The moments of one optimizer as a session keeps them between steps: in bf16 or 8 bits, not in `optimizer.state`.
 
 Whoever reads the optimizer's state dict, or copies or pickles the optimizer, gets them in fp32 under torch's names.
-States that are found in `optimizer.state`, as after `load_state_dict`, are taken over in the next step.
+States that are found in `optimizer.state`, as after `load_state_dict`, are taken over in the next step. A parameter
+whose step count is no longer there, as after `optimizer.state.clear()`, starts afresh.
 """
 
 from __future__ import annotations
@@ -120,15 +121,27 @@ class Moments:
 
     def bytes(self) -> int:
         """Returns how many bytes the codes and their bases take in this process."""
+        self.forget_removed()
         return sum(t.nbytes for held in self._held.values() for t in _tensors(held.batch))
+
+    def forget_removed(self) -> None:
+        """Drops the codes of parameters whose state was taken out of `optimizer.state`."""
+        state = self._optimizer.state
+        for p in [held.param for held in self._held.values() if "step" not in state.get(held.param, ())]:
+            self.forget(p)
+
+    def forget(self, p: Parameter) -> None:
+        """Drops the codes of one parameter."""
+        self._held.pop(id(p), None)
 
     def close(self, counts: bool) -> None:
         """Gives the moments back to `optimizer.state` in fp32; `counts` tells whether it had a step count by itself."""
         for undo in self._undo:
             undo()
+        self.forget_removed()
         for p in [held.param for held in self._held.values()]:
             self._optimizer.state[p].update(self._of(p, self._optimizer.state[p]))
-            del self._held[id(p)]
+            self.forget(p)
         for p in [] if counts else self._members():
             self._optimizer.state.get(p, {}).pop("step", None)
 
@@ -141,6 +154,7 @@ class Moments:
 
     def _widen(self, _: Optimizer, saved: dict[str, Any]) -> None:
         """Puts moments in fp32 into a state dict."""
+        self.forget_removed()
         numbers = (number for group in saved["param_groups"] for number in group["params"])
         for p, number in zip(self._members(), numbers, strict=True):
             if id(p) in self._held:
@@ -149,6 +163,7 @@ class Moments:
 
     def _pickled(self) -> dict[str, Any]:
         """Returns what a copy or a pickle of the optimizer holds."""
+        self.forget_removed()
         kept: dict[str, Any] = type(self._optimizer).__getstate__(self._optimizer)
         state = kept["state"].copy()
         for held in self._held.values():

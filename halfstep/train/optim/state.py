@@ -248,6 +248,11 @@ def _misfit(index: Any, p: Tensor, entry: StateDict, wanted: Shapes, *, known: b
             continue
         if not shape and not isinstance(value, Tensor) and _is_number(value, tensor=False):  # as older torch had it
             continue
+        if known and isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex()):
+            return (
+                f"the optimizer state {name!r} of parameter {index} is in {value.dtype}, a code rather than values; "
+                "load a state that was saved in fp32, as state_dict() of halfstep and torch optimizers is"
+            )
         if not isinstance(value, Tensor) or value.is_complex() != p.is_complex():
             kind = f"no tensor ({value!r:.40})" if not isinstance(value, Tensor) else f"dtype {value.dtype}"
         elif shape is not None and value.shape != shape:

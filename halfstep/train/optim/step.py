@@ -272,6 +272,8 @@ class OnePassStepper:
         if self._moments is None or not codes or self._moments.kind(p) == "full":
             return None
         state = self._optimizer.state[p]
+        if "step" not in state:
+            self._moments.forget(p)
         given = [name for name in codes if state.get(name) is not None]
         found = Batch("low", [], [], [], {name: [] for name in given})
         self._collect_state(p, found, counts=True)

@@ -165,6 +165,7 @@ class Coming:
         # Of a weight with more than `sample` elements, the parts hold only those that `add_stats` would read.
         alone = self._batch_of(index)
         if alone.kept is not None:
+            (alone,) = chunks(alone, alone.weights[0].numel())  # in one row
             alone = replace(alone, states=opened(alone), kept=None)
         if sample is not None and is_sampled(alone.weights[0], sample) and is_dense(alone.weights[0]):
             chosen = sampled_places(alone.weights[0].numel(), sample, alone.device)
