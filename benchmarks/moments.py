@@ -255,7 +255,9 @@ def main() -> None:
         worst = dict.fromkeys(made, 0.0)
         for grads in gradients(options.data, options.steps):
             shapes = [tuple(g.shape) for g in grads]
-            boxes = boxes or {name: Box(make, shapes, beta2, 1e-8) for name, make in [*made.items(), ("exact", torch.optim.AdamW)]}
+            boxes = boxes or {
+                name: Box(make, shapes, beta2, 1e-8) for name, make in [*made.items(), ("exact", torch.optim.AdamW)]
+            }
             exact = boxes["exact"].step(grads)
             last = {name: error(boxes[name].step(grads), exact) for name in made}
             worst = {name: max(worst[name], last[name][1]) for name in made}
