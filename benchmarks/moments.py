@@ -7,12 +7,12 @@ Every optimizer is a black box: its weights are set to zero before a step with a
 minus its update afterwards. `exact` is torch.optim.AdamW. FlashOptim needs CUDA; its row is its published formula
 (companded int8 and root-uint8, fp16 scales of 32 elements).
 
-Columns: bytes of state a parameter; `update error`, |u - exact| over |exact| after `--steps` of char_lm, and the largest
-update over the largest exact one in any of them, at beta2 0.999 and 0.95; `stall`, the median of exact / own update
-after gradients fall tenfold for 2,000 steps (1 is right; 0.4 means a learning rate 2.5 times too small); `dead rows`, the
-largest update over the largest exact one where half the elements of each group get a gradient every 50th step; `tiny`,
-the update error with gradients of 1e-6; `inf`, whether one infinite gradient leaves the state as it was; `resumes`,
-whether a state dict loaded into a new optimizer gives the same next update, bit for bit.
+Columns: bytes of state a parameter; `error`, |u - exact| over |exact| after `--steps` of char_lm, and the largest update
+over the largest exact one in any of them, at beta2 0.999 and 0.95; `stall`, the median of own / exact update after
+gradients fall tenfold for 2,000 steps (0.4: a learning rate 2.5 times too small); `dead rows`, the largest update over
+the largest exact one where half the elements of each group get a gradient every 50th step; `tiny`, the error with
+gradients of 1e-6; `inf`, whether one infinite gradient leaves the state as it was; `resumes`, whether a state dict
+loaded into a new optimizer gives the same next updates, bit for bit.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def noise(count: int) -> Iterator[Tensor]:
 
 
 def stall(make: Any) -> float:
-    """Returns the median of exact / own update after every other gradient has fallen tenfold."""
+    """Returns the median of own / exact update after every other gradient has fallen tenfold."""
     own, exact = Box(make, SHAPES, 0.999, 1e-30), Box(torch.optim.AdamW, SHAPES, 0.999, 1e-30)
     half = (torch.arange(64) % 2 == 0).expand(SHAPES[0])
     for t, g in enumerate(noise(2500)):
@@ -243,6 +243,7 @@ def candidates() -> dict[str, Any]:
 
 
 def main() -> None:
+    """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, help="another text than the package has")
     parser.add_argument("--steps", type=int, default=300)
