@@ -7,8 +7,8 @@ Every optimizer is a black box: its weights are set to zero before a step with a
 minus its update afterwards. `exact` is torch.optim.AdamW. FlashOptim needs CUDA; its row is its published formula
 (companded int8 and root-uint8, fp16 scales of 32 elements).
 
-Columns: bytes of state a parameter; `error`, |u - exact| over |exact| after `--steps` of char_lm, and the largest update
-over the largest exact one in any of them, at beta2 0.999 and 0.95; `stall`, the median of own / exact update after
+Columns: bytes of state a parameter; `error`, |u - exact| over |exact| after `--steps` of char_lm, and the largest
+update over the largest exact one in any of them, at beta2 0.999 and 0.95; `stall`, the median of own / exact after
 gradients fall tenfold for 2,000 steps (0.4: a learning rate 2.5 times too small); `dead rows`, the largest update over
 the largest exact one where half the elements of each group get a gradient every 50th step; `tiny`, the error with
 gradients of 1e-6; `inf`, whether one infinite gradient leaves the state as it was; `resumes`, whether a state dict
