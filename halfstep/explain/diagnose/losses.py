@@ -21,6 +21,7 @@ _SUMS = ("cumsum", "logcumsumexp")
 _ADDS = ("add", "sub", "rsub")
 _AGAIN = 16  # times that one line adds, from which it is a sum
 _CANCELS = 8.0  # times as large as its result are the values whose difference an operation takes
+_WIDER = 8.0  # times as far off as values of its inputs are apart is what rounding alone does not explain
 _NONE = 1e-6  # a ratio below it is none
 
 _Key = tuple[str | None, str, int]  # the line, the operation, and which of its calls there
@@ -171,7 +172,9 @@ def _said(key: _Key, seen: _Seen, low: Tensor, exact: Tensor) -> str:
         apart = f"{made:.4g}, where {name} has values {_spacing(made, seen.fmt):.3g} apart"
         return f"adds terms that are too small for a sum of {apart}, and gives {pair}"
     largest = max(seen.largest, made)
-    apart = f"which {name} has only every {_spacing(largest, seen.fmt):.3g}"
+    if abs(got - want) > _WIDER * (spacing := _spacing(largest, seen.fmt)):
+        return f"makes large errors of small ones in its inputs, and gives {pair}"
+    apart = f"which {name} has only every {spacing:.3g}"
     if operator in _ADDS and largest > _CANCELS * made:
         return f"takes differences of values up to {largest:.6g}, {apart}, and gives {pair}"
     verb = "computes with" if seen.largest else "makes"

@@ -79,7 +79,9 @@ def worst_element(low: Tensor, exact: Tensor) -> tuple[float, float]:
 
 
 def _wide(leaf: Any) -> Any:
-    """Returns a low tensor as an fp32 copy, and anything else that a module may write to as a copy."""
+    """Returns a low tensor as an fp32 copy, a low format as fp32, and what a module may write to as a copy."""
+    if isinstance(leaf, torch.dtype):
+        return torch.float32 if is_low(leaf) else leaf
     if not isinstance(leaf, Tensor):
         return leaf if isinstance(leaf, nn.Module) or callable(leaf) else copy.deepcopy(leaf)
     wide = unwrapped(leaf).detach()

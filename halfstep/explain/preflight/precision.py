@@ -237,7 +237,7 @@ class _Check:
         while len(tried) < _TRIALS and (candidate := next(waiting, None)) is not None:
             names, edits = candidate
             for _, plan in edited(self._plan, [edits] if edits else []):
-                trial = _damage(self._step(plan), exact)
+                trial = self._trial(plan, exact)
                 tried.append((names, edits, trial))
                 if damage.is_cured_by(trial) and not trial.is_large:
                     waiting = iter([(few, self._rules(few, FULL)) for few in self._fewer(names, edits)])
@@ -250,6 +250,15 @@ class _Check:
             min(clean, key=lambda each: len(each[0])) if clean else min(good, key=lambda e: e[2].output)
         )
         return [self._lost(names, suspects, losses, edits, (damage, after))]
+
+    def _trial(self, plan: Plan, exact: StepResult) -> Damage:
+        """Returns the damage under a plan; under one in which the user's own casts raise it is infinite."""
+        try:
+            return _damage(self._step(plan), exact)
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
+            return Damage(math.inf, None, 0)
 
     def _candidates(
         self, worst: Sequence[str], losses: Mapping[str, Loss]
@@ -271,7 +280,7 @@ class _Check:
         yield names, denied
         around = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
         yield around, self._rules([name for name in around if in_model(name)[1]], FULL_OUT)
-        yield from (([self._root], edits) for edits in own_code(self._plan, self._roots))
+        yield from ((names, edits) for edits in own_code(self._plan, self._roots))
 
     def _is_large(self, name: str) -> bool:
         """Tells whether a module has most of the weights in several parts: to keep it full is nearly O0."""
