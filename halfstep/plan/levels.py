@@ -64,8 +64,11 @@ LEVELS: Mapping[str, Level] = MappingProxyType(
             ),
             _row(
                 "upper bound on speed",
-                Plan("O3", BF16, param="low", ops="table", norms="low", master="none", scale=_OFF),
+                Plan(
+                    "O3", BF16, param="low", ops="table", norms="low", master="none", scale=_OFF, rounding="stochastic"
+                ),
                 scale=_ONE,
+                rounding="nearest",
             ),
         )
     }
@@ -134,6 +137,9 @@ def customize(
         )
     values: dict[str, Any] = {} if low is None else _for_format(plan, as_format(low))
     values |= {name: value for name, value in changes.items() if value is not None}
+    stored = [values.get(name, getattr(plan, name)) for name in ("param", "master", "low")]
+    if changes.get("rounding") is None and stored != ["low", "none", BF16]:
+        values["rounding"] = "nearest"
     if loss_scale is not None:
         values["scale"] = as_scaling(loss_scale)
     return replace(plan, **values).edit(*as_tuple("rules", rules, of="Rules"), *_op_edits(ops))

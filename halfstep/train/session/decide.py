@@ -115,8 +115,8 @@ def decide(  # noqa: PLR0913  # all that it depends on
     assignment = resolved(plan, roots)
     check_forwards(roots, assignment)
     check_functions(plan.op_changes)
-    if plan.master == "split" and any(row_of(optimizer) is None for optimizer in optimizers):
-        plan = replace(plan, master="copy")
+    if any(row_of(optimizer) is None for optimizer in optimizers):  # what their own step needs
+        plan = replace(plan, master="copy" if plan.master == "split" else plan.master, rounding="nearest")
         assignment = resolved(plan, roots)
     mixed = plan.ops != "none"
     return Decision(

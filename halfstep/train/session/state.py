@@ -12,7 +12,7 @@ from halfstep.plan.plan import Plan
 
 STATE_SCHEMA = 1
 _DEFAULTS = {each.name: each.default for each in fields(Plan) if isinstance(each.default, str)}
-_FREE = ("moments", "full_moments")  # fields that may differ: checkpoints hold these states in fp32
+_FREE = ("moments", "full_moments", "rounding")  # fields that may differ: checkpoints hold these states in fp32
 _LOSS_ID = re.compile("0|[1-9][0-9]{0,17}")  # as `str` writes it: other digits would name one loss twice
 
 
