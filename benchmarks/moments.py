@@ -31,6 +31,7 @@ import halfstep
 from halfstep.lab.workloads.load import load_workload
 
 SHAPES = [(64, 64)]
+SETTINGS = {"d": "128", "layers": "4", "heads": "4", "length": "64", "batch": "16"}
 COLUMNS = ("bytes", "error .999", "largest", "error .95", "largest", "stall", "dead rows", "tiny", "inf", "resumes")
 
 
@@ -151,7 +152,7 @@ def error(own: Sequence[Tensor], exact: Sequence[Tensor]) -> tuple[float, float]
 
 def gradients(data: Path | None, steps: int) -> Iterator[list[Tensor]]:
     """Yields the gradients of char_lm's large weights while AdamW trains it in fp32."""
-    workload = load_workload("char_lm", data=data)
+    workload = load_workload("char_lm", SETTINGS, data=data)
     model = workload.build(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
     large = [p for p in model.parameters() if p.dim() > 1 and p.numel() >= 4096]
