@@ -31,6 +31,7 @@ import halfstep
 from halfstep.lab.workloads.load import load_workload
 
 SHAPES = [(64, 64)]
+STALL = 2500  # steps, of which gradients are small after 500
 SETTINGS = {"d": "128", "layers": "4", "heads": "4", "length": "64", "batch": "16"}
 COLUMNS = ("bytes", "error .999", "largest", "error .95", "largest", "stall", "dead rows", "tiny", "inf", "resumes")
 
@@ -178,7 +179,7 @@ def stall(make: Any) -> float:
     """Returns the median of own / exact update after every other gradient has fallen tenfold."""
     own, exact = Box(make, SHAPES, 0.999, 1e-30), Box(torch.optim.AdamW, SHAPES, 0.999, 1e-30)
     half = (torch.arange(64) % 2 == 0).expand(SHAPES[0])
-    for t, g in enumerate(noise(2500)):
+    for t, g in enumerate(noise(STALL)):
         grads = [torch.where(half & torch.tensor(t >= 500), g * 0.1, g)]
         mine, theirs = own.step(grads), exact.step(grads)
     ratio = (theirs[0] / mine[0]).abs()[half]

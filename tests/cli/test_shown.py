@@ -79,6 +79,7 @@ SCRIPTS = {
     ),
     "inspect_gains": ("", {"WIDTH": 32, "SECONDS": 0.0}),
     "loaded_low": ("--before 1 --steps 1 --width 12 --rows fp32 'halfstep O2'", {}),
+    "moments": ("--steps 1", {"SETTINGS": {"d": "64", "layers": "1", "heads": "2", "batch": "2"}, "STALL": 502}),
     "probe_cost": ("--steps 1", {"CharLM": partial(CharLM, **TINY)}),
     "report_page": ("--modules 2 --steps 20 --every 10 --openings 1", {}),
     "small_step": ("--steps 1", {}),

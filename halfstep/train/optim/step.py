@@ -256,7 +256,8 @@ class OnePassStepper:
             if batch.device != found.device:
                 own = None if factor is None else factor.to(batch.device, non_blocking=True)
                 skip = found.to(batch.device, non_blocking=True)
-            batch.emulate = self._emulates()
+            if self._row.gathers:
+                batch.emulate = self._emulates()
             update(self._row, batch, group, own, skip, self._scratch, self._implementations)
         for each in dense:
             each.batch.grads[:] = each.batch.weights  # so that `zero_grad` can free their memory
