@@ -14,12 +14,11 @@ import torch
 from halfstep.train.kernels.batch import Batch, Scratch
 from halfstep.train.optim.implementations import update
 from tests.kernels import triton_cases as cases
-from tests.kernels.triton_cases import OPTIONS, STORAGES
+from tests.kernels.triton_cases import KEPT, MATRIX, OPTIONS, STORAGES
 from tests.scale.reads import global_norm
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
-MATRIX = [(options, storage) for options in OPTIONS for storage in STORAGES]
 # Every option and every storage; each storage under Adam and under SGD.
 SOME = [case for i, case in enumerate(MATRIX) if (i // len(STORAGES) + i) % 4 == 0]
 STEPS, FEW = 50, 8
@@ -69,7 +68,14 @@ def test_a_session_under_the_kernels_is_one_under_the_reference_bit_for_bit(inte
     assert interpreted(cases.sessions_differ, name, low) == []
 
 
-SKIPS = [("adamw-amsgrad-maximize", "split"), ("sgd-nesterov", "copy-fp16"), ("adam", "full"), ("sgd", "low-bf16")]
+SKIPS = [
+    ("adam", "split-8bit"),
+    ("sgd-momentum", "low-rounded-8bit"),
+    ("adamw-amsgrad-maximize", "split"),
+    ("sgd-nesterov", "copy-fp16"),
+    ("adam", "full"),
+    ("sgd", "low-bf16"),
+]
 
 
 @pytest.mark.parametrize(("options", "storage"), SKIPS)
@@ -195,7 +201,7 @@ def test_what_changes_the_structure_compiles_anew(compiler):
 @pytest.mark.slow
 @pytest.mark.parametrize("storage", STORAGES)
 def test_every_option_compiles_with_every_operation_rounded(compiler, storage):
-    for options in OPTIONS.values():
+    for options in [OPTIONS[name] for name, each in MATRIX if each == storage]:
         variants = compiler(cases.compiled, [options], storage)
         assert {"_sgd_kernel", "_adam_kernel"} & variants.keys()
         assert not any(
@@ -203,7 +209,8 @@ def test_every_option_compiles_with_every_operation_rounded(compiler, storage):
         )
 
 
-@pytest.mark.parametrize("storage", ["split", "full", "copy-fp16"])
+@pytest.mark.parametrize("storage", ["split", "full", "copy-fp16", *KEPT])
+@pytest.mark.slow_but("split-8bit", "full]", "[split]", "copy-fp16")
 def test_compiled_kernels_round_every_operation_and_move_16_bytes_at_a_time(compiler, storage):
     for name, variants in compiler(cases.compiled, [ADAM, SGD], storage).items():
         for ptx in variants:
