@@ -42,7 +42,9 @@ SMALL, BILLION = 50_000_000, 1_000_000_000
 WARMUP = 2
 PARTS = "parts"
 # Bytes read and written a parameter, of them twice what a low gradient has: torch's as its kernels are, ours the floor.
-BYTES = {"split": 28, "copy": 30, "full": 32, PARTS: 48, "foreach": 100, "GradScaler": 46, "torchao": 14}
+BYTES = {"split": 28, "bf16 moments": 20, "8bit moments": 16, "copy": 30, "full": 32}
+BYTES |= {PARTS: 48, "foreach": 100, "GradScaler": 46, "torchao": 14}
+KINDS = ("split", "bf16 moments", "8bit moments", "copy", "full")
 CLIP_BYTES = {PARTS: 12, "foreach": 12, "GradScaler": 12}
 AHEAD_CYCLES = 20_000_000  # some 10 ms in which a GPU waits while the host queues the step, as in training
 
@@ -108,7 +110,8 @@ class Halfstep(Lane):
         torch.manual_seed(0)
         self._model = Transformer(numel, device)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=LR, weight_decay=DECAY)
-        options = {} if kind == "full" else {"master": kind}
+        width, moments, _ = kind.partition(" moments")
+        options: dict[str, Any] = {"moments": width} if moments else {} if kind == "full" else {"master": kind}
         self._session = halfstep.initialize(
             self._model,
             self._optimizer,
@@ -321,7 +324,7 @@ def build(numel: int, device: torch.device) -> tuple[list[Row], dict[str, str]]:
         "foreach": lambda: Parts(numel, device, fused=False),
         "GradScaler": lambda: Scaler(numel, device),
         "torchao bf16": lambda: Torchao(numel, device),
-        **{f"halfstep {kind}": (lambda kind=kind: Halfstep(kind, numel, device)) for kind in ("split", "copy", "full")},
+        **{f"halfstep {kind}": (lambda kind=kind: Halfstep(kind, numel, device)) for kind in KINDS},
     }
     rows: list[Row] = []
     absent: dict[str, str] = {}

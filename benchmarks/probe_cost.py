@@ -3,6 +3,7 @@
     python benchmarks/probe_cost.py                          # O1 bf16, 30 steps, under a minute on 2 cores
     python benchmarks/probe_cost.py --level O2 --steps 100
     python benchmarks/probe_cost.py --cycles 5               # 5 times 50 steps at every=50
+    python benchmarks/probe_cost.py --only "precision alone" # one row
 
 Every row trains its own model from the same weights. A ratio is the median over steps of the time with a probe over the
 time without one in the same turn; with --cycles it is the median over cycles of 50 steps, of which one is observed, of
@@ -38,6 +39,7 @@ ALL = (*TENSOR_KINDS, UPDATE)
 ROWS: dict[str, dict[str, object]] = {
     "not observed": {"every": NEVER, "tensors": ALL},
     "absorbed alone": {"every": 1, "tensors": (), "absorbed": True},
+    "precision alone": {"every": 1, "tensors": (), "precision": True},
     "four kinds": {"every": 1},
     "all five kinds": {"every": 1, "tensors": ALL},
     f"four kinds, sample {SAMPLE:,}": {"every": 1, "sample": SAMPLE},
@@ -91,9 +93,11 @@ def main() -> None:
     parser.add_argument("--low", default="bf16")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--cycles", type=int, default=0)
+    parser.add_argument("--only", choices=ROWS)
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     rows, steps, span = (CYCLE_ROWS, CYCLE * options.cycles, CYCLE) if options.cycles else (ROWS, options.steps, 1)
+    rows = {options.only: ROWS[options.only]} if options.only else rows
     workload = CharLM()
     batches = workload.batches(0)
     runs = {"no probe": Run(workload, options.level, options.low, None)}

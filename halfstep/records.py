@@ -339,8 +339,9 @@ class Observation:
         """The share of updates that were smaller than half a unit in the last place; None if `kind` is not `UPDATE`.
 
         Updates of exactly zero (no gradient, a skipped step) are not counted. Small updates add up in a master; without
-        one (O3) they are lost for good. For optimizers whose own step runs, and for Lamb and NovoGrad, only the change
-        of the fp32 value is seen: an update that fp32 rounds away counts as zero.
+        one (O3) they are lost for good, unless the plan's rounding is "stochastic", which adds them on average. For
+        optimizers whose own step runs, and for Lamb, Muon and NovoGrad, only the change of the fp32 value is seen: an
+        update that fp32 rounds away counts as zero.
         """
         return _lost_updates(self.stats) if self.kind == UPDATE else None
 

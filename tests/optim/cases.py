@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch.optim import SGD, Adam, AdamW
+from torch.optim import SGD, Adam, AdamW, Muon
 
 from halfstep.train.kernels.batch import Batch
 from halfstep.train.optim.implementations import IMPLEMENTATIONS
@@ -49,6 +49,12 @@ NOVOGRADS = [
     (NovoGrad, {"lr": 1e-2, "norm_type": 0, "bias_correction": False, "eps": 1e-3, "init_zero": True}),
 ]
 OWN = ADAMS + SGDS + LIONS
+MUONS = [  # of matrices alone: tests/optim/test_muon.py
+    (Muon, {"lr": 0.02}),
+    (Muon, {"lr": 0.02, "nesterov": False, "momentum": 0.8, "weight_decay": 0.0}),
+    (Muon, {"lr": 0.02, "adjust_lr_fn": "match_rms_adamw", "ns_steps": 3, "eps": 1e-5}),
+    (Muon, {"lr": torch.tensor(0.02), "ns_coefficients": (2.0, -1.5, 0.5)}),
+]
 WHOLE = LAMBS + NOVOGRADS  # which take whole weights, and so run in eager code alone
 OWN_STEP = [  # options that a row does not read: with these the optimizer's own step runs
     (Adam, {"differentiable": True}),

@@ -19,7 +19,7 @@ from halfstep.train.optim.masters import MasterStore
 from halfstep.train.optim.optimizers import Lamb, Lion
 from halfstep.train.optim.step import OnePassStepper
 from halfstep.train.optim.table import KERNELS, TABLE, row_of, unsupported_options
-from tests.optim.cases import FALSE, OWN, OWN_STEP, WHOLE, has_kernel
+from tests.optim.cases import FALSE, MUONS, OWN, OWN_STEP, WHOLE, has_kernel
 
 BF16 = torch.bfloat16
 needs_compiler = pytest.mark.skipif(library.find() is None, reason="needs the compiled loops")
@@ -104,7 +104,7 @@ def varied(cls, cases):
     return {
         name
         for each, options in rows
-        for name, value in cls([Parameter(torch.ones(1))], **options).defaults.items()
+        for name, value in cls([Parameter(torch.ones(1, 1))], **options).defaults.items()
         if isinstance(value, torch.Tensor) or (name, value) not in arguments(each)
     }
 
@@ -128,13 +128,14 @@ class Noting(dict):
 @pytest.mark.parametrize("cls", TABLE)
 def test_a_row_lists_what_its_law_reads(cls):
     row, read = TABLE[cls], set()
-    for each, options in OWN + WHOLE:
+    one = torch.ones(1, 1)
+    for each, options in OWN + WHOLE + MUONS:
         if TABLE[each] is row:
-            group = Noting(each([Parameter(torch.ones(1))], **options).param_groups[0], read)
+            group = Noting(each([Parameter(one)], **options).param_groups[0], read)
             names = row.states(group)
-            states = {name: [torch.zeros(() if name in row.scalars else 1)] for name in names}
-            list(row.law(Batch("full", [torch.ones(1)], [], [torch.ones(1)], states, [torch.ones(())]), group))
-            row.factors([group], [torch.ones(1)], None)
+            states = {name: [torch.zeros(() if name in row.scalars else (1, 1))] for name in names}
+            list(row.law(Batch("full", [one], [], [one], states, [torch.ones(())], owners=[one]), group))
+            row.factors([group], [one], None)
             if row.native:
                 row.options(group)
     assert read == {*row.reads}
@@ -143,11 +144,11 @@ def test_a_row_lists_what_its_law_reads(cls):
 @pytest.mark.parametrize("cls", TABLE)
 def test_each_option_is_tried_or_listed_as_one_that_the_row_does_not_know(cls):
     """In tests/optim/cases.py: in OWN or WHOLE, or in OWN_STEP; those in KERNELS change no number."""
-    defaults = {*cls([Parameter(torch.ones(1))]).defaults}
+    defaults = {*cls([Parameter(torch.ones(1, 1))]).defaults}
     listed = {name for each, options in OWN_STEP if each is cls for name in options}
     read = {*TABLE[cls].reads}
     assert listed - read == defaults - KERNELS - read, "list in OWN_STEP the options that the row does not read"
-    assert read & defaults - varied(cls, OWN + WHOLE) == set(), "give these options another value in some case"
+    assert read & defaults - varied(cls, OWN + WHOLE + MUONS) == set(), "give these options another value in some case"
 
 
 @pytest.mark.parametrize(

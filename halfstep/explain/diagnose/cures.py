@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from halfstep.edits import FULL, Edit, OpChange, Policy, Rule, Scaling
+from halfstep.edits import FULL, Edit, OpChange, Policy, Rule, Scaling, Width
 from halfstep.errors import OpError, PlanError
 from halfstep.explain.diagnose.diagnosis import Diagnosis
 from halfstep.kinds import Kind
@@ -98,15 +98,15 @@ def is_whole(edits: tuple[Edit, ...]) -> bool:
     return WHOLE[0] in edits and not any(isinstance(edit, Rule) and edit.policy.compute == "low" for edit in edits)
 
 
-def own_code(plan: Plan, roots: Sequence[nn.Module]) -> list[tuple[Edit, ...]]:
-    """Returns edits that run the model's own code in fp32 and its parts low as before."""
+def own_code(plan: Plan, roots: Sequence[nn.Module], param: Width | None = None) -> list[tuple[Edit, ...]]:
+    """Returns edits that run the model's own code in fp32 and its parts low as before, or with weights as `param`."""
     if plan.ops == "none":
         return []
     parts = {uncompiled(name): part for root in map(unwrap, roots) for name, part in root.named_children()}
     ruled = {rule.pattern for rule in plan.rules}
     trained = [name for name, part in parts.items() if norm_kind(part) is None and [*part.parameters()]]
     low = [name for name in trained if name not in ruled]
-    policy = Policy(plan.param, "low", "full")
+    policy = Policy(param or plan.param, "low", "full")
     return [(*WHOLE, *(Rule(name, policy) for name in low))] if low else []
 
 

@@ -21,6 +21,7 @@ _SUMS = ("cumsum", "logcumsumexp")
 _ADDS = ("add", "sub", "rsub")
 _AGAIN = 16  # times that one line adds, from which it is a sum
 _CANCELS = 8.0  # times as large as its result are the values whose difference an operation takes
+_WIDER = 8.0  # times as far off as values of its inputs are apart is what rounding alone does not explain
 _NONE = 1e-6  # a ratio below it is none
 
 _Key = tuple[str | None, str, int]  # the line, the operation, and which of its calls there
@@ -59,7 +60,7 @@ class _Low(OpRecorder):
 
     def after(self, note: Note, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         """Keeps a copy of the result."""
-        outputs = _results(func, args, kwargs, result)
+        outputs = _results(note, func, args, kwargs, result)
         self._left -= sum(t.numel() for t in outputs)
         if not outputs or self._left < 0:
             return
@@ -86,7 +87,7 @@ class _Exact(OpRecorder):
 
     def after(self, note: Note, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         """Compares the result, until one is found that is too far off."""
-        outputs = _results(func, args, kwargs, result)
+        outputs = _results(note, func, args, kwargs, result)
         if not outputs or (self.found is not None and self.found.ratio > SUSPECT):
             return
         key = self._keys.of(self, note)
@@ -146,8 +147,10 @@ class LossFinder(Watch):
             self.found[name] = exact.found
 
 
-def _results(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> list[Tensor]:
-    if is_view(func) or is_uninitialised(func):
+def _results(note: Note, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> list[Tensor]:
+    """Returns what an operation made; nothing for a cast between formats, which a call in fp32 may not have."""
+    cast = note.aten == "_to_copy" and args[0].is_floating_point()
+    if cast or is_view(func) or is_uninitialised(func):
         return []
     return [t for t in tensors_of(result) or written(func, args, kwargs) if t.numel()]
 
@@ -163,11 +166,15 @@ def _said(key: _Key, seen: _Seen, low: Tensor, exact: Tensor) -> str:
     if seen.fmt is None:
         return f"gets values that were rounded before, and gives {pair}"
     made, name = float(low.detach().abs().max()), seen.fmt.name
+    if max(abs(got), abs(want)) < seen.fmt.smallest_normal:
+        return f"makes values that {name} has only every {seen.fmt.smallest_subnormal:.3g}, and gives {pair}"
     if operator in _SUMS or (operator in _ADDS and number >= _AGAIN):
         apart = f"{made:.4g}, where {name} has values {_spacing(made, seen.fmt):.3g} apart"
         return f"adds terms that are too small for a sum of {apart}, and gives {pair}"
     largest = max(seen.largest, made)
-    apart = f"which {name} has only every {_spacing(largest, seen.fmt):.3g}"
+    if abs(got - want) > _WIDER * (spacing := _spacing(largest, seen.fmt)):
+        return f"makes large errors of small ones in its inputs, and gives {pair}"
+    apart = f"which {name} has only every {spacing:.3g}"
     if operator in _ADDS and largest > _CANCELS * made:
         return f"takes differences of values up to {largest:.6g}, {apart}, and gives {pair}"
     verb = "computes with" if seen.largest else "makes"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -42,14 +43,19 @@ def ratio(low: Tensor, exact: Tensor) -> float | None:
     """Returns `off_by` of two results of any size that `is_comparable`; None if they are not finite."""
     if not exact.is_floating_point():
         return float((low != exact).double().mean())
-    errors, wide = low.double() - exact.double(), exact.double()
+    wide = exact.double()
+    off = float(((low.double() - wide) / _spread(wide)).square().mean().sqrt())
+    return off if math.isfinite(off) else None
+
+
+def _spread(wide: Tensor) -> Tensor:
+    """Returns the standard deviation of values about their mean over all but the last dimension, 0-dim.
+
+    For values without a spread it is the largest magnitude, for zeros the smallest number that is not zero.
+    """
     about = wide.flatten(0, -2).mean(0) if wide.dim() > 1 else wide.mean()
-    error, spread = (float(each.square().mean().sqrt()) for each in (errors, wide - about))
-    largest = float(wide.abs().max())
-    if not math.isfinite(error + largest):
-        return None
-    over = spread if spread > _FLAT * largest else largest
-    return error / over if over else float(error > 0)
+    spread, largest = (wide - about).square().mean().sqrt(), wide.abs().max()
+    return torch.where(spread > _FLAT * largest, spread, largest).clamp_min(torch.finfo(wide.dtype).tiny)
 
 
 def is_comparable(low: Any, exact: Any) -> bool:
@@ -73,16 +79,18 @@ def worst_element(low: Tensor, exact: Tensor) -> tuple[float, float]:
 
 
 def _wide(leaf: Any) -> Any:
-    """Returns a low tensor as an fp32 copy, another one as a copy, and anything else as it is."""
+    """Returns a low tensor as an fp32 copy, a low format as fp32, and what a module may write to as a copy."""
+    if isinstance(leaf, torch.dtype):
+        return torch.float32 if is_low(leaf) else leaf
     if not isinstance(leaf, Tensor):
-        return leaf
+        return leaf if isinstance(leaf, nn.Module) or callable(leaf) else copy.deepcopy(leaf)
     wide = unwrapped(leaf).detach()
     wide = wide.float() if is_low(wide.dtype) else wide.clone()
     return wide.requires_grad_().clone() if leaf.requires_grad else wide  # not a leaf: it may be written in place
 
 
 @dataclass(frozen=True, eq=False)
-class Again:
+class SecondCall:
     """A call of a module: the module's name, what it returned, and what the same call returned in fp32."""
 
     module: str
@@ -118,8 +126,8 @@ class Watch:
 class Shadow:
     """Hooks on modules that make each call again, on an fp32 copy and with the same random numbers.
 
-    `tell` gets each call as an `Again`, `fail` the name of a module and why its call could not be made again. Calls in
-    a backward pass, which checkpoints make, are not made again, nor are those after `most` (0: any number). Nothing of
+    `tell` gets each `SecondCall`, `fail` the name of a module and why its call could not be made again. Calls in a
+    backward pass, which checkpoints make, are not made again, nor are those after `most` (0: any number). Nothing of
     the user's state changes: the copy is made before the call, with the buffers and attributes of that moment, and
     arguments are copied.
     """
@@ -127,7 +135,7 @@ class Shadow:
     def __init__(
         self,
         modules: Mapping[str, nn.Module],
-        tell: Callable[[Again], None],
+        tell: Callable[[SecondCall], None],
         fail: Callable[[str, Exception], None],
         *,
         watch: Watch | None = None,
@@ -221,8 +229,10 @@ class Shadow:
             return
         finally:
             self.on = True
-        if len(low) == len(exact):
-            self._tell(Again(name, number, low, exact))
+        if len(low) != len(exact):
+            self._fail(name, ValueError(f"it returned {len(exact)} values, not {len(low)}"))
+            return
+        self._tell(SecondCall(name, number, low, exact))
 
 
 def named_modules(roots: Sequence[nn.Module]) -> dict[str, nn.Module]:
@@ -237,7 +247,7 @@ def named_modules(roots: Sequence[nn.Module]) -> dict[str, nn.Module]:
 
 def shadows_in_turn() -> Shadows:
     """Returns what calls one module again in fp32 each time that it is begun; the modules take turns."""
-    turn = count()
+    turn, said = count(), set[str]()
 
     def begin(
         modules: Mapping[str, nn.Module], errors: Errors, undo: list[Callable[[], None]]
@@ -246,15 +256,16 @@ def shadows_in_turn() -> Shadows:
         own = [name for name, module in modules.items() if has_code(module)]
         chosen = own[next(turn) % len(own)] if own else None
 
-        def tell(again: Again) -> None:
+        def tell(again: SecondCall) -> None:
             for place, (low, exact) in enumerate(zip(again.low, again.exact, strict=True)):
                 if is_comparable(low, exact) and low.is_floating_point() and low.dim() > 1 and low.numel() > _FEW:
                     wide = exact.float()
-                    spread = (wide - wide.flatten(0, -2).mean(0)).square().mean().sqrt()
-                    spread = torch.maximum(spread, _FLAT * wide.abs().max()).clamp_min(torch.finfo(torch.float32).tiny)
-                    errors(again.module, str(place), (low.float() - wide) / spread)
+                    errors(again.module, str(place), (low.float() - wide) / _spread(wide))
 
         def fail(name: str, error: Exception) -> None:
+            if name in said:
+                return
+            said.add(name)
             _LOG.warning("a probe cannot call %s again in fp32: %s: %s", name, type(error).__name__, error)
 
         shadow = Shadow(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from halfstep.edits import FULL, Edit, OpChange, Policy, Rule, spell
 from halfstep.explain.diagnose.cures import FULL_OUT, edited, is_op, is_product, own_code, rules_on
 from halfstep.explain.diagnose.losses import Loss, LossFinder
 from halfstep.explain.diagnose.rehearsal import Rehearsal
-from halfstep.explain.diagnose.shadow import Again, Shadow, has_code, named_modules, off_by
+from halfstep.explain.diagnose.shadow import SecondCall, Shadow, has_code, named_modules, off_by
 from halfstep.explain.diagnose.words import in_model, place_of, which_model
 from halfstep.kinds import Kind
 from halfstep.plan.levels import level
@@ -23,6 +22,7 @@ from halfstep.plan.matching import first_device, unwrap
 from halfstep.plan.plan import Plan
 from halfstep.records import COMPARED, SUSPECT, Finding, called
 from halfstep.torch_internals import in_backward, is_out_of_memory, parameters_of, tree_leaves
+from halfstep.train.cast.copies import plain_class
 from halfstep.train.probe.hooks import dense
 from halfstep.validate import named
 
@@ -45,7 +45,7 @@ _SAME_BATCH = "make it use the same batch on every call"
 
 
 @dataclass(eq=False)
-class Taken:
+class StepResult:
     """What a step made: the outputs of the outermost modules, and the gradients, which carry a loss scale."""
 
     outputs: list[Tensor] = field(default_factory=list)
@@ -67,29 +67,34 @@ class Taken:
 class Damage:
     """How far a step is from the same step in fp32: its outputs, in their spread, and its gradients, in their norm."""
 
-    output: float
+    output: float  # of the worst of those that were compared
     gradient: float | None  # None: they overflow
+    compared: int  # outputs; fewer in a trial, if some are not finite there
 
     @property
     def is_large(self) -> bool:
         """Whether rounding alone does not explain it."""
         return self.output > OUTPUT or (self.gradient or 0.0) > GRADIENT
 
-    def is_cured_by(self, trial: Damage, gain: float = GAIN) -> bool:
-        """Tells whether what is large is divided by `gain` in a trial."""
-        output = self.output > OUTPUT and trial.output < self.output / gain
-        wrong = self.gradient is not None and self.gradient > GRADIENT and trial.gradient is not None
-        return output or (wrong and (trial.gradient or 0.0) < (self.gradient or 0.0) / gain)
+    def is_cured_by(self, trial: Damage) -> bool:
+        """Tells whether what is large is divided by `GAIN` in a trial, in which nothing else became infinite."""
+        if trial.compared < self.compared or (trial.gradient is None and self.gradient is not None):
+            return False
+        output = self.output > OUTPUT and trial.output < self.output / GAIN
+        before, after = self.gradient or 0.0, trial.gradient or 0.0
+        return output or (before > GRADIENT and after < before / GAIN)
 
     def __str__(self) -> str:
-        gradient = "gradients overflow" if self.gradient is None else f"gradients by {share(self.gradient)}"
-        return f"the model's outputs are off by {share(self.output)} of their spread, {gradient}"
+        outputs = f"the model's outputs are off by {share(self.output)} of their spread"
+        if not self.compared:
+            outputs = "no output could be compared"
+        return f"{outputs}, gradients " + ("overflow" if self.gradient is None else f"by {share(self.gradient)}")
 
 
 @contextmanager
-def outputs_of(roots: Sequence[nn.Module], *, inside: bool = False) -> Iterator[Taken]:
-    """Yields a `Taken` that gets what calls of the models return; with `inside`, of the outermost modules in them."""
-    taken, depth, handles = Taken(), [0], []
+def outputs_of(roots: Sequence[nn.Module], *, inside: bool = False) -> Iterator[StepResult]:
+    """Yields a `StepResult` that gets what the models return; with `inside`, what the outermost modules in them do."""
+    taken, depth, handles = StepResult(), [0], []
 
     def before(module: nn.Module, args: Any) -> None:
         depth[0] += not in_backward()
@@ -112,7 +117,7 @@ def outputs_of(roots: Sequence[nn.Module], *, inside: bool = False) -> Iterator[
             handle.remove()
 
 
-def take_step(rehearsal: Rehearsal, loss: Tensor, taken: Taken) -> None:
+def take_step(rehearsal: Rehearsal, loss: Tensor, taken: StepResult) -> None:
     """Runs the backward pass of a loss and keeps its gradients; those that overflow in fp16 at a lower loss scale."""
     for scale in (rehearsal.plan.scale.first, _SCALE):
         with rehearsal.gradients(loss, scale):
@@ -121,7 +126,7 @@ def take_step(rehearsal: Rehearsal, loss: Tensor, taken: Taken) -> None:
             return
 
 
-def _damage(low: Taken, exact: Taken) -> Damage:
+def _damage(low: StepResult, exact: StepResult) -> Damage:
     ratios = []
     if len(low.outputs) == len(exact.outputs):
         ratios = [r for a, b in zip(low.outputs, exact.outputs, strict=True) if (r := off_by(a, b)) is not None]
@@ -129,10 +134,10 @@ def _damage(low: Taken, exact: Taken) -> Damage:
     error = sum(float((a.double() / low.scale - b.double() / exact.scale).square().sum()) for a, b in pairs)
     norm = sum(float((b.double() / exact.scale).square().sum()) for _, b in pairs)
     gradient = math.sqrt(error / norm) if norm else 0.0
-    return Damage(max(ratios, default=0.0), gradient if math.isfinite(gradient) else None)
+    return Damage(max(ratios, default=0.0), gradient if math.isfinite(gradient) else None, len(ratios))
 
 
-def precision_findings(rehearsal: Rehearsal, low: Taken) -> list[Finding]:
+def precision_findings(rehearsal: Rehearsal, low: StepResult) -> list[Finding]:
     """Returns what a rehearsal loses without an overflow, or a note of what was compared; `low` is a step that it made.
 
     The same step in fp32 tells how far outputs and gradients are off. If they are, calls of modules are made again in
@@ -153,7 +158,7 @@ def precision_findings(rehearsal: Rehearsal, low: Taken) -> list[Finding]:
 class _Check:
     """The precision check of one rehearsal."""
 
-    def __init__(self, rehearsal: Rehearsal, low: Taken) -> None:
+    def __init__(self, rehearsal: Rehearsal, low: StepResult) -> None:
         self._rehearsal, self._low = rehearsal, low
         self._plan, self._roots = rehearsal.plan, rehearsal.roots
         self._modules = named_modules(rehearsal.roots)
@@ -162,6 +167,7 @@ class _Check:
         self._inside = False
 
     def findings(self) -> list[Finding]:
+        """Returns what the step loses, or a note of what was compared."""
         exact = self._exact()
         if not any(off_by(each, each) is not None for each in exact.outputs):  # such as a loss
             self._inside = True
@@ -195,7 +201,7 @@ class _Check:
             suspects = self._suspects()
         except Exception as error:
             return [_not_compared(f"{said}, nor to call its modules again: {type(error).__name__}")]
-        place = [
+        found = [
             Finding(
                 "note",
                 Kind.PRECISION_LOST.value,
@@ -205,12 +211,12 @@ class _Check:
             )
             for name, again in suspects.items()
         ]
-        return place or [_not_compared(f"{said}; no module alone is off by more than {share(SUSPECT)} of its spread")]
+        return found or [_not_compared(f"{said}; no module alone is off by more than {share(SUSPECT)} of its spread")]
 
-    def _exact(self) -> Taken:
+    def _exact(self) -> StepResult:
         return self._step(level("O0", self._plan.low))
 
-    def _step(self, plan: Plan | None) -> Taken:
+    def _step(self, plan: Plan | None) -> StepResult:
         """Runs a step on copies under a plan; None: on the session's own models, under its own."""
         self._rehearsal.rewind()
         with outputs_of(self._roots, inside=self._inside) as taken:
@@ -221,7 +227,7 @@ class _Check:
                     take_step(trial, trial.loss(), taken)
         return taken
 
-    def _cured(self, damage: Damage, exact: Taken) -> list[Finding]:
+    def _cured(self, damage: Damage, exact: StepResult) -> list[Finding]:
         """Returns a finding with the first edits that leave no damage, else with the best that divide it by `GAIN`."""
         suspects = self._suspects()
         worst = sorted(suspects, key=lambda name: -(suspects[name].off_by() or 0.0))
@@ -231,9 +237,9 @@ class _Check:
         while len(tried) < _TRIALS and (candidate := next(waiting, None)) is not None:
             names, edits = candidate
             for _, plan in edited(self._plan, [edits] if edits else []):
-                trial = _damage(self._step(plan), exact)
+                trial = self._trial(plan, exact)
                 tried.append((names, edits, trial))
-                if not trial.is_large:
+                if damage.is_cured_by(trial) and not trial.is_large:
                     waiting = iter([(few, self._rules(few, FULL)) for few in self._fewer(names, edits)])
         good = [each for each in tried if damage.is_cured_by(each[2])]
         if not good:
@@ -245,6 +251,15 @@ class _Check:
         )
         return [self._lost(names, suspects, losses, edits, (damage, after))]
 
+    def _trial(self, plan: Plan, exact: StepResult) -> Damage:
+        """Returns the damage under a plan; under one in which the user's own casts raise it is infinite."""
+        try:
+            return _damage(self._step(plan), exact)
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
+            return Damage(math.inf, None, 0)
+
     def _candidates(
         self, worst: Sequence[str], losses: Mapping[str, Loss]
     ) -> Iterator[tuple[list[str], tuple[Edit, ...]]]:
@@ -255,7 +270,8 @@ class _Check:
         if not worst or any(self._is_large(name) for name in worst):
             yield names, denied
         if not worst:
-            yield from ((names, edits) for edits in own_code(self._plan, self._roots))
+            kept = dict.fromkeys((self._plan.param, "full"))  # the code may cast to the format of a weight
+            yield from ((names, edits) for param in kept for edits in own_code(self._plan, self._roots, param))
             if self._plan.input == "low":
                 yield names, (Rule("", Policy(self._plan.param, "low", "full"), input="keep"),)
             return
@@ -264,7 +280,7 @@ class _Check:
         yield names, denied
         around = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
         yield around, self._rules([name for name in around if in_model(name)[1]], FULL_OUT)
-        yield from (([self._root], edits) for edits in own_code(self._plan, self._roots))
+        yield from ((names, edits) for edits in own_code(self._plan, self._roots))
 
     def _is_large(self, name: str) -> bool:
         """Tells whether a module has most of the weights in several parts: to keep it full is nearly O0."""
@@ -274,15 +290,14 @@ class _Check:
         return len(parts) >= _PARTS and 2 * inside > sum(p.numel() for p in trained)
 
     def _rules(self, names: Iterable[str], policy: Policy) -> tuple[Edit, ...]:
+        """Returns rules that give modules a policy; by class where they are all that the model has of it."""
         names = list(names)
-        classes = Counter(type(self._modules[name]) for name in names)
-        whole = {
-            kind
-            for kind, count in classes.items()
-            if count >= _MANY and count == sum(type(each) is kind for each in self._modules.values())
-        }
-        if not self._plan.rules and len(self._roots) == 1 and whole == set(classes):
-            return tuple(Rule(f"type:{kind.__name__}", policy) for kind in classes)
+        kinds = {plain_class(type(self._modules[name])) for name in names}
+        alike = [m for m in self._modules.values() if {k.__name__ for k in kinds} & {b.__name__ for b in _bases(m)}]
+        if not self._plan.rules and len(self._roots) == 1 and len(alike) == len(names) >= _MANY * len(kinds):
+            return tuple(
+                Rule(f"type:{kind.__name__}", policy) for kind in sorted(kinds, key=lambda kind: kind.__name__)
+            )
         rules = (rule for name in names for rule in rules_on(in_model(name)[1], policy, self._plan, self._roots))
         return tuple(dict.fromkeys(rules))
 
@@ -290,7 +305,7 @@ class _Check:
         """Returns fewer modules that may be enough, where rules on several cured the damage: one, and each class."""
         classes: dict[type, list[str]] = {}
         for name in names:
-            classes.setdefault(type(self._modules[name]), []).append(name)
+            classes.setdefault(plain_class(type(self._modules[name])), []).append(name)
         several = len(names) > 1 and all(isinstance(edit, Rule) and edit.pattern for edit in edits)
         return [list(names[:1]), *(each for each in classes.values() if 1 < len(each) < len(names))] if several else []
 
@@ -298,11 +313,11 @@ class _Check:
     def _root(self) -> str:
         return next(iter(self._modules))
 
-    def _suspects(self) -> dict[str, Again]:
+    def _suspects(self) -> dict[str, SecondCall]:
         """Returns the worst call of each innermost module whose results are far from those of the same call in fp32."""
-        found: dict[str, tuple[float, Again]] = {}
+        found: dict[str, tuple[float, SecondCall]] = {}
 
-        def tell(again: Again) -> None:
+        def tell(again: SecondCall) -> None:
             off = again.off_by()
             if off is None:
                 self._unchecked.setdefault(again.module, "nothing that it returns can be compared")
@@ -322,7 +337,9 @@ class _Check:
         self._forward([*(calls or [self._root])], lambda again: None, finder)
         return finder.found
 
-    def _forward(self, names: Sequence[str], tell: Callable[[Again], None], finder: LossFinder | None = None) -> None:
+    def _forward(
+        self, names: Sequence[str], tell: Callable[[SecondCall], None], finder: LossFinder | None = None
+    ) -> None:
         """Runs the closure without a backward pass, with calls of modules made again in fp32."""
         modules = {name: self._modules[name] for name in names}
         shadow = Shadow(modules, tell, self._fail, device_type=first_device(self._roots).type, watch=finder)
@@ -340,7 +357,7 @@ class _Check:
     def _lost(
         self,
         names: Sequence[str],
-        suspects: Mapping[str, Again],
+        suspects: Mapping[str, SecondCall],
         losses: Mapping[str, Loss],
         edits: tuple[Edit, ...],
         errors: tuple[Damage, Damage],
@@ -362,7 +379,11 @@ class _Check:
         )
 
 
-def _own(again: Again) -> str:
+def _bases(module: nn.Module) -> tuple[type, ...]:
+    return plain_class(type(module)).__mro__
+
+
+def _own(again: SecondCall) -> str:
     got, want = again.worst()
     off = share(again.off_by() or 0.0)
     return f"what the module returns is off by {off} of its spread, at worst {got:.6g} in place of {want:.6g}"

@@ -63,9 +63,9 @@ def trace_step(session: Session, closure: Callable[[], Any], *, precision: bool)
             take_step(rehearsal, loss, taken)
         found += absorbed_findings(rehearsal, tracer)  # it rewinds
         if comparable:
-            known = {each.place.partition(",")[0] for each in found if each.severity != "note"}
+            known = {each.place for each in found if each.severity != "note"}
             also = precision_findings(rehearsal, taken)
-            found += [each for each in also if each.severity == "note" or each.place.partition(",")[0] not in known]
+            found += [each for each in also if each.severity == "note" or each.place not in known]
     return found, tracer.rounded
 
 

@@ -234,7 +234,8 @@ def _often_skipped(course: _Course) -> Headline | None:
 
 def _lost_updates(course: _Course) -> Headline | None:
     sums = course.gathered.kinds.get(UPDATE)
-    if sums is None or course.plan.get("master") != "none" or course.is_plain:
+    rounds = course.plan.get("rounding") == "stochastic"  # then they come on average
+    if sums is None or course.plan.get("master") != "none" or rounds or course.is_plain:
         return None
     share = _share(sums, "lost", "nonzero")
     if share[0] <= LOST_UPDATES:

@@ -98,7 +98,8 @@ class Batch:
     `states` maps names to the optimizer's state tensors, in the order in which its kernels take them, in the dtype of
     the full weight. An optimizer that counts its updates has the counts in `steps` (0-dim fp32); an update increments
     them before it uses them. With `whole`, weights are not cut into parts, as the update needs their norms. With
-    `kept`, `states` are codes unless its kind is "full", and all parameters have `steps`.
+    `kept`, `states` are codes unless its kind is "full", and all parameters have `steps`. A law of whole matrices gets
+    the parameters as `owners`, since weights may be shards of them, and computes low products in fp32 with `emulate`.
 
     A batch is reused from step to step while its tensors and their memory stay the same. Only `grads` change, and they
     keep their dtypes, shapes and memory layouts. `memory` is for an implementation to keep what it derives from the
@@ -113,6 +114,8 @@ class Batch:
     steps: list[Tensor] = field(default_factory=list)
     whole: bool = False
     kept: Kept | None = None
+    owners: list[Tensor] = field(default_factory=list)
+    emulate: bool = False
     memory: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -237,7 +240,8 @@ def mapped(batch: Batch, change: Callable[[list[Tensor]], list[Tensor]]) -> Batc
 def _part(batch: Batch, part: list[tuple[int, int, int]]) -> Batch:
     cut = mapped(batch, lambda tensors: [_piece(tensors[i], *ends) for i, *ends in part] if tensors else [])
     kept = batch.kept.cut(part) if batch.kept else None
-    return replace(cut, steps=[batch.steps[i] for i, _, _ in part] if batch.steps else [], kept=kept)
+    steps, owners = ([of[i] for i, _, _ in part] if of else [] for of in (batch.steps, batch.owners))
+    return replace(cut, steps=steps, kept=kept, owners=owners)
 
 
 def _piece(t: Tensor, start: int, end: int) -> Tensor:

@@ -104,27 +104,20 @@ def _random_bits(index, step, number, WHICH: tl.constexpr):
 
 
 @triton.jit
-def _spots(row, count, start, left, KEPT: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr):
-    """Returns the places of a block's elements, their mask, and with KEPT the groups (n, 1), their mask and indices.
+def _groups(row, count, start, left, BLOCK: tl.constexpr):
+    """Returns places and mask of the elements of a block's groups (n, 64), number and mask of each, and indices.
 
-    With KEPT, blocks and `left` are counted in groups of 64 elements that share a base, see train/optim/codes.py.
+    `start` is a number of elements, `left` one of groups, as they share a base (train/optim/codes.py). An index is that
+    in the whole tensor.
     """
-    if KEPT:
-        length, stride = tl.load(row + 12 * count), tl.load(row + 13 * count)
-        group = start // 64 + tl.arange(0, BLOCK // 64)[:, None]
-        present = group < start // 64 + left
-        each = (length + 63) // 64
-        column = group % each * 64 + tl.arange(0, 64)[None, :]
-        at = group // each * length + column
-        mask = present & (column < length)
-        index = (tl.load(row + 11 * count) + group // each * stride + column).to(tl.uint32)
-    else:
-        at, group, present, index = start + tl.arange(0, BLOCK), None, None, None
-        if MASKED:
-            mask = tl.arange(0, BLOCK) < left
-        else:
-            mask = None
-    return at, mask, group, present, index
+    length, stride = tl.load(row + 12 * count), tl.load(row + 13 * count)
+    group = start // 64 + tl.arange(0, BLOCK // 64)[:, None]
+    present = group < start // 64 + left
+    each = (length + 63) // 64
+    column = group % each * 64 + tl.arange(0, 64)[None, :]
+    at = group // each * length + column
+    index = (tl.load(row + 11 * count) + group // each * stride + column).to(tl.uint32)
+    return at, present & (column < length), group, present, index
 
 
 @triton.jit
@@ -278,7 +271,14 @@ def _adam_block(
     NEAREST: tl.constexpr, ALIGNED: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
 ):
     KEPT: tl.constexpr = ROUNDS or WIDTH != "full"
-    at, mask, group, present, index = _spots(row, count, start, left, KEPT, MASKED, BLOCK)
+    if KEPT:
+        at, mask, group, present, index = _groups(row, count, start, left, BLOCK)
+    else:
+        at, group, present = start + tl.arange(0, BLOCK), None, None
+        if MASKED:
+            mask = tl.arange(0, BLOCK) < left
+        else:
+            mask = None
     g = _gradient(grad, 0, at, mask, factor, GRAD, SCALED, MAXIMIZE, ALIGNED)
     w = _load_weight(weight, extra, 0, at, mask, LAYOUT, KIND, ALIGNED)
     if KEPT:
@@ -367,7 +367,14 @@ def _sgd_block(
     MASKED: tl.constexpr, BLOCK: tl.constexpr,
 ):
     KEPT: tl.constexpr = ROUNDS or WIDTH != "full"
-    at, mask, group, present, index = _spots(row, count, start, left, KEPT, MASKED, BLOCK)
+    if KEPT:
+        at, mask, group, present, index = _groups(row, count, start, left, BLOCK)
+    else:
+        at, group, present = start + tl.arange(0, BLOCK), None, None
+        if MASKED:
+            mask = tl.arange(0, BLOCK) < left
+        else:
+            mask = None
     g = _gradient(grad, 0, at, mask, factor, GRAD, SCALED, MAXIMIZE, ALIGNED)
     w = _load_weight(weight, extra, 0, at, mask, LAYOUT, KIND, ALIGNED)
     if KEPT:

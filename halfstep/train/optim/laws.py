@@ -9,6 +9,7 @@ in the last place for some values.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,8 @@ import torch
 from torch import Tensor
 
 from halfstep.torch_internals import foreach_norm
-from halfstep.train.kernels.batch import Batch, Code, Options, as_real
+from halfstep.train.kernels.batch import Batch, Code, Options, as_real, in_layout_of
+from halfstep.train.processes.shards import like, local, spread, whole
 
 Number = float | Tensor
 _SLOW = 0.99
@@ -48,6 +50,8 @@ class Row:
     numbers: Callable[[Group], tuple[float, ...]] = lambda group: ()  # of its own that `native` and `triton` take
     compiled: Callable[[Group], bool] = lambda group: True  # whether these three know what the options ask for
     codes: Callable[[Group], tuple[Code, ...]] = lambda group: ()  # of the states in 8 bits; other states stay fp32
+    coarse: bool = True  # whether 8 bits are enough for them; else bf16
+    gathers: bool = False  # it takes whole matrices, and gathers those of sharded weights
 
     def __post_init__(self) -> None:
         if self.whole and (self.native or self.triton):
@@ -239,6 +243,53 @@ NOVOGRAD = Row(
     counts=True,
     whole=True,
 )  # fmt: skip
+
+
+def muon(batch: Batch, group: Group) -> Iterator[list[Tensor]]:
+    """Jordan et al. 2024, as torch.optim.Muon, operation by operation."""
+    lr, momentum, name = group["lr"], group["momentum"], group["adjust_lr_fn"]
+    for w, g, (held,), owner in zip(
+        batch.weights, batch.grads, zip(*batch.states.values(), strict=True), batch.owners, strict=True
+    ):
+        m = held.lerp(g, 1 - momentum)
+        u = g.lerp(m, momentum) if group["nesterov"] else m
+        own, (rows, columns) = local(owner), owner.shape
+        matrix = u.as_strided(own.shape, own.stride())
+        matrix = whole(like(owner, matrix.bfloat16()))  # as it is read
+        o = local(spread(_orthogonal(matrix, group, emulate=batch.emulate).contiguous(), owner))
+        o = in_layout_of(o, own).as_strided(w.shape, w.stride())
+        ratio = {"match_rms_adamw": 0.2 * math.sqrt(max(rows, columns))}.get(name, math.sqrt(max(1, rows / columns)))
+        if isinstance(lr, Tensor):
+            yield [w * rounded(1 - lr * group["weight_decay"], batch) - o.to(w.dtype) * rounded(lr * ratio, batch), m]
+        else:
+            yield [torch.add(w * (1 - lr * group["weight_decay"]), o, alpha=-lr * ratio), m]
+
+
+MUON = Row(
+    reads=("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn"),
+    states=lambda group: ("momentum_buffer",),
+    law=muon,
+    whole=True,
+    codes=lambda group: (Code(signed=True, stochastic=True),),
+    coarse=False,
+    gathers=True,
+)
+
+
+def _orthogonal(matrix: Tensor, group: Group, *, emulate: bool) -> Tensor:
+    """Returns the bf16 matrix that Newton and Schulz's iteration makes of another one; emulated, of fp32 products."""
+    a, b, c = group["ns_coefficients"]
+    wide = matrix.shape[0] <= matrix.shape[1]
+    x = matrix.bfloat16().clone() if wide else matrix.bfloat16().clone().T
+    x.div_(x.norm().clamp(min=group["eps"]))
+
+    def product(of: Callable[..., Tensor], *tensors: Tensor, **factors: float) -> Tensor:
+        return of(*(t.float() for t in tensors), **factors).bfloat16() if emulate else of(*tensors, **factors)
+
+    for _ in range(group["ns_steps"]):
+        gram = product(torch.matmul, x, x.T)
+        x = product(torch.addmm, x, product(torch.addmm, gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x if wide else x.T
 
 
 def _signed(beta: float) -> Code:

@@ -72,8 +72,10 @@ class OnePassStepper:
         implementations: Mapping[str, Implementation] = IMPLEMENTATIONS,
         name_of: Callable[[Parameter], str] | None = None,
         moments: Moments | None = None,
+        emulates: Callable[[], bool] = lambda: False,
     ) -> None:
         self._optimizer = optimizer
+        self._emulates = emulates
         self._moments = moments
         self._store = store
         self._row = row
@@ -237,6 +239,8 @@ class OnePassStepper:
                 dense[key] = Dense(batch, [])
             batch = dense[key].batch
             batch.weights.append(weight)
+            if self._row.gathers:
+                batch.owners.append(p.detach())
             batch.extras.extend(extra)
             batch.grads.append(_paired(grad, weight))
             dense[key].places.append(place)
@@ -252,6 +256,7 @@ class OnePassStepper:
             if batch.device != found.device:
                 own = None if factor is None else factor.to(batch.device, non_blocking=True)
                 skip = found.to(batch.device, non_blocking=True)
+            batch.emulate = self._emulates()
             update(self._row, batch, group, own, skip, self._scratch, self._implementations)
         for each in dense:
             each.batch.grads[:] = each.batch.weights  # so that `zero_grad` can free their memory

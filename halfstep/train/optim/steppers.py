@@ -158,13 +158,14 @@ def make_stepper(
     plain: bool,
     name_of: Callable[[Parameter], str] | None = None,
     moments: Moments | None = None,
+    emulates: Callable[[], bool] = lambda: False,
 ) -> Stepper:
     """Returns halfstep's update if its table has the class, else the optimizer's own step, if `plain` as it is."""
     if plain:
         return PlainStepper(optimizer)
     row = row_of(optimizer)
     if row is not None:
-        return OnePassStepper(optimizer, store, row, name_of=name_of, moments=moments)
+        return OnePassStepper(optimizer, store, row, name_of=name_of, moments=moments, emulates=emulates)
     return ForeignStepper(optimizer, store, name_of)
 
 

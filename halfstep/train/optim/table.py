@@ -21,7 +21,7 @@ from __future__ import annotations
 import inspect
 
 from torch import Tensor
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import SGD, Adam, AdamW, Muon, Optimizer
 
 from halfstep.train.optim import laws
 from halfstep.train.optim.laws import Row
@@ -31,6 +31,7 @@ TABLE: dict[type[Optimizer], Row] = {
     Adam: laws.ADAM,
     AdamW: laws.ADAM,
     SGD: laws.SGD,
+    Muon: laws.MUON,
     Lion: laws.LION,
     Lamb: laws.LAMB,
     NovoGrad: laws.NOVOGRAD,

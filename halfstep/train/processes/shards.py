@@ -41,6 +41,11 @@ def like(t: Tensor, part: Tensor) -> Tensor:
     return DTensor.from_local(part, t.device_mesh, t.placements, run_check=False, shape=t.shape, stride=t.stride())
 
 
+def whole(t: Tensor) -> Tensor:
+    """Returns all of a sharded tensor, gathered from the processes; a plain tensor is returned as is."""
+    return t.full_tensor() if is_sharded(t) else t
+
+
 def spread(value: Tensor, t: Tensor) -> Tensor:
     """Returns `value`, which has the shape of `t`, sharded like `t`; each process cuts its shard, nothing is sent."""
     if not is_sharded(t) or is_sharded(value):

@@ -277,6 +277,10 @@ def _refuse_moments(optimizers: Sequence[Optimizer], plan: Plan) -> None:
             why = f"{name}, for which halfstep has no update of its own"
         else:
             states = sorted({s for group in optimizer.param_groups for s in uncoded(row, group)})
+            if not states and not row.coarse and plan.moments == "8bit":
+                raise SetupError(
+                    f'moments="8bit" is too coarse for {name}, which orthogonalizes its momentum; use moments="bf16"'
+                )
             if not states:
                 continue
             option = " with amsgrad=True" if "max_exp_avg_sq" in states else ""
@@ -288,7 +292,7 @@ def _refuse_whole_rows(optimizers: Sequence[Optimizer], plan: Plan) -> None:
     """Refuses optimizers that have sharded parameters, if their update in halfstep needs whole weights."""
     for optimizer in optimizers:
         row = row_of(optimizer)
-        if plan.ops == "none" or row is None or not row.whole:
+        if plan.ops == "none" or row is None or not row.whole or row.gathers:
             continue
         if any(is_sharded(p) for group in optimizer.param_groups for p in group["params"]):
             raise SetupError(

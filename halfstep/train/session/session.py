@@ -305,7 +305,14 @@ class Session:
             GradientAccumulator(
                 lambda: updated_by(optimizer), self.plan.param == "low", lambda: replicas.reduced, replicas.sums
             ),
-            make_stepper(optimizer, self._store, plain=not updates, name_of=self._name_of, moments=moments),
+            make_stepper(
+                optimizer,
+                self._store,
+                plain=not updates,
+                name_of=self._name_of,
+                moments=moments,
+                emulates=lambda: self._casting.emulates,
+            ),
             needs_closure(optimizer),
         )
         undo.callback(part.stepper.close)

@@ -353,17 +353,17 @@ def log_power(x):
 @module
 def likelihood(x):
     """The product of probabilities, in place of a sum of logarithms."""
-    product = p = torch.sigmoid(x) * 0.25
+    product = p = torch.sigmoid(x) * 0.15
     for shift in range(1, 7):
         product = product * p.roll(shift, -1)
-    return product * 4.0**10
+    return product * 5.0**10
 
 
 @module
 def inverse_square(x):
     """A force that is 1/r^2 of a distance in large units."""
-    r = 1e-3 * (x.abs() + 0.8)
-    return 2e-6 / (r * r + 1e-7)
+    r = 3e-4 * (x.abs() + 0.8)
+    return torch.full_like(r, 2e-7) / (r * r + 1e-7)
 
 
 class Schedule(nn.Module):

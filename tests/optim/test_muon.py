@@ -1,0 +1,88 @@
+"""Muon's row: torch.optim.Muon to the bit, on masters, skipped, of other memory orders."""
+
+import pytest
+import torch
+from torch.nn import Parameter
+from torch.optim import Muon
+
+import halfstep
+from halfstep.errors import SetupError
+from halfstep.train.optim.masters import MasterStore
+from tests.optim.cases import MUONS, TRUE, Run, assert_same_bits, gradients, one_pass
+
+OPTIONS = pytest.mark.parametrize("options", [options for _, options in MUONS], ids=range(len(MUONS)))
+
+
+def matrices():
+    g = torch.Generator().manual_seed(1)
+    return [torch.randn(16, 24, generator=g), torch.randn(40, 8, generator=g), torch.randn(9, 5, generator=g).t()]
+
+
+def run(options, kind=None):
+    params = [Parameter(value) for value in matrices()]
+    optimizer, store = Muon(params, **options), MasterStore(kind or "none", torch.bfloat16)
+    for p in params if kind else ():
+        store.track(p)
+    return Run(params, optimizer, store, one_pass(optimizer, store))
+
+
+@OPTIONS
+def test_weights_and_momentum_are_torchs_to_the_bit(options):
+    ours, theirs = run(options), [Parameter(value) for value in matrices()]
+    peer = Muon(theirs, **options)
+    exact = not isinstance(options["lr"], torch.Tensor)
+    for seed in range(5):
+        grads = gradients(ours.params, seed)
+        ours.step(grads)
+        for p, grad in zip(theirs, grads, strict=True):
+            p.grad = grad.clone()
+        peer.step()
+    for p, q in zip(ours.params, theirs, strict=True):
+        torch.testing.assert_close(p, q, rtol=0 if exact else 1e-5, atol=0 if exact else 1e-6)
+    for index, entry in peer.state_dict()["state"].items():
+        assert torch.equal(ours.optimizer.state_dict()["state"][index]["momentum_buffer"], entry["momentum_buffer"])
+
+
+def test_masters_go_as_full_weights_do_and_a_skip_changes_nothing():
+    full, split = run({"lr": 0.02}), run({"lr": 0.02}, "split")
+    for seed in range(4):
+        grads = [grad.bfloat16() for grad in gradients(full.params, seed)]
+        full.step([grad.float() for grad in grads])
+        split.step(grads)
+    assert_same_bits(split.values(), full.values())
+    before = split.everything()
+    split.step([torch.full_like(p, torch.nan) for p in split.params], found=TRUE)
+    assert_same_bits(split.everything(), before)
+
+
+def test_emulated_products_are_those_of_bf16():
+    runs = [run({"lr": 0.02}), run({"lr": 0.02})]
+    runs[1].stepper._emulates = lambda: True
+    for each in runs:
+        each.step(gradients(each.params, 0))
+    for p, q in zip(runs[0].params, runs[1].params, strict=True):
+        torch.testing.assert_close(p, q, rtol=0, atol=0.02 * 0.02)
+
+
+@pytest.mark.parametrize("moments", ["full", "bf16"])
+def test_a_session_trains_with_it_without_a_wait(moments):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 96, bias=False), torch.nn.Linear(96, 8, bias=False))
+    optimizer = Muon(model.parameters(), lr=0.02)
+    x, y = torch.randn(32, 64), torch.randn(32, 8)
+    with halfstep.initialize(model, optimizer, "O2", low="bf16", moments=moments) as session:
+        losses = []
+        for _ in range(10):
+            losses.append(torch.nn.functional.mse_loss(model(x), y))
+            session.backward(losses[-1])
+            assert not session.step().synced
+            optimizer.zero_grad()
+        assert losses[-1] < 0.7 * losses[0]
+        bytes_of_each = session.status().memory["optimizer"] / sum(p.numel() for p in model.parameters())
+        assert bytes_of_each == pytest.approx(4 if moments == "full" else 2, abs=0.3)
+
+
+def test_eight_bits_are_refused():
+    model = torch.nn.Linear(8, 8, bias=False)
+    with pytest.raises(SetupError, match=r'moments="8bit" is too coarse for Muon.*use moments="bf16"'):
+        halfstep.initialize(model, Muon(model.parameters()), "O2", low="bf16", moments="8bit")
