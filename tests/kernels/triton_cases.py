@@ -80,14 +80,14 @@ def states_of(storage, options, full):
     """The states of full weights as a storage keeps them, and what its batch has as `kept`: places of shards."""
     row, width = row_of(options), KEPT.get(storage, "full")
     codes = dict(zip(row.states(options), row.codes(options), strict=False))
-    sizes = [max(1, t.numel() // max(1, t.shape[0] if t.dim() else 1)) for t in full]
+    sizes = [max(1, t.numel() // (t.shape[0] if t.dim() > 1 else 1)) for t in full]
     places = [Place(i, 5 * i, size, size + 3 * i) for i, size in enumerate(sizes)]
     if width == "full":
-        states = {name: new([torch.full_like(t, row.start) for t in full]) for name in row.states(options)}
+        states = {name: [torch.full_like(t, row.start) for t in full] for name in row.states(options)}
         return states, Kept("full", True, tuple(codes.values()), places, {}) if storage in KEPT else None
     each = [moments._new(t, place, width, codes) for t, place in zip(full, places, strict=True)]
     bases = {name: [b.kept.bases[name][0] for b in each] for name in codes if width == "8bit"}
-    states = {name: new([b.states[name][0] for b in each]) for name in codes}
+    states = {name: [b.states[name][0] for b in each] for name in codes}
     return states, Kept(width, "rounded" in storage, tuple(codes.values()), places, bases)
 
 
@@ -101,6 +101,7 @@ def batch_of(storage, options, device):
     else:
         weights, extras = [value.to(low) for value in full], full if layout == "copy" else []
     states, kept = states_of(storage, options, full)
+    states = {name: new(tensors) for name, tensors in states.items()}
     steps = [torch.zeros((), device=device) for _ in full] if row_of(options).counts or kept else []
     return Batch(layout, new(weights), new(extras) if extras else [], [], states, steps, kept=kept)
 
@@ -162,7 +163,7 @@ def compare(options_name, storage, steps, device="cpu"):
                 grads[2].fill_(float("inf"))
             now = options if isinstance(lr, torch.Tensor) else {**options, "lr": lr / (1 + step)}
             update(row_of(options), replace(batch, grads=grads), now, factor, found, scratch, table)
-    moved = [not torch.equal(a, b) for a, b in zip(start, values(batches[0]), strict=True) if a.numel()]
+    moved = [not torch.equal(a, b) for a, b in zip(start, values(batches[0]), strict=True) if a.numel() > 1]
     assert all(moved), "an update that changes nothing is no update"
     pairs = zip(values(batches[0]), values(batches[1]), strict=True)
     return max(distance(one, other) for one, other in pairs)
