@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -34,7 +35,11 @@ import halfstep
 from halfstep import NumericsError
 from halfstep.errors import HalfstepError, SessionError
 from halfstep.sharded import is_sharded
-from halfstep.train.processes.shards import reshard
+from halfstep.train.optim.masters import MasterStore
+from halfstep.train.optim.moments import Moments
+from halfstep.train.optim.step import OnePassStepper
+from halfstep.train.optim.table import TABLE
+from halfstep.train.processes.shards import local, reshard
 from tests.replicas import Sent, digest
 
 LEVELS = ("O1", "O2", "O3")
@@ -375,6 +380,32 @@ def parallel(rank, level, low, kind):
     return losses, norms, state, skipped
 
 
+LARGE = {"full": 65, "8bit": 201}  # rows: for moments in codes as many as make weights of 4096 elements
+MATRICES = (6, 1024), (7, 700), (7, 96), (5, 3, 640)  # rows: uneven over 2 and 3, fewer elements than codes are for
+
+
+def coded(rank, kept, *dims):
+    """Returns the weights after ten updates with moments in codes, split along `dims` of a mesh (None: replicated)."""
+    size = dist.get_world_size() if dims else 1
+    shape = (size,) if len(dims) < 2 else (2, size // 2)
+    mesh = init_device_mesh("cpu", shape) if dims else None
+    g = torch.Generator().manual_seed(0)
+
+    def spread(t):
+        where = [Replicate() if dim is None else Shard(dim) for dim in dims]
+        return t if mesh is None else distribute_tensor(t, mesh, where)
+
+    params = [nn.Parameter(spread(torch.randn(shape, generator=g))) for shape in MATRICES]
+    optimizer = torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1)
+    moments = Moments(optimizer, kept, (), lambda p: str(tuple(p.shape)))
+    stepper = OnePassStepper(optimizer, MasterStore("none", torch.bfloat16), TABLE[torch.optim.AdamW], moments=moments)
+    for _ in range(10):
+        grads = [local(spread(torch.randn(shape, generator=g) ** 5)) for shape in MATRICES]
+        stepper.step(params, grads, None, torch.tensor(False))
+    state = [t for entry in optimizer.state_dict()["state"].values() for t in entry.values()]
+    return [digest([t.full_tensor() if is_sharded(t) else t]) for t in [*params, *state]]
+
+
 def states(net, optimizer):
     """Returns a number of the whole fp32 weights and optimizer states, which is that of no other bits."""
     model, optim = get_state_dict(net, optimizer)
@@ -385,12 +416,12 @@ def states(net, optimizer):
     return len(values), formats == {torch.float32}, digest([t.full_tensor() if is_sharded(t) else t for t in values])
 
 
-def saved(rank, level, low, folder):
+def saved(rank, level, low, folder, moments="full"):
     """Trains, saves in two formats, and trains on; returns what was saved, and what came of it."""
     size = dist.get_world_size()
-    net = shard(made(), level, low)
+    net = shard(made(hidden=LARGE[moments]), level, low)
     optimizer = adamw(net)
-    session = halfstep.initialize(net, optimizer, level, low=low)
+    session = halfstep.initialize(net, optimizer, level, low=low, moments=moments)
     train(net, optimizer, session, 3, rank=rank, size=size)
     model, optim = get_state_dict(net, optimizer)
     dcp.save({"model": model, "optim": optim, "session": session.state_dict()}, checkpoint_id=f"{folder}/dcp")
@@ -406,16 +437,16 @@ def saved(rank, level, low, folder):
     return found
 
 
-def loaded(rank, level, low, folder, form, kind):
+def loaded(rank, level, low, folder, form, kind, moments="full"):
     """Loads into other weights, of a `kind` of training; returns what came, and what came of further training."""
     size = dist.get_world_size()
-    net = made()
+    net = made(hidden=LARGE[moments])
     with torch.no_grad():
         for p in net.parameters():
             p.mul_(0.5)
     net = shard(net, level, low) if kind == "sharded" else net
     optimizer = adamw(net)
-    session = None if kind == "torch" else halfstep.initialize(net, optimizer, level, low=low)
+    session = None if kind == "torch" else halfstep.initialize(net, optimizer, level, low=low, moments=moments)
     if form == "full":
         model, optim, state = torch.load(f"{folder}/full.pt", weights_only=False)
         given = ({}, {}) if rank and kind == "sharded" else (model, optim)

@@ -51,6 +51,8 @@ CASES |= {
     "gathered tensor": (sharded.gathered, ("blame", "tensor")),
     "not gathered": (sharded.not_gathered, ()),
 }
+CODED = (0,), (1,)
+CASES |= {f"coded {dims}": (sharded.coded, ("8bit", *dims)) for dims in CODED}
 SLOW_CASES = ("O1 bf16", "O2 fp16", "O3 bf16", "O1 fp16 full")
 SAVED = [("O1", "fp16"), ("O2", "bf16"), ("O3", "bf16")]
 FORMS = ("dcp", "full")
@@ -69,9 +71,18 @@ def checkpoints(folder, *, save):
     return cases
 
 
+def coded_checkpoint(folder):
+    where = str(folder / "8bit")
+    return {
+        "8bit saved": (sharded.saved, ("O2", "bf16", where, "8bit")),
+        "8bit loaded": (sharded.loaded, ("O2", "bf16", where, "dcp", "sharded", "8bit")),
+    }
+
+
 def pooled(folder, slow):
     cut = {how: (sharded.cut_short, (str(folder / how), how)) for how in ("missing", "truncated")}
-    cases = CASES | checkpoints(folder, save=True) | cut
+    (folder / "8bit").mkdir(exist_ok=True)
+    cases = CASES | checkpoints(folder, save=True) | coded_checkpoint(folder) | cut
     return {name: case for name, case in cases.items() if slow or not name.startswith(SLOW_CASES)}
 
 
@@ -402,3 +413,28 @@ def test_a_checkpoint_that_was_cut_short_is_an_error_in_all_processes_and_change
 def test_compiled_blocks_train_alike(level, process_group):
     expected, *_ = sharded.trained(0, level, "bf16", 2)
     assert sharded.trained(0, level, "bf16", 2, compiled="aot_eager")[0] == expected
+
+
+def assert_coded(found, dims):
+    whole, two_bytes = sharded.coded(0, "8bit"), sharded.coded(0, "bf16")
+    expected = [whole[0], two_bytes[1], *whole[2:4]] if 1 in dims else whole  # 350 columns are no whole groups
+    assert [each[f"coded {dims}"][: len(expected)] for each in found] == [expected] * len(found)
+
+
+@pytest.mark.parametrize("dims", CODED)
+def test_moments_in_codes_give_the_same_bits_however_weights_are_split(dims, found):
+    assert_coded(found, dims)
+
+
+def test_a_checkpoint_of_moments_in_codes_goes_on_bit_for_bit_and_is_one_of_torch(found, pool_folder, process_group):
+    truth = found[0]["8bit saved"]
+    assert [each[key] for each in found for key in ("8bit saved", "8bit loaded")] == [truth] * 4
+    for kind in ("plain", "torch"):
+        came, _, _ = sharded.loaded(0, "O2", "bf16", f"{pool_folder}/8bit", "dcp", kind, "8bit")
+        assert list(came) == truth[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "dims"), [(3, (0,)), (4, (None, 0)), (4, (0, 1))])
+def test_moments_in_codes_give_the_same_bits_in_more_processes(size, dims, tmp_path):
+    assert_coded(replicas.run(tmp_path, size, {f"coded {dims}": (sharded.coded, ("8bit", *dims))}), dims)

@@ -9,8 +9,8 @@ from functools import partial
 
 import torch
 
-from halfstep.train.kernels.batch import Batch, Scratch, is_dense
-from halfstep.train.optim import laws
+from halfstep.train.kernels.batch import Batch, Kept, Place, Scratch, is_dense
+from halfstep.train.optim import laws, moments
 from halfstep.train.optim.implementations import IMPLEMENTATIONS, update
 from halfstep.train.optim.split import join, split
 
@@ -42,7 +42,15 @@ STORAGES = {  # layout, dtype of the weights, dtypes that the gradients have in 
     "copy-fp16": ("copy", FP16, [FP16, FP32]),
     "low-bf16": ("low", BF16, [BF16]),
     "low-fp16": ("low", FP16, [FP16]),
+    "full-8bit": ("full", FP32, [FP32]),
+    "split-8bit": ("split", BF16, [BF16]),
+    "split-bf16-moments": ("split", BF16, [BF16]),
+    "low-rounded": ("low", BF16, [BF16]),
+    "low-rounded-8bit": ("low", BF16, [BF16]),
 }
+KEPT = {"full-8bit": "8bit", "split-8bit": "8bit", "split-bf16-moments": "bf16", "low-rounded": "full"}
+KEPT |= {"low-rounded-8bit": "8bit"}
+MATRIX = [(o, s) for o in OPTIONS for s in STORAGES if s not in KEPT or not OPTIONS[o].get("amsgrad")]
 SHAPES = [(7, 19), (0,), (1100,), (), (2, 3, 2, 2), (37,)]
 
 
@@ -68,7 +76,23 @@ def new(values):
     return copies
 
 
-def batch_of(layout, low, options, device):
+def states_of(storage, options, full):
+    """The states of full weights as a storage keeps them, and what its batch has as `kept`: places of shards."""
+    row, width = row_of(options), KEPT.get(storage, "full")
+    codes = dict(zip(row.states(options), row.codes(options), strict=False))
+    sizes = [max(1, t.numel() // (t.shape[0] if t.dim() > 1 else 1)) for t in full]
+    places = [Place(i, 5 * i, size, size + 3 * i) for i, size in enumerate(sizes)]
+    if width == "full":
+        states = {name: [torch.full_like(t, row.start) for t in full] for name in row.states(options)}
+        return states, Kept("full", True, tuple(codes.values()), places, {}) if storage in KEPT else None
+    each = [moments._new(t, place, width, codes) for t, place in zip(full, places, strict=True)]
+    bases = {name: [b.kept.bases[name][0] for b in each] for name in codes if width == "8bit"}
+    states = {name: [b.states[name][0] for b in each] for name in codes}
+    return states, Kept(width, "rounded" in storage, tuple(codes.values()), places, bases)
+
+
+def batch_of(storage, options, device):
+    layout, low, _ = STORAGES[storage]
     g = torch.Generator().manual_seed(1)
     full = [torch.randn(shape, generator=g).to(device) for shape in SHAPES]
     full[4] = full[4].contiguous(memory_format=torch.channels_last)
@@ -76,15 +100,10 @@ def batch_of(layout, low, options, device):
         weights, extras = (list(part) for part in zip(*map(split, full), strict=True))
     else:
         weights, extras = [value.to(low) for value in full], full if layout == "copy" else []
-    row = row_of(options)
-    return Batch(
-        layout,
-        new(weights),
-        new(extras) if extras else [],
-        [],
-        {name: new([torch.full_like(value, row.start) for value in full]) for name in row.states(options)},
-        [torch.zeros((), device=device) for _ in full] if row.counts else [],
-    )
+    states, kept = states_of(storage, options, full)
+    states = {name: new(tensors) for name, tensors in states.items()}
+    steps = [torch.zeros((), device=device) for _ in full] if row_of(options).counts or kept else []
+    return Batch(layout, new(weights), new(extras) if extras else [], [], states, steps, kept=kept)
 
 
 def gradients(batch, dtypes, step):
@@ -100,11 +119,11 @@ def distance(one, other):
     """The largest number of representable numbers that lie between two tensors, element by element."""
     if not one.numel():
         return 0
-    kind = {2: torch.int16, 4: torch.int32}[one.element_size()]
+    kind = {1: torch.int8, 2: torch.int16, 4: torch.int32}[one.element_size()]
     low, high = (t.contiguous().view(kind).long() for t in (one, other))
     smallest = torch.iinfo(kind).min
     low, high = (torch.where(t < 0, smallest - t, t) for t in (low, high))
-    if torch.equal(one.isnan(), other.isnan()) and not one.isnan().any():
+    if kind is torch.int8 or (torch.equal(one.isnan(), other.isnan()) and not one.isnan().any()):
         return int((low - high).abs().max())
     return -1
 
@@ -116,7 +135,7 @@ def values(batch):
     else:
         yield from batch.weights
         yield from batch.extras
-    for tensors in batch.states.values():
+    for tensors in (*batch.states.values(), *(batch.kept.bases.values() if batch.kept else ())):
         yield from tensors
     yield from batch.steps
 
@@ -129,9 +148,9 @@ def compare(options_name, storage, steps, device="cpu"):
     lr = options["lr"]
     if isinstance(lr, torch.Tensor):
         options = {**options, "lr": lr.to(device)}
-    layout, low, dtypes = STORAGES[storage]
+    dtypes = STORAGES[storage][2]
     tables = [{"triton": implementation()}, {"eager": IMPLEMENTATIONS["eager"]}]
-    batches = [batch_of(layout, low, options, device) for _ in tables]
+    batches = [batch_of(storage, options, device) for _ in tables]
     scratches = [Scratch() for _ in tables]
     assert kernels.fits(replace(batches[0], grads=gradients(batches[0], dtypes, 0)))
     start = [value.clone() for value in values(batches[0])]
@@ -144,7 +163,7 @@ def compare(options_name, storage, steps, device="cpu"):
                 grads[2].fill_(float("inf"))
             now = options if isinstance(lr, torch.Tensor) else {**options, "lr": lr / (1 + step)}
             update(row_of(options), replace(batch, grads=grads), now, factor, found, scratch, table)
-    moved = [not torch.equal(a, b) for a, b in zip(start, values(batches[0]), strict=True) if a.numel()]
+    moved = [not torch.equal(a, b) for a, b in zip(start, values(batches[0]), strict=True) if a.numel() > 1]
     assert all(moved), "an update that changes nothing is no update"
     pairs = zip(values(batches[0]), values(batches[1]), strict=True)
     return max(distance(one, other) for one, other in pairs)
@@ -171,10 +190,10 @@ def skip_changes_nothing(options_name, storage, device="cpu"):
     """Whether every bit is as it was after a skip with infinite and NaN gradients."""
 
     options = OPTIONS[options_name]
-    layout, low, dtypes = STORAGES[storage]
-    batch = batch_of(layout, low, options, device)
+    dtypes = STORAGES[storage][2]
+    batch = batch_of(storage, options, device)
     table = {"triton": implementation()}
-    for tensor in values(replace(batch, layout="full")):
+    for tensor in values(replace(batch, layout="full", kept=None)):
         tensor.neg_()  # zeros of the state too: a -0.0 that came back as 0.0 would show
     before = [t.contiguous().view(torch.uint8 if t.dim() else t.dtype).clone() for t in written(batch)]
     for bad in (float("inf"), float("nan"), 1.0):
@@ -186,7 +205,7 @@ def skip_changes_nothing(options_name, storage, device="cpu"):
 
 
 def written(batch):
-    return [*batch.weights, *batch.extras, *batch.steps, *(t for ts in batch.states.values() for t in ts)]
+    return [*batch.weights, *batch.extras, *values(replace(batch, layout="copy", weights=[], extras=[]))]
 
 
 def read(tensors, device="cpu"):
@@ -311,8 +330,9 @@ def compiled(settings, storage="split", lengths=(2000,)):
             weights,
             extras if layout in ("split", "copy") else [],
             [torch.zeros(w.shape, dtype=dtypes[0]) for w in weights],
-            {name: [torch.zeros(w.shape) for w in weights] for name in row_of(options).states(options)},
+            states_of(storage, options, zeros)[0],
             [torch.zeros(3)[i % 3] for _ in weights],  # addresses that are multiples of 16, and others
+            kept=states_of(storage, options, zeros)[1],
         )
         flags = torch.zeros(32, dtype=torch.bool)
         row = row_of(options)

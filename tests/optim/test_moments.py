@@ -79,6 +79,7 @@ def test_a_checkpoint_goes_to_torch_and_to_other_plans_and_back():
     for other in (theirs.state_dict(), full[1].state_dict(), pickle.loads(pickle.dumps(opt)).state_dict(),
                   copy.deepcopy(opt).state_dict()):  # fmt: skip
         for state, ours in zip(other["state"].values(), plain["state"].values(), strict=True):
+            assert state.keys() == ours.keys()
             assert_same_bits(list(state.values()), [ours[name] for name in state])
     train(*full, range(3))
     opt.load_state_dict(full[1].state_dict())  # which are no codes: the next step rounds them
@@ -172,11 +173,11 @@ def test_bytes_of_a_parameter_between_backward_and_step(level, options, bytes_ea
     assert sum(memory.values()) / sum(p.numel() for p in model.parameters()) == pytest.approx(bytes_each, abs=0.02)
 
 
-def compared(steps, gradient, kept, lr=0.0, eps=1e-8):
+def compared(steps, gradient, kept, lr=0.0, eps=1e-8, implementation="eager"):
     """Yields the states and the updates of the same gradients, with moments kept as asked and exact."""
     weights = [[nn.Parameter(torch.zeros(64, 64))] for _ in range(2)]
     runs = [
-        own_run(AdamW, {"lr": lr, "eps": eps, "weight_decay": 0.0}, params=w, kept=k)
+        own_run(AdamW, {"lr": lr, "eps": eps, "weight_decay": 0}, implementation=implementation, params=w, kept=k)
         for w, k in zip(weights, (kept, None), strict=True)
     ]
     for step in range(steps):
@@ -193,18 +194,22 @@ both = pytest.mark.parametrize("kept", ["bf16", "8bit"])
 @both
 def test_a_second_moment_follows_gradients_that_jump(kept):
     jump = torch.where(torch.arange(64) % 2 == 0, 10.0, 0.1)
-    *_, (runs, _) = compared(2500, lambda step: torch.randn(64, 64) * (jump if step >= 500 else 1.0), kept)
+    *_, (runs, _) = compared(
+        2500, lambda step: torch.randn(64, 64) * (jump if step >= 500 else 1.0), kept, implementation=None
+    )
     got, exact = (run.optimizer.state_dict()["state"][0]["exp_avg_sq"] for run in runs)
     ratios = (got / exact).sqrt()
     assert all(0.95 <= float(part.median()) <= 1.05 for part in (ratios[:, ::2], ratios[:, 1::2]))
 
 
 @both
-def test_no_update_grows_beside_dead_elements_nor_where_gradients_are_small(kept):
-    scales, worst = torch.exp(2 * torch.randn(64, 64)) * (torch.rand(64, 64) < 0.5), 0.0
-    for step, (_, (got, exact)) in enumerate(
-        compared(300, lambda s: torch.randn(64, 64) * scales + (s % 50 == 49) * 1e-5, kept, lr=1.0)
-    ):
+def test_no_update_grows_beside_elements_that_are_nearly_dead(kept):
+    hot, worst = torch.exp(torch.randn(64, 64)) * (torch.rand(64, 64) < 0.5), 0.0
+
+    def gradient(step):  # sometimes a little for the others, of any magnitude
+        return torch.randn(64, 64) * (hot + (step % 50 == 49) * torch.exp(-15 * torch.rand(64, 64)))
+
+    for step, (_, (got, exact)) in enumerate(compared(300, gradient, kept, lr=1.0)):
         assert step or float(got.abs().max()) <= 1.01
         worst = max(worst, float(got.abs().max() / exact.abs().max()))
     assert worst <= 2.5
