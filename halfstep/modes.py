@@ -170,52 +170,32 @@ class OpMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's cla
             local.inside, local.made = False, None
 
 
-class Above:
-    """Enters a mode and, above it, a recorder, which sees operations before the mode does; may be entered again."""
-
-    def __init__(self, mode: AbstractContextManager[Any], recorder: TorchDispatchMode) -> None:
-        self._mode, self._recorder = mode, recorder
-
-    def __enter__(self) -> None:
-        self._mode.__enter__()
-        self._recorder.__enter__()  # type: ignore[no-untyped-call]
-
-    def __exit__(self, *error: Any) -> None:
-        self._recorder.__exit__(*error)  # type: ignore[no-untyped-call]
-        self._mode.__exit__(*error)
-
-
 class _Uncompiled:
     """Sets torch.compile's stance to eager while any caller requests this, and then restores the earlier stance."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # a finalizer may release in the middle of another's turn
         self._holders: set[object] = set()
-        self._ours: Any = None
+        self._ours: list[Any] = []  # our stance, if it is set
 
-    def enter(self) -> object:
-        holder = object()
-        with self._lock:
-            self._holders.add(holder)
-            try:
-                self._settle()
-            except BaseException:
-                self._holders.discard(holder)
-                raise
-        return holder
+    def enter(self, holder: object) -> None:
+        try:
+            with self._lock:
+                self._holders.add(holder)
+                if not self._ours:  # it takes effect at once; one bytecode sets and keeps it, as a Ctrl-C may come
+                    self._ours.extend(map(torch.compiler.set_stance, ("force_eager",)))
+        except BaseException:
+            self.leave(holder)
+            raise
 
     def leave(self, holder: object) -> None:
+        """Ends the request of `holder`; may be called again, if a Ctrl-C has come in the middle."""
         with self._lock:
-            if holder in self._holders:
-                self._holders.discard(holder)
-                self._settle()
-
-    def _settle(self) -> None:
-        if self._holders and self._ours is None:
-            self._ours = torch.compiler.set_stance("force_eager")  # takes effect at once, and remembers that before
-        elif not self._holders and self._ours is not None:
-            ours, self._ours = self._ours, None
-            end_stance(ours)
+            if self._holders == {holder}:
+                for ours in self._ours:
+                    end_stance(ours)
+                self._ours.clear()
+            self._holders.discard(holder)
 
 
 _UNCOMPILED = _Uncompiled()
@@ -224,7 +204,7 @@ _UNCOMPILED = _Uncompiled()
 
 def run_uncompiled() -> Callable[[], None]:
     """Makes compiled code run eagerly until the returned function is called; a second call of it does nothing."""
-    holder = _UNCOMPILED.enter()
+    _UNCOMPILED.enter(holder := object())
     return lambda: _UNCOMPILED.leave(holder)
 
 
@@ -242,13 +222,30 @@ def put_on_top(mode: OpMode) -> Callable[[], None]:
 
 
 @contextmanager
-def uncompiled() -> Iterator[None]:
-    """Makes compiled code run eagerly inside a `with`."""
-    release = run_uncompiled()
+def uncompiled(*modes: TorchDispatchMode) -> Iterator[None]:
+    """Puts modes on the stack for a `with`, the last on top, and makes compiled code run eagerly inside.
+
+    A Ctrl-C anywhere leaves none of this on.
+    """
+    holder, before = object(), mode_stack()
+
+    def leave() -> None:
+        for mode in reversed(modes):
+            while mode_stack().count(mode) > before.count(mode):
+                take_off(mode, threading.get_ident())
+        _UNCOMPILED.leave(holder)
+
     try:
-        yield
-    finally:
-        release()
+        try:
+            _UNCOMPILED.enter(holder)
+            for mode in modes:
+                mode.__enter__()  # type: ignore[no-untyped-call]
+            yield
+        finally:
+            leave()
+    except BaseException:  # a Ctrl-C may have come in the middle of leaving
+        leave()
+        raise
 
 
 def ordinary_tensors() -> AbstractContextManager[Any]:

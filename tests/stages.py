@@ -74,22 +74,25 @@ def alone(setting, steps=4):
     return found
 
 
-def scheduled(rank, setting, replicas=1):
+def scheduled(rank, setting, wrap=None):
     """Trains a stage by torch's schedule; an infinite gradient appears in the first stage alone, in the second step."""
     at = rank % 2
     stage, stages = whole()[at], None
     level, options = SETTINGS[setting]
-    if replicas > 1:
-        mesh = dist.device_mesh.init_device_mesh("cpu", (replicas, 2), mesh_dim_names=("data", "stages"))
-        fully_shard(stage, mesh=mesh["data"], mp_policy=halfstep.fsdp_policy(level, low=options["low"]))
+    if wrap is not None:
+        mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "stages"))
         stages = mesh["stages"].get_group()
+    if wrap == "FSDP2":
+        fully_shard(stage, mesh=mesh["data"], mp_policy=halfstep.fsdp_policy(level, low=options["low"]))
     optimizers = optimizers_of(stage, apart=at == 0)
     session = halfstep.initialize(stage, optimizers, level, **options)
 
     def loss_fn(out, target):
         return (out - target).square().mean() * scale
 
-    pipeline = PipelineStage(stage, at, 2, torch.device("cpu"), group=stages)
+    if wrap == "DDP":  # without the option torch's reducer fails at the second step of a schedule, in fp32 too
+        wrapped = DDP(stage, process_group=mesh["data"].get_group(), find_unused_parameters=True)
+    pipeline = PipelineStage(wrapped if wrap == "DDP" else stage, at, 2, torch.device("cpu"), group=stages)
     schedule = ScheduleGPipe(pipeline, n_microbatches=BATCHES, loss_fn=loss_fn)
     norms, said = [], []
     for step in range(4):
@@ -107,9 +110,9 @@ def scheduled(rank, setting, replicas=1):
     return found
 
 
-def replicated(rank, setting):
-    """Trains stages that are each sharded over two processes, all with the same batch."""
-    return scheduled(rank, setting, replicas=2)
+def replicated(rank, setting, wrap):
+    """Trains stages that are each sharded over two processes, or replicated in them, all with the same batch."""
+    return scheduled(rank, setting, wrap)
 
 
 def given_by_hand(rank):

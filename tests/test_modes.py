@@ -105,7 +105,7 @@ def test_an_error_inside_ends_it():
 
 def test_emulation_and_others_ask_for_the_same_stance():
     release = run_uncompiled()
-    with Emulation(FP16):
+    with uncompiled(Emulation(FP16)):
         release()
         assert stance() == "force_eager"
     assert stance() == "default"

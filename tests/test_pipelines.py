@@ -43,8 +43,9 @@ def test_stages_of_a_schedule_train_as_the_whole_model_does_alone(found, setting
 
 
 @pytest.mark.slow
-def test_stages_that_are_sharded_train_as_the_whole_model_does_alone(tmp_path):
-    found = replicas.run(tmp_path, 4, {"sharded": (stages.replicated, ("O1 fp16",))})
+@pytest.mark.parametrize("wrap", ["FSDP2", "DDP"])
+def test_stages_that_are_sharded_or_replicated_train_as_the_whole_model_does_alone(tmp_path, wrap):
+    found = replicas.run(tmp_path, 4, {"sharded": (stages.replicated, ("O1 fp16", wrap))})
     _, norms, scales = stages.alone("O1 fp16")
     for at, each in enumerate(found):
         _, own, own_scales, skipped, said = each["sharded"]

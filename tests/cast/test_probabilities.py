@@ -137,6 +137,31 @@ def test_the_gradient_of_a_saturated_one_is_that_of_fp32():
     torch.testing.assert_close(model.layer.bias.grad, expected, rtol=0.01, atol=0)
 
 
+def saturating(seed, level, skips=()):
+    """Trains from logits of some 50, where fp32's sigmoid is 1 too, and leaves out steps; returns losses and skips."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 1), nn.Sigmoid())
+    optimizer, losses, skipped = torch.optim.AdamW(model.parameters(), 1e-3), [], []
+    with halfstep.initialize(model, optimizer, level, low="fp16" if level != "O0" else None) as session:
+        for step in range(60):
+            x = torch.rand(32, 64) * 255
+            optimizer.zero_grad()
+            session.backward(loss := F.binary_cross_entropy(model(x), (x[:, :1] > 127).float()))
+            if step not in skips and session.step().skipped:
+                skipped.append(step)
+            losses.append(loss.item())
+    return sum(losses[-20:]) / 20, skipped
+
+
+@pytest.mark.parametrize("seed", [0, 1, 11])
+def test_a_run_gets_stuck_where_one_in_fp32_does_that_leaves_out_the_same_steps(seed):
+    low, skips = saturating(seed, "O2")
+    assert len(skips) > 3  # until the loss scale fits
+    full, _ = saturating(seed, "O0", skips)
+    assert (low > 20) == (full > 20) == (seed != 1)
+    assert low == pytest.approx(full, abs=1.0)
+
+
 @pytest.mark.parametrize("low", ["bf16", "fp16"])
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_denied_binary_cross_entropy_inside_is_computed_from_the_logits(level, low):

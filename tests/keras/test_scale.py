@@ -1,5 +1,6 @@
 """The loss scale in Keras against the rule in Python numbers: 200 steps, planted overflows, every kind of loop."""
 
+import unittest
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -195,6 +196,25 @@ def test_it_begins_at_the_scale_of_keras():
         for kind in (LossScaleOptimizer, keras.optimizers.LossScaleOptimizer)
     ]
     assert first == [2.0**15, 2.0**15]
+
+
+def test_keras_own_tests_of_its_loss_scale_pass(monkeypatch):
+    def as_keras(inner, initial_scale=2.0**15, dynamic_growth_steps=2000):
+        return LossScaleOptimizer(inner, Scaling("dynamic", init=initial_scale, growth_interval=dynamic_growth_steps))
+
+    theirs = pytest.importorskip("keras.src.optimizers.loss_scale_optimizer_test")
+    monkeypatch.setattr(theirs, "LossScaleOptimizer", as_keras)
+    loader = unittest.TestLoader()
+    loader.testNamePatterns = [
+        "*finite_step*",
+        "*scaling*",
+        "*iterations*",
+        "*no_vars*",
+        "*test_config*",
+    ]  # not its arguments
+    loader.loadTestsFromModule(theirs).run(result := unittest.TestResult())
+    assert result.testsRun - len(result.skipped) >= 8
+    assert result.failures + result.errors == []
 
 
 def test_hysteresis_forgives_overflows_from_the_first_step_on():

@@ -6,7 +6,7 @@ from torch.utils.checkpoint import checkpoint
 
 from halfstep.explain.tape.recorder import OpRecorder
 from halfstep.formats import FP16
-from halfstep.modes import Above
+from halfstep.modes import uncompiled
 from halfstep.torch_internals import tree_leaves
 from halfstep.train.cast.emulate import Emulation
 
@@ -16,7 +16,7 @@ LOW = torch.float16
 def found(function, *inputs, emulated=False):
     """Returns what the result of a call with fp16 inputs absorbed: who overflowed, who absorbed it, and the numbers."""
     recorder = OpRecorder([])
-    with Above(Emulation(FP16), recorder) if emulated else recorder:
+    with uncompiled(Emulation(FP16), recorder) if emulated else recorder:
         result = function(*(torch.tensor(values, dtype=LOW) for values in inputs))
     recorder.trail.end(tree_leaves(result))
     return [(each.origin.aten, each.by.aten, each) for each in recorder.trail.found]

@@ -12,7 +12,7 @@ from halfstep.explain.diagnose.diagnosis import find_origin
 from halfstep.explain.tape.nonfinite import NonFinite, finite_range, nonfinite
 from halfstep.explain.tape.recorder import OpRecorder, is_brought_in
 from halfstep.formats import FP16
-from halfstep.modes import Above
+from halfstep.modes import uncompiled
 from halfstep.train.cast.emulate import Emulation
 
 INF, NAN = torch.inf, torch.nan
@@ -178,7 +178,7 @@ def test_the_result_in_fp32_is_known():
 def test_under_emulation_operations_are_seen_as_the_caller_made_them():
     a = torch.full((1, 2), 256.0, dtype=torch.float16)
     recorder = OpRecorder([])
-    with recorder, Above(Emulation(FP16), recorder):
+    with recorder, uncompiled(Emulation(FP16), recorder):
         out = a @ a.T
     assert [note.aten for note in recorder.notes if note.aten == "mm"] == ["mm"]
     origin = find_origin(recorder, [out])

@@ -111,6 +111,7 @@ def test_what_the_format_does_not_harm_is_left_in_peace(name):
     assert checked(build) == []
     found = is_named_and_cured(build, rf"1, quiet\.py:\d+ in {name}", low="fp16")
     assert "makes values that fp16 has only every 5.96e-08" in found.evidence
+    assert found.evidence.endswith("gradients overflow")  # at 1,024 too
 
 
 @pytest.mark.slow_but(
@@ -167,16 +168,9 @@ class Casts(nn.Linear):
 
 ODD = {  # the model's own code, a plant, and the place
     "choices": (lambda own, y: y.gather(-1, own.plant(y)), lambda: Does(lambda x: (600 + x).argsort(-1)), "plant"),
-    "cast by hand": (
-        lambda own, y: torch.sin((y * 100 + 4000).to(own.head.weight.dtype) - 4000), nn.Identity, r"\(model\)",
-    ),
-    "in place": (
-        lambda own, y: (own.plant(y), y)[1], lambda: Does(lambda x: x.add_(400).log_().sub_(5.99).mul_(400)), "plant",
-    ),
-    "one dimension": (
-        lambda own, y: torch.tanh(y) * own.plant(y)[:, None],
-        lambda: Does(lambda x: ((x + 300).roll(1, -1) - (x + 300))[:, 0]), "plant",
-    ),
+    "casts": (lambda own, y: torch.sin((y * 100 + 4000).to(own.head.weight.dtype) - 4000), nn.Identity, r"\(model\)"),
+    "written": (lambda own, y: (own.plant(y), 400 * y)[1], lambda: Does(lambda x: x.add_(400).log_().sub_(6)), "plant"),
+    "flat": (lambda own, y: y * own.plant(y)[:, None], lambda: Does(lambda x: ((x + 300) - 300)[:, 0]), "plant"),
     "a format given": (lambda own, y: own.plant(y, y.dtype), lambda: Casts(WIDTH, WIDTH), "plant"),  # no rule fits it
 }  # fmt: skip
 
@@ -190,12 +184,6 @@ def test_odd_forms_are_named_and_cured(name):
 def test_a_module_below_the_limit_is_named_where_the_model_is_above():
     given = lambda: torch.randn(quiet.MANY, 3, 6, 6)  # noqa: E731
     is_named_and_cured(lambda: Cnn(quiet.log_returns()), "plant, .* in log_returns", "O1", "fp16", given)
-
-
-def test_gradients_that_overflow_at_any_scale_are_said_to():
-    (found,) = checked(lambda: quiet.sequential(quiet.Slope), "O1", "fp16")
-    assert found.evidence.endswith("gradients overflow")
-    assert found.cure == (Rule("1", FULL),)
 
 
 @pytest.mark.parametrize(("compared", "gradient"), [(1, 0.0), (2, None)])
@@ -374,16 +362,11 @@ def test_an_operation_that_makes_a_small_error_large_is_said_to():
     assert found.evidence.startswith("grid_sampler_2d makes large errors of small ones in its inputs, and gives ")
 
 
-def test_a_rule_names_a_class_where_all_its_modules_lose():
-    (found,) = checked(lambda: quiet.Layers(quiet.spread))
-    assert found.cure == (Rule("type:Spread", FULL),)
-
-
 @pytest.mark.parametrize(
     ("take", "why"),
     [
-        (lambda queue: queue.pop(), "IndexError: pop from empty list"),
-        (lambda queue: [queue.pop() for _ in range(len(queue))], "ValueError: it returned 0 values, not 1"),
+        (list.pop, "IndexError: pop from empty list"),
+        (lambda queue: [queue.pop() for _ in queue[:]], "ValueError: it returned 0 values, not 1"),
     ],
 )
 def test_calls_that_cannot_be_made_again_are_named(take, why):
@@ -410,12 +393,10 @@ def test_an_object_that_a_module_writes_to_is_written_once():
     def forward(own, y):
         cache = SimpleNamespace(seen=[])
         y = own.plant(y, cache)
-        lengths.append(len(cache.seen))
+        assert len(cache.seen) == 1
         return y
 
-    lengths = []
     is_named_and_cured(lambda: Own(forward, Keeps()), "plant, .* in spread")
-    assert set(lengths) == {1}
 
 
 def test_both_values_are_those_of_the_worst_call():

@@ -76,8 +76,8 @@ class Counter:
                 found = self._look(steps, numbers.read())
         self._steps.append((parts, skipped, bad, scales))
         if self._coming is None and len(self._steps) >= WINDOW:
-            self._coming = self._steps, Later(_numbers(self._steps, self._device))
-            self._steps = []
+            steps, self._steps = self._steps, []  # first: a Ctrl-C in the next line leaves no list that grows
+            self._coming = steps, Later(_numbers(steps, self._device))
         return found
 
     def rest(self, watched: Watched) -> None:

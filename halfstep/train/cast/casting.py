@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from types import TracebackType
 from typing import Any
 
@@ -16,11 +17,12 @@ from torch.nn.utils.parametrize import ParametrizationList
 from halfstep.errors import PlanError
 from halfstep.formats import FP32, Format
 from halfstep.machine import WideBackward
+from halfstep.modes import uncompiled
 from halfstep.plan.matching import enterable
 from halfstep.plan.optable import effective
 from halfstep.plan.plan import Plan
 from halfstep.plan.resolve import ModuleFormats
-from halfstep.torch_internals import compiled_inside, in_backward, is_out_of_memory
+from halfstep.torch_internals import TorchDispatchMode, compiled_inside, in_backward, is_out_of_memory
 from halfstep.train.cast.emulate import Emulation
 from halfstep.train.cast.enter import Entrances
 from halfstep.train.cast.functions import patch_functions
@@ -43,14 +45,14 @@ class Casting:
         self._tells = _TellsOfCopies(plan.low)
         self._opened, self._installed = ExitStack(), ExitStack()
         self._install: Callable[[], Undo] = lambda: lambda: None
-        self._over: list[Callable[[Mode], Mode]] = []
+        self._over: list[tuple[TorchDispatchMode, ...]] = []  # by who looks at operations
         self._outermost: list[Casts] = []
         self._begin: Callable[[], None] | None = None
         self._lent: Callable[[], Mode] = nullcontext
         self._leaves: dict[int, bool] = {}  # places in the code whose probabilities leave the model, and that do not
         self._as_written = 0  # how many contexts that ask for it are open
 
-    def _made(self, emulate: bool) -> tuple[OpEngine | None, Mode | None]:
+    def _made(self, emulate: bool) -> tuple[OpEngine | None, Emulation | None]:
         low, table = self._plan.low, self._plan.ops == "table"
         device_type = self._device.type
         wide = () if emulate else self._wide_backward  # emulation computes it in fp32 by itself
@@ -66,7 +68,7 @@ class Casting:
             self._start_again(*before)
             raise
 
-    def _start_again(self, engine: OpEngine | None, emulation: Mode | None) -> None:
+    def _start_again(self, engine: OpEngine | None, emulation: Emulation | None) -> None:
         self._installed.close()
         self._opened.close()
         self._engine, self._emulation = engine, emulation
@@ -190,12 +192,7 @@ class Casting:
         """Returns a context in which each emulated product is one operation, while somebody looks at operations."""
         if self._emulation is None:
             return nullcontext()
-        return self._wrapped(self._emulation) if self._over else self._tells
-
-    def _wrapped(self, mode: Mode) -> Mode:
-        for wrap in self._over:
-            mode = wrap(mode)
-        return mode
+        return uncompiled(self._emulation, *chain(*self._over)) if self._over else self._tells
 
     def region(self) -> Mode:
         """Returns a context in which ops run as the plan's table says."""
@@ -242,13 +239,13 @@ class Casting:
             torch.clear_autocast_cache()
 
     @contextmanager
-    def over_emulation(self, wrapped: Callable[[Mode], Mode]) -> Iterator[None]:
-        """A context in which `wrapped(mode)` replaces the emulation's mode; may end in any order."""
-        self._over.append(wrapped)
+    def over_emulation(self, *modes: TorchDispatchMode) -> Iterator[None]:
+        """A context in which emulation runs as its mode, with `modes` above it; may end in any order."""
+        self._over.append(modes)
         try:
             yield
         finally:
-            self._over.remove(wrapped)
+            self._over.remove(modes)
 
     @contextmanager
     def before_forwards(self, begin: Callable[[], None]) -> Iterator[None]:

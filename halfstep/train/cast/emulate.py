@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from halfstep.errors import FormatError
 from halfstep.formats import LOW_FORMATS, Format
-from halfstep.modes import as_called, in_parts, is_composite, run_uncompiled
+from halfstep.modes import as_called, in_parts, is_composite
 from halfstep.torch_internals import (
     ADDMM_ACTIVATION,
     FLASH_ATTENTION_CPU,
@@ -109,8 +108,8 @@ class Emulation(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
     is a product of mixed formats, which torch refuses. Emulation is also fast: a CPU without fp16 units takes a hundred
     times as long for its own fp16 products as for fp32 ones.
 
-    A mode may be entered again inside itself. Code compiled by `torch.compile` runs eagerly inside, because a dispatch
-    mode and compiled code exclude each other.
+    A mode may be entered again inside itself. A dispatch mode and compiled code exclude each other: where code may be
+    compiled, enter it by `uncompiled(mode)`.
 
     Raises:
         FormatError: `low` is neither fp16 nor bf16.
@@ -128,18 +127,6 @@ class Emulation(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         super().__init__()  # type: ignore[no-untyped-call]
         self.low = low
         self._dtype = low.dtype
-        self._eager: list[Callable[[], None]] = []  # what ends eager code, one an entry, whichever thread's
-
-    def __enter__(self) -> Emulation:
-        self._eager.append(run_uncompiled())
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
-        self._eager.pop()()
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.formats import needs_scale
-from halfstep.modes import Above
 from halfstep.plan.plan import Plan
 from halfstep.stack import begin_pass
 from halfstep.torch_internals import TorchDispatchMode
@@ -66,8 +65,8 @@ class Runtime:
 
     def whole_products(self) -> AbstractContextManager[None]:
         """Returns a context in which each emulated product is one operation, forward and backward."""
-        return self.casting.over_emulation(lambda emulation: emulation)
+        return self.casting.over_emulation()
 
     def under(self, mode: TorchDispatchMode) -> AbstractContextManager[None]:
         """Returns a context in which the dispatch mode `mode` sees operations before emulation changes them."""
-        return self.casting.over_emulation(lambda emulation: Above(emulation, mode))
+        return self.casting.over_emulation(mode)
