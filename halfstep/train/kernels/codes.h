@@ -68,18 +68,13 @@ inline uint32_t noise(uint32_t bits) {
 
 // ---- two bytes ------------------------------------------------------------------------------------------------------
 
+// A NaN stays one. Weights without a master are rounded as a first state is.
 template <int kState>
 __attribute__((noinline)) void to_bf16(const float* __restrict from, const uint32_t* __restrict random,
                                        uint16_t* __restrict to, int64_t n) {
-  for (int64_t i = 0; i < n; i++) to[i] = uint16_t((bits(from[i]) + (noise<kState>(random[i]) >> 4)) >> 16);
-}
-
-// Weights without a master; a NaN stays one.
-__attribute__((noinline)) void to_bf16_weight(const float* __restrict from, const uint32_t* __restrict random,
-                                              uint16_t* __restrict to, int64_t n) {
   for (int64_t i = 0; i < n; i++) {
-    const uint32_t u = bits(from[i]);
-    to[i] = uint16_t((u + ((u & ~kSign) > 0x7F800000u ? 0 : random[i] >> 16)) >> 16);
+    const uint32_t u = bits(from[i]), added = noise<kState>(random[i]) >> 4;
+    to[i] = uint16_t((u + ((u & ~kSign) > 0x7F800000u ? 0 : added)) >> 16);
   }
 }
 

@@ -219,7 +219,7 @@ void for_each_block(const Tensors& b, const Common& c, const Optimizer& optimize
       if (b.layout == kSplit) split(opened, (uint16_t*)b.weights[t] + at, (int16_t*)b.extras[t] + at, n);
       else if (b.rounds) {
         random_bits(b, t, 1, runs, count, random);
-        to_bf16_weight(w, random, (uint16_t*)b.weights[t] + at, n);
+        to_bf16<0>(w, random, (uint16_t*)b.weights[t] + at, n);
       } else if (b.layout != kFull) store_low(b.format, w, b.weights[t], at, n);
     }
   }

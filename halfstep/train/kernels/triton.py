@@ -143,6 +143,14 @@ def _load_state(
 
 
 @triton.jit
+def _store_rounded(address, at, value, mask, noise, ALIGNED: tl.constexpr):
+    """Stores bf16 values, rounded stochastically by 16 random bits."""
+    bits = value.to(tl.int32, bitcast=True)
+    added = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0, noise.to(tl.int32))
+    _store_as(address, 0, at, (bits + added) >> 16, mask, tl.int16, ALIGNED)
+
+
+@triton.jit
 def _store_state(
     state, base, at, value, mask, group, present, noise, WIDTH: tl.constexpr, SIGNED: tl.constexpr,
     STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr,
@@ -151,8 +159,7 @@ def _store_state(
     if WIDTH == "full":
         _store_as(state, 0, at, value, mask, tl.float32, ALIGNED)
     elif WIDTH == "bf16":
-        bits = value.to(tl.int32, bitcast=True) + (noise >> 4).to(tl.int32)
-        _store_as(state, 0, at, bits >> 16, mask, tl.int16, ALIGNED)
+        _store_rounded(state, at, value, mask, noise >> 4, ALIGNED)
     else:
         bits = tl.where(mask, value, 0.0).to(tl.int32, bitcast=True)
         magnitude = bits & 0x7FFFFFFF
@@ -177,14 +184,6 @@ def _store_state(
         else:
             _store_as(state, 0, at, code, mask, tl.uint8, ALIGNED)
         _store_as(base, 0, group, tl.where(near, least, -1 - least), present, tl.int16, False)
-
-
-@triton.jit
-def _store_rounded(weight, at, value, mask, random, ALIGNED: tl.constexpr):
-    """Stores a bf16 weight without a master, rounded stochastically."""
-    bits = value.to(tl.int32, bitcast=True)
-    added = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0, (random >> 16).to(tl.int32))
-    _store_as(weight, 0, at, (bits + added) >> 16, mask, tl.int16, ALIGNED)
 
 
 @triton.jit
@@ -304,7 +303,7 @@ def _adam_block(
         highest = v
     w = w - tl.div_rn(m, tl.div_rn(tl.sqrt_rn(highest), root) + eps) * size
     if ROUNDS:
-        _store_rounded(weight, at, w, mask, _random_bits(index, step, number, 1), ALIGNED)
+        _store_rounded(weight, at, w, mask, _random_bits(index, step, number, 1) >> 16, ALIGNED)
     else:
         _store_weight(weight, extra, 0, at, w, mask, LAYOUT, KIND, ALIGNED)
     _store_state(mean, base1, at, m, mask, group, present, noise1, WIDTH, True, not NEAREST, ALIGNED)
@@ -392,7 +391,7 @@ def _sgd_block(
         else:
             g = held
     if ROUNDS:
-        _store_rounded(weight, at, w - g * lr, mask, _random_bits(index, step, number, 1), ALIGNED)
+        _store_rounded(weight, at, w - g * lr, mask, _random_bits(index, step, number, 1) >> 16, ALIGNED)
     else:
         _store_weight(weight, extra, 0, at, w - g * lr, mask, LAYOUT, KIND, ALIGNED)
 

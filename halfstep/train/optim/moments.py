@@ -54,7 +54,7 @@ class Moments:
         self._optimizer, self._width, self._full = optimizer, width, {id(p) for p in full}
         self._rounds = rounds
         self._held: dict[int, _Held] = {}
-        self._kinds: dict[int, Width] = {}
+        self._kinds: dict[Parameter, Width] = {}
         self._undo = [
             optimizer.register_state_dict_post_hook(self._widen).remove,
             put_over(optimizer, "__getstate__", self._pickled),
@@ -62,17 +62,17 @@ class Moments:
         cut = [name_of(p) for p in self._members() if self.kind(p) not in ("full", width)]
         if cut:
             _LOG.warning(
-                "moments of %d weights are kept in bf16, because their shards or their memory order cut the groups of "
-                "%d neighbours that 8-bit moments share a base in: %s", len(cut), GROUP, ", ".join(cut[:5])
+                "moments of %d weights are kept in bf16, 2 bytes each, because their shards or their memory order cut the "
+                "groups of %d neighbours that 8-bit moments share a base in: %s", len(cut), GROUP, ", ".join(cut[:5])
             )  # fmt: skip
 
     def kind(self, p: Parameter) -> Width:
         """Returns how the moments of a parameter are kept; "full": in fp32, in `optimizer.state`."""
-        if id(p) not in self._kinds:
+        if p not in self._kinds:
             small = p.dim() < 2 or p.numel() < LEAST or p.dtype not in (torch.float32, torch.bfloat16, torch.float16)
             full = small or id(p) in self._full
-            self._kinds[id(p)] = "full" if full or not self.codes else self._width if _keeps_groups(p) else "bf16"
-        return self._kinds[id(p)]
+            self._kinds[p] = "full" if full or not self.codes else self._width if _keeps_groups(p) else "bf16"
+        return self._kinds[p]
 
     def empty(self, p: Parameter, low: bool, codes: Mapping[str, Code]) -> Kept | None:
         """Returns how a batch of parameters like `p` is kept, still empty; None if it needs no codes or random bits."""
