@@ -62,7 +62,7 @@ class Moments:
         cut = [name_of(p) for p in self._members() if self.kind(p) not in ("full", width)]
         if cut:
             _LOG.warning(
-                "moments of %d weights are kept in bf16, 2 bytes each, because their shards or their memory order cut the "
+                "moments of %d weights are kept in bf16, 2 bytes each, as their shards or their memory order cut the "
                 "groups of %d neighbours that 8-bit moments share a base in: %s", len(cut), GROUP, ", ".join(cut[:5])
             )  # fmt: skip
 
