@@ -2,6 +2,7 @@
 
     python benchmarks/accuracy.py --data FOLDER                       # all of it, about 25 minutes on 2 cores
     python benchmarks/accuracy.py --data FOLDER --workload imdb_lstm  # one workload, 5 to 11 minutes
+    python benchmarks/accuracy.py --workload char_lm --low bf16 --moments full,bf16,8bit --results FOLDER
 
 The criterion: the mean over seeds of (validation loss - validation loss of O0) is at most the larger of two standard
 deviations of O0 over seeds and 2% of its loss. Each finished seed is a JSON file in the folder of results and is not
@@ -26,7 +27,7 @@ import torch
 
 from halfstep.errors import HalfstepError
 from halfstep.explain.report.json import to_json
-from halfstep.formats import BF16, FP16
+from halfstep.formats import as_format
 from halfstep.lab.bench.bench import bench
 from halfstep.lab.bench.variants import entries
 from halfstep.lab.workloads.load import load_workload
@@ -136,7 +137,9 @@ def _mean(values: Sequence[float]) -> str:
     return f"{mean(values):.4f}" if values else "-"
 
 
-def run_seed(name: str, seed: int, data: Path | None, steps: int, device: torch.device) -> BenchResult:
+def run_seed(
+    name: str, seed: int, data: Path | None, steps: int, device: torch.device, lows: str, moments: str
+) -> BenchResult:
     """Returns the runs of one workload and seed, with what is going on printed to stderr."""
     workload = load_workload(name, data=None if name == "char_lm" else data)
     shown = -1
@@ -149,7 +152,7 @@ def run_seed(name: str, seed: int, data: Path | None, steps: int, device: torch.
 
     return bench(
         workload,
-        entries(LEVELS, (BF16, FP16), read_facts(device), peer=False),
+        entries(LEVELS, map(as_format, lows.split(",")), read_facts(device), peer=False, moments=moments.split(",")),
         steps=steps,
         seeds=(seed,),
         device=device,
@@ -165,6 +168,8 @@ def main() -> int:
     parser.add_argument("--data", type=Path, help="folder that holds cifar10/ and imdb/; not needed for char_lm")
     parser.add_argument("--workload", choices=list(STEPS), action="append", help="only this one; repeatable")
     parser.add_argument("--seed", type=int, choices=SEEDS, action="append", help="only this one; repeatable")
+    parser.add_argument("--low", default="bf16,fp16", help="low formats")
+    parser.add_argument("--moments", default="full", help="how the optimizer's averages are kept: full, bf16, 8bit")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="a GPU computes fp16 as it is")
     parser.add_argument("--steps", type=int, help="training steps (default: 120 to 312, by workload)")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
@@ -178,7 +183,8 @@ def main() -> int:
                 print(f"{path.name} is there already", file=sys.stderr)
                 continue
             steps = options.steps or STEPS[name]
-            result = run_seed(name, seed, options.data, steps, torch.device(options.device))
+            how = options.low, options.moments
+            result = run_seed(name, seed, options.data, steps, torch.device(options.device), *how)
             if not result.complete:
                 print("interrupted; run the same command again to go on", file=sys.stderr)
                 return 130
