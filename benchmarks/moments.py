@@ -29,8 +29,11 @@ from torch import Tensor, nn
 
 import halfstep
 from halfstep.lab.workloads.load import load_workload
+from halfstep.train.kernels.batch import Code
+from halfstep.train.optim.codes import decode, encode
 
 SHAPES = [(64, 64)]
+SPREADS = (0.5, 1.5, 2.5)
 STALL = 2500  # steps, of which gradients are small after 500
 SETTINGS = {"d": "128", "layers": "4", "heads": "4", "length": "64", "batch": "16"}
 COLUMNS = ("bytes", "error .999", "largest", "error .95", "largest", "stall", "dead rows", "tiny", "inf", "resumes")
@@ -244,6 +247,44 @@ def candidates() -> dict[str, Any]:
     return found
 
 
+def spreads() -> None:
+    """Prints what codes of the first moment add to it at beta1 0.9, over its own rms, where gradients differ in size."""
+    code, row = Code(signed=True, stochastic=False), 64
+
+    def softsign(m: Tensor) -> Tensor:
+        scale = torch.exp2(m.abs().amax(1, keepdim=True).clamp_min(1e-38).log2().ceil())
+        y = m / scale
+        z = (2 * y / (1 + y.abs()) * 127).round() / 127
+        return z / (2 - z.abs()) * scale
+
+    kinds = {
+        "halfstep: 3 exponent bits or 4": lambda m: decode(*encode(m, None, code)),
+        "always 4 exponent bits": lambda m: decode(*encode(torch.cat([m, m[:, :1] * 0 + 1e-30], 1), None, code))[
+            :, :row
+        ],
+        "softsign": softsign,
+        "bf16": lambda m: m.bfloat16().float(),
+    }
+    print(
+        "\n| first moment | " + " | ".join(f"spread e^{s}" for s in SPREADS) + " |\n| --- |" + " --- |" * len(SPREADS)
+    )
+    for name, kept in kinds.items():
+        cells = []
+        for spread in SPREADS:
+            g = torch.Generator().manual_seed(0)
+            size = torch.exp(torch.randn(256, row, generator=g) * spread) * 1e-3
+            exact, own, off, rms = (torch.zeros(256, row, dtype=torch.float64) for _ in range(4))
+            for t in range(400):
+                grad = size * torch.randn(256, row, generator=g)
+                exact = exact * 0.9 + grad.double() * 0.1
+                own = kept(own.float() * 0.9 + grad * 0.1).double()
+                if t >= 100:
+                    off, rms = off + (own - exact).square(), rms + exact.square()
+            ratio = (off / rms).sqrt()
+            cells.append(f"{ratio.median():.3f} ({ratio.flatten().quantile(0.99):.2f})")
+        print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
+
+
 def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -272,6 +313,7 @@ def main() -> None:
         numbers = [boxes[name].bytes(), *errors[name], stall(make), dead_rows(make), tiny(make)]
         words = [f"{number:,.3g}" for number in numbers] + [str(f(make)) for f in (keeps_its_state, resumes)]
         print(f"| {name} | " + " | ".join(words) + " |", flush=True)
+    spreads()
 
 
 if __name__ == "__main__":
