@@ -248,8 +248,9 @@ def candidates() -> dict[str, Any]:
 
 
 def spreads() -> None:
-    """Prints what codes of the first moment add to it at beta1 0.9, over its own rms, where gradients differ in size."""
+    """Prints the error of codes of the first moment at beta1 0.9, over its own rms, where gradients differ in size."""
     code, row = Code(signed=True, stochastic=False), 64
+    far = torch.full((256, 1), 1e-30)  # in each group, so that it takes 4 exponent bits
 
     def softsign(m: Tensor) -> Tensor:
         scale = torch.exp2(m.abs().amax(1, keepdim=True).clamp_min(1e-38).log2().ceil())
@@ -259,9 +260,7 @@ def spreads() -> None:
 
     kinds = {
         "halfstep: 3 exponent bits or 4": lambda m: decode(*encode(m, None, code)),
-        "always 4 exponent bits": lambda m: decode(*encode(torch.cat([m, m[:, :1] * 0 + 1e-30], 1), None, code))[
-            :, :row
-        ],
+        "always 4 exponent bits": lambda m: decode(*encode(torch.cat([m, far], 1), None, code))[:, :row],
         "softsign": softsign,
         "bf16": lambda m: m.bfloat16().float(),
     }
