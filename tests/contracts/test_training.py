@@ -51,15 +51,17 @@ def test_gradients_below_the_smallest_fp16_number_need_loss_scaling(plan):
 
 
 @pytest.mark.parametrize("steps", [500, pytest.param(10_000, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("master", ["none", "copy", "split"])
+@pytest.mark.parametrize("master", ["none", "none-stochastic", "copy", "split"])
 def test_updates_of_relative_size_2_to_the_minus_13(master, steps):
-    """bf16 keeps 8 significant bits: 1 - 2**-13 rounds to 1, so without a master the weight never moves."""
+    """bf16 keeps 8 significant bits: 1 - 2**-13 rounds to 1, so without a master the weight never moves,
+    unless it is rounded stochastically: then it moves as it should, on average."""
     model = nn.Linear(1, 1, bias=False)
     with torch.no_grad():
         model.weight.fill_(1.0)
     opt = torch.optim.SGD(model.parameters(), lr=2.0**-13)
-    plan = "O3" if master == "none" else "O2"
-    session = halfstep.initialize(model, opt, plan, low="bf16", **({} if master == "none" else {"master": master}))
+    master, _, rounding = master.partition("-")
+    plan, options = ("O3", {"rounding": rounding or "nearest"}) if master == "none" else ("O2", {"master": master})
+    session = halfstep.initialize(model, opt, plan, low="bf16", **options)
     weight, expected = model.weight, torch.ones(())
     for _ in range(steps):
         opt.zero_grad()
@@ -67,7 +69,9 @@ def test_updates_of_relative_size_2_to_the_minus_13(master, steps):
         session.step()
         expected = expected - 2.0**-13
     value = model.state_dict()["weight"].item()
-    if master == "none":
+    if rounding:
+        assert value == pytest.approx(expected.item(), abs=0.02)
+    elif master == "none":
         assert value == 1.0
     else:
         assert value == expected.item()

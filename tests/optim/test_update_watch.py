@@ -69,7 +69,8 @@ def test_an_update_is_the_change_of_the_full_value(name, low, kind):
             resolution = torch.finfo(torch.float32).eps * before[p].abs().max()
             if name == "O3":  # only the stored weight is there afterwards
                 stored = (before[p].double() + update).float()
-                assert (stored - after).abs().max() <= 1.01 * (after.abs() * torch.finfo(p.dtype).eps).max() / 2 + 1e-7
+                step = (after.abs() * torch.finfo(p.dtype).eps).max() / (1 if low == "bf16" else 2)  # at random or not
+                assert (stored - after).abs().max() <= 1.01 * step + 1e-7
             else:
                 torch.testing.assert_close(update, expected, rtol=1e-4, atol=2 * float(resolution))
 

@@ -22,7 +22,7 @@ NONE, DYNAMIC, ONE = Scaling("none"), Scaling("dynamic"), Scaling("static", init
         Plan("O1", FP16, "full", "table", "full", "none", DYNAMIC),
         Plan("O2", BF16, "low", "table", "full", "split", NONE),
         Plan("O2", FP16, "low", "table", "full", "copy", DYNAMIC),
-        Plan("O3", BF16, "low", "table", "low", "none", NONE),
+        Plan("O3", BF16, "low", "table", "low", "none", NONE, rounding="stochastic"),
         Plan("O3", FP16, "low", "table", "low", "none", ONE),
     ],
     ids=lambda plan: f"{plan.name}-{plan.low}",
