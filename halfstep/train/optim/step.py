@@ -225,14 +225,15 @@ class OnePassStepper:
             layout = self._store.trained_layout(p, partial(named, p, self._name_of))
             weight = as_real(local(p).detach())
             extra = [self._store.extra(p)] if layout in ("copy", "split") else []
+            kept = None if self._moments is None else self._moments.empty(p, layout == "low", self._codes(group))
             if grad.is_sparse:
                 grad = widened(grad)
-                rows = None if names or group["weight_decay"] else touched_rows(layout, weight, extra, grad)
+                alone = kept is None and not names and not group["weight_decay"]
+                rows = touched_rows(layout, weight, extra, grad) if alone else None
                 if rows is not None:
                     sparse.append(rows)
                     continue
                 grad = grad.to_dense()
-            kept = None if self._moments is None else self._moments.empty(p, layout == "low", self._codes(group))
             key = (layout, p.device, weight.dtype, is_dense(weight), kept and kept.kind)
             if key not in dense:
                 batch = Batch(layout, [], [], [], {name: [] for name in names}, whole=self._row.whole, kept=kept)
