@@ -77,6 +77,19 @@ def test_updates_of_relative_size_2_to_the_minus_13(master, steps):
         assert value == expected.item()
 
 
+def test_rows_of_sparse_gradients_are_rounded_stochastically_too():
+    table = nn.Embedding(50, 8, sparse=True)
+    nn.init.ones_(table.weight)
+    opt = torch.optim.SGD(table.parameters(), lr=2.0**-12)
+    with halfstep.initialize(table, opt, "O3", low="bf16") as session:
+        for _ in range(200):
+            session.backward(table(torch.tensor([1, 2])).float().sum())
+            session.step()
+            opt.zero_grad()
+    assert table.weight[1].mean().item() == pytest.approx(1 - 200 * 2.0**-12, abs=0.01)
+    assert torch.equal(table.weight[0], torch.ones(8))
+
+
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
 def test_copy_and_split_train_bit_identically(optimizer):
     results = []
