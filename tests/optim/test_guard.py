@@ -47,17 +47,6 @@ def tick(scheduler):
     scheduler.step(1.0) if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) else scheduler.step()
 
 
-def test_the_step_is_stopped_and_comes_back():
-    optimizer = optimizer_of()
-    undo = forbid_step(optimizer, MESSAGE)
-    with pytest.raises(SessionError, match=r"session.step\(\)"):
-        optimizer.step()
-    undo()
-    assert "step" not in vars(optimizer)
-    optimizer.step()
-    undo()
-
-
 def test_the_original_step_is_found_below_guards_and_schedulers():
     optimizer = optimizer_of()
     plain = original_step(optimizer)

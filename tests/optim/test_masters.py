@@ -30,13 +30,6 @@ def test_a_tracked_parameter_is_stored_low_and_rounded_half_away(kind, low):
     assert_same_bits([p], [round_half_away(value, low)])
 
 
-@WITH_MASTER
-def test_the_full_value_is_the_one_that_was_tracked(kind, low):
-    value = torch.randn(5, 7)
-    store, p = tracked(kind, low, value.clone())
-    assert_same_bits([store.full(p)], [value])
-
-
 @pytest.mark.parametrize("low", [BF16, FP16])
 def test_without_a_master_the_full_value_is_the_weight(low):
     store, p = tracked("none", low, torch.randn(5))

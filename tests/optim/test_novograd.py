@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch.nn import Parameter
 
 from halfstep.train.optim.optimizers import NovoGrad
 from tests.optim.cases import NOVOGRADS, gradients, own_run
@@ -47,17 +46,3 @@ def test_weights_and_state_are_the_textbooks(options, dtype):
         for got, value in zip((p.detach(), state["exp_avg"], state["norm"]), expected, strict=True):
             value = torch.as_tensor(value, dtype=torch.float64)
             torch.testing.assert_close(got.double(), value, rtol=tolerance, atol=tolerance)
-
-
-def test_steps_by_hand():
-    """The first gradient over its norm, 5; then norms 5 and 0 mixed half and half as squares."""
-    p = Parameter(torch.tensor([1.0, 2.0]))
-    optimizer = NovoGrad([p], lr=0.5, betas=(0.0, 0.5), eps=0.0, bias_correction=False)
-    p.grad = torch.tensor([3.0, 4.0])
-    assert optimizer.step(lambda: 7.0) == 7.0
-    torch.testing.assert_close(p.detach(), torch.tensor([0.7, 1.6]))
-    assert optimizer.state[p]["norm"].item() == 5.0
-    p.grad = torch.zeros(2)
-    optimizer.step()
-    torch.testing.assert_close(optimizer.state[p]["norm"], torch.tensor(12.5**0.5))
-    assert set(optimizer.state[p]) == {"exp_avg", "norm", "step"}

@@ -34,34 +34,6 @@ def test_nothing_is_read_on_the_host(cls, options, kind):
         run.step(gradients(run.params, 3))
 
 
-@pytest.mark.slow
-def test_ten_thousand_small_updates_are_lost_without_a_master_and_kept_with_one():
-    """Each is 2^-13 of the weight at first; a bf16 value in [1, 2) is left by 2^-8, half a place, at least."""
-    runs = {kind: alone(SGD, torch.tensor([1.0, -1.0, 1.5]), kind, lr=1.0) for kind in KINDS}
-    direction = torch.tensor([2.0**-13, -(2.0**-13), 1.5 * 2.0**-13])
-    plain = Parameter(torch.tensor([1.0, -1.0, 1.5]))
-    plain.grad = -direction
-    torchs_own = SGD([plain], lr=1.0)
-    for _ in range(10_000):
-        torchs_own.step()
-        for p, _, _, stepper in runs.values():
-            stepper.step([p], [-direction.to(p.dtype)], None, FALSE)
-    full, none, copy, split = (runs[kind][1].full(runs[kind][0]) for kind in KINDS)
-    assert none.tolist() == [1.0, -1.0, 1.5]
-    torch.testing.assert_close(full, torch.tensor([1.0, -1.0, 1.5]) + 10_000 * direction, rtol=1e-4, atol=0)
-    assert_same_bits([full, copy, split], [plain.detach()] * 3)
-    assert_same_bits([runs["copy"][0]], [runs["split"][0]])
-
-
-def test_a_first_momentum_is_the_gradient_also_after_skips():
-    p, _, optimizer, stepper = alone(SGD, [1.0, 1.0], lr=0.5, momentum=0.9)
-    for bad in (float("inf"), float("nan")):
-        stepper.step([p], [torch.tensor([bad, bad])], None, TRUE)
-    stepper.step([p], [torch.tensor([2.0, -0.0])], None, FALSE)
-    assert_same_bits([optimizer.state[p]["momentum_buffer"]], [torch.tensor([2.0, -0.0])])
-    assert p.tolist() == [0.0, 1.0]
-
-
 def test_state_that_no_update_has_reached_is_that_of_none():
     """Step 0 and zeros: who loads it, torch's own step too, goes on as from no state."""
     run = own_run(AdamW, {})
@@ -69,24 +41,6 @@ def test_state_that_no_update_has_reached_is_that_of_none():
     run.stepper.close()
     states = run.optimizer.state_dict()["state"].values()
     assert all(not value.any() for entry in states for value in entry.values())
-
-
-def test_torch_goes_on_from_the_state_after_close():
-    run, theirs = own_run(AdamW, {"lr": 0.1}), parameters()
-    peer = AdamW(theirs, lr=0.1)
-    for seed in range(4):
-        grads = gradients(run.params, seed)
-        for params in (run.params, theirs):
-            for p, grad in zip(params, grads, strict=True):
-                p.grad = grad.clone()
-        peer.step()
-        if seed < 2:
-            run.step(grads)
-        else:
-            run.stepper.close()
-            run.optimizer.step()
-    for p, q in zip(run.params, theirs, strict=True):
-        torch.testing.assert_close(p, q, rtol=2e-6, atol=2e-6)
 
 
 @pytest.mark.parametrize(("cls", "options"), [(AdamW, {"lr": 0.1}), (SGD, {"lr": 0.1, "momentum": 0.9})])
@@ -141,13 +95,6 @@ def test_a_group_added_later_trains_in_fp32():
     torch.testing.assert_close(late, torch.zeros(3), atol=1e-6, rtol=0)
 
 
-def test_groups_keep_options_of_their_own():
-    fast, slow = Parameter(torch.zeros(1)), Parameter(torch.zeros(1))
-    optimizer = SGD([{"params": [fast], "lr": 1.0}, {"params": [slow], "lr": 0.25}], lr=9.0)
-    one_pass(optimizer, MasterStore("none", BF16)).step([slow, fast], [torch.ones(1)] * 2, None, FALSE)
-    assert (fast.item(), slow.item()) == (-1.0, -0.25)
-
-
 @EACH_KIND
 def test_parameters_without_a_gradient_stay_and_get_no_state(kind):
     run = own_run(AdamW, {"weight_decay": 0.5}, kind)
@@ -192,11 +139,6 @@ def test_complex_parameters_go_as_under_torch():
             peer.step()
             stepper.step([p], [grad], None, FALSE)
         torch.testing.assert_close(p, q)
-
-
-def test_an_empty_parameter_is_no_trouble():
-    p, _, _, stepper = alone(AdamW, torch.zeros(0, 3))
-    stepper.step([p], [torch.zeros(0, 3)], None, FALSE)
 
 
 def test_step_hooks_fire_in_torchs_order():
@@ -373,14 +315,6 @@ def test_a_parameter_of_no_group_is_refused_before_anything_changes():
     assert_same_bits(run.everything(), before)
 
 
-def test_a_momentum_that_is_loaded_after_a_skipped_first_step_is_gone_on_with():
-    p, _, optimizer, stepper = alone(SGD, torch.zeros(2), lr=0.1, momentum=0.5)
-    stepper.step([p], [torch.full((2,), float("nan"))], None, TRUE)
-    optimizer.state[p]["momentum_buffer"] = torch.full((2,), 4.0)
-    stepper.step([p], [torch.ones(2)], None, FALSE)
-    assert optimizer.state[p]["momentum_buffer"].tolist() == [3.0, 3.0]  # half of 4, and the gradient
-
-
 def embedding_gradient(rows, values, size=(6, 2)):
     """A sparse gradient as `nn.Embedding(sparse=True)` makes it: rows may come twice."""
     return torch.sparse_coo_tensor(torch.tensor([rows]), torch.tensor(values), size, check_invariants=True)
@@ -421,31 +355,6 @@ def test_a_sparse_gradient_of_adam_is_refused_by_name():
     with pytest.raises(SessionError, match=r"'embed.weight' is sparse, and AdamW takes no sparse gradients; use Spa"):
         stepper.step([p], [embedding_gradient([0], [[1.0, 1.0]])], None, FALSE)
     assert torch.equal(p, torch.ones(6, 2))
-
-
-@EACH_KIND
-def test_deleting_and_resuming_from_saved_states_is_bit_identical(kind):
-    """Also right after a skip; weights are saved in fp32, as checkpoints hold them."""
-    for cut in range(1, 5):
-        whole, first = (own_run(AdamW, {"lr": 0.1}, kind) for _ in range(2))
-        skips = {0, 2}
-
-        def go(run, seeds, skips=skips):
-            for seed in seeds:
-                run.step(gradients(run.params, seed), torch.tensor(0.5), torch.tensor(seed in skips))
-
-        go(whole, range(6))
-        go(first, range(cut))
-        saved = first.values(), first.optimizer.state_dict()
-        again = own_run(AdamW, {"lr": 0.1}, kind)
-        for p, value in zip(again.params, saved[0], strict=True):
-            again.store.load(p, value)
-        for p, entry in zip(
-            again.params, [saved[1]["state"].get(i, {}) for i in range(len(again.params))], strict=True
-        ):
-            again.optimizer.state[p] = {name: value.clone() for name, value in entry.items()}
-        go(again, range(cut, 6))
-        assert_same_bits(again.everything(), whole.everything())
 
 
 @pytest.mark.gpu

@@ -74,14 +74,6 @@ def test_a_batch_that_no_implementation_takes_is_an_error():
         update(TABLE[Lion], batch_of(["exp_avg"]), GROUP, None, FALSE, Scratch(), table)
 
 
-def test_a_row_is_for_a_class_and_not_for_its_subclasses():
-    one = [Parameter(torch.ones(1))]
-    assert row_of(Lion(one)) is TABLE[Lion]
-    assert row_of(SGD(one, lr=torch.tensor(0.1))) is TABLE[SGD]
-    assert row_of(type("Mine", (Lion,), {})(one)) is None
-    assert TABLE[Adam] is TABLE[AdamW]
-
-
 @pytest.mark.parametrize(("cls", "options"), [*OWN_STEP, (SGD, {"dampening": torch.tensor(0.5), "momentum": 0.9})])
 def test_options_that_a_row_does_not_know_are_left_to_the_optimizers_own_step(cls, options):
     one = Parameter(torch.ones(1))
