@@ -128,6 +128,7 @@ UPDATE = "update"  # a further kind: what a step added to a weight, in units of 
 PRECISION = "precision"  # another: how far what a module returns is from the same call in fp32, in units of its spread
 ABSORBED = "absorbed"  # another: values that overflowed, after which an operation made everything finite again
 ABSORBED_SAMPLE = 10, 500  # the steps of fp16 in which they are looked for unasked
+CERTAIN = 0.5  # likewise: an error that rounding alone does not make
 SUSPECT = 0.1  # of its spread in fp32: what a module returns may be off by so much before it is looked at
 COMPARED = "precision compared"  # the code of a finding: a step was compared with the same step in fp32
 SEVERITIES = ("note", "warning", "error")

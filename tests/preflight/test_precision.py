@@ -268,12 +268,12 @@ def test_batches_that_run_out_are_said():
     assert "ran out of batches" in found[0].evidence
 
 
-def test_a_closure_without_a_model_is_compared_by_its_gradients():
+def test_a_closure_that_does_not_call_the_model_is_not_compared():
     weight = nn.Parameter(torch.ones(3))
-    model = nn.Linear(2, 2)
-    found, _ = told(lambda model: weight.square().sum() + model.weight.sum(), model)
-    assert [each.severity for each in found] == ["note"]
-    assert "no output could be compared, gradients by " in found[0].evidence
+    for closure in (lambda model: weight.square().sum(), lambda model: weight.sum() + model.weight.sum()):
+        found, _ = told(closure, nn.Linear(2, 2))
+        assert [each.code for each in found] == ["precision not compared"]
+        assert "returns nothing that can be compared" in found[0].evidence
 
 
 def test_a_model_that_does_not_repeat_in_fp32_is_no_fault_of_the_format():
@@ -281,8 +281,8 @@ def test_a_model_that_does_not_repeat_in_fp32_is_no_fault_of_the_format():
     noisy = Does(lambda x: x + torch.randn(x.shape, generator=chance))
     x, targets = inputs()
     found, _ = told(lambda model: loss_of(model, x, targets), quiet.sequential(lambda: noisy))
-    assert [each.code for each in found] == [COMPARED]
-    assert "does not repeat even in fp32" in found[0].advice
+    assert [each.code for each in found] == ["precision not compared"]
+    assert "does not repeat even in fp32" in found[0].evidence
 
 
 def test_a_model_that_cannot_be_copied_is_named():

@@ -303,6 +303,7 @@ LOST = Finding(
         ([LOST, COMPARED_WELL], "Healthy: 30 steps"),  # it was cured, and checked again
         ([imprecise(10, 0.01), imprecise(20, 0.02)], "Healthy: 30 steps"),
         ([imprecise(10, 0.2), imprecise(20, 0.2)], "Healthy: 30 steps"),  # not for a fault that nothing made worse
+        ([imprecise(10, 0.6), imprecise(20, 0.6)], "Precision is being lost: what a returns is off by 60%"),
         (
             [imprecise(10, 0.02), imprecise(20, 0.4)],
             "Precision is being lost: what a returns is off by 40%",

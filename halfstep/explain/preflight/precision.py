@@ -20,7 +20,7 @@ from halfstep.kinds import Kind
 from halfstep.plan.levels import level
 from halfstep.plan.matching import first_device, unwrap
 from halfstep.plan.plan import Plan
-from halfstep.records import COMPARED, SUSPECT, Finding, called
+from halfstep.records import CERTAIN, COMPARED, SUSPECT, Finding, called
 from halfstep.torch_internals import in_backward, is_out_of_memory, parameters_of, tree_leaves
 from halfstep.train.cast.copies import plain_class
 from halfstep.train.probe.hooks import dense
@@ -30,8 +30,6 @@ OUTPUT = 0.1
 """Of their spread: how far the outputs of a model may be from those in fp32."""
 GRADIENT = 0.2
 """Of their norm: how far the gradients may be."""
-CERTAIN = 0.5
-"""Of their spread: an error of the outputs that is a fault, also where nothing was found that cures it."""
 GAIN = 3.0
 """A cure divides the error by this at least."""
 _SCALE = 1024.0  # of fp16 gradients, where they overflow at the session's own loss scale
@@ -175,12 +173,14 @@ class _Check:
         if not self._rehearsal.inputs.same:
             return [_not_compared(f"the closure takes another batch each time; {_SAME_BATCH}")]
         damage = _damage(self._low, exact)
+        if not damage.compared and not any(g is not None and bool(g.any()) for g in exact.gradients):
+            return [_not_compared("the model returns nothing that can be compared, and has no gradients")]
         if not damage.is_large:
             return [_compared(damage, f"nothing to do: rounding alone may do {share(OUTPUT)} and {share(GRADIENT)}")]
         noise = _damage(self._exact(), exact)
         if not damage.is_cured_by(noise):
             why = f"the model does not repeat even in fp32, where from one run to the next {noise}"
-            return [_compared(damage, f"{why}: what the format loses cannot be told from that")]
+            return [_not_compared(f"{damage}; {why}: what the format loses cannot be told from that")]
         found = self._cured(damage, exact)
         names = named(f"{place_of(name, None)} ({why})" for name, why in self._unchecked.items())
         unchecked = [_not_compared(f"calls that could not be made again in fp32: {names}")] if names else []

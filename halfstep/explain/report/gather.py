@@ -11,6 +11,7 @@ import numpy as np
 
 from halfstep.formats import Format
 from halfstep.records import (
+    CERTAIN,
     PRECISION,
     SUSPECT,
     UPDATE,
@@ -84,9 +85,9 @@ class PrecisionOf:
     off_by: tuple[float, ...]
 
     @property
-    def has_grown(self) -> bool:
-        """Whether it was no suspect at first, and is one at last."""
-        return self.off_by[0] <= SUSPECT < self.off_by[-1]
+    def is_lost(self) -> bool:
+        """Whether it was no suspect at first and is one at last, or is too far off for rounding alone."""
+        return self.off_by[-1] > (SUSPECT if self.off_by[0] <= SUSPECT else CERTAIN)
 
 
 @dataclass(frozen=True)

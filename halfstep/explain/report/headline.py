@@ -210,8 +210,8 @@ def _imprecise(course: _Course) -> Headline | None:
     if judged and judged[-1].code == Kind.PRECISION_LOST and judged[-1].severity != "note":
         cure = judged[-1].advice.partition(", with which")[0]
         return Headline("warning", f"Precision is lost in {judged[-1].place}: {cure}; {_skips(course)}")
-    grown = [each for each in course.gathered.precision if each.has_grown]
-    worst = max(grown, key=lambda each: each.off_by[-1], default=None)
+    lost = [each for each in course.gathered.precision if each.is_lost]
+    worst = max(lost, key=lambda each: each.off_by[-1], default=None)
     return None if worst is None else Headline("warning", f"Precision is being lost: {_off(worst)}; {_skips(course)}")
 
 

@@ -301,7 +301,7 @@ def _absorbed(each: AbsorbedAt) -> TableRow:
 
 def _imprecise(each: PrecisionOf) -> TableRow:
     shown = ", ".join(f"{off:.1%} at step {step:,}" for step, off in [*zip(each.steps, each.off_by, strict=True)][-6:])
-    severity, what = "warning" if each.has_grown else "note", f"returns what is off by, of its spread in fp32: {shown}"
+    severity, what = "warning" if each.is_lost else "note", f"returns what is off by, of its spread in fp32: {shown}"
     advice = "halfstep.check(session, closure) tells whether it harms, and tries edits that cure it"
     return TableRow(each.steps[-1], severity, "precision", each.module, what, advice, "")
 
