@@ -276,6 +276,26 @@ def test_a_closure_that_does_not_call_the_model_is_not_compared():
         assert "returns nothing that can be compared" in found[0].evidence
 
 
+def test_a_module_that_returns_its_loss_is_named_with_a_rule():
+    class Loss(nn.Module):
+        def forward(self, y, targets):
+            return (((y + 300.0) - 300.0) - targets).square().mean()
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net, self.loss = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 16)), Loss()
+
+        def forward(self, x, targets):
+            return self.loss(self.net(x), targets)
+
+    torch.manual_seed(0)
+    x, targets = torch.randn(64, 32), torch.zeros(64, 16)
+    found, _ = told(lambda model: model(x, targets), Model())
+    assert [(each.code, each.cure) for each in found] == [(LOST, (Rule("loss", FULL),))]
+    assert found[0].place.startswith("loss, ")
+
+
 def test_a_model_that_does_not_repeat_in_fp32_is_no_fault_of_the_format():
     chance = torch.Generator().manual_seed(0)  # which nobody puts back
     noisy = Does(lambda x: x + torch.randn(x.shape, generator=chance))

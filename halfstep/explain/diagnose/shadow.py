@@ -100,13 +100,19 @@ class SecondCall:
 
     def off_by(self) -> float | None:
         """Returns how far the worst of the results is from fp32; None if no result says anything."""
-        ratios = [r for low, exact in zip(self.low, self.exact, strict=True) if (r := off_by(low, exact)) is not None]
+        ratios = [r for pair in zip(self.low, self.exact, strict=True) if (r := _off_by(*pair)) is not None]
         return max(ratios, default=None)
 
     def worst(self) -> tuple[float, float]:
         """Returns the furthest element of the result that is furthest from fp32, and the exact one."""
         pairs = zip(self.low, self.exact, strict=True)
-        return worst_element(*max(pairs, key=lambda pair: off_by(*pair) or 0.0))
+        return worst_element(*max(pairs, key=lambda pair: _off_by(*pair) or 0.0))
+
+
+def _off_by(low: Any, exact: Any) -> float | None:
+    """Returns `off_by` of what a module returns; of a single number, such as a loss, over its size."""
+    single = is_comparable(low, exact) and low.numel() == 1
+    return ratio(low, exact) if single else off_by(low, exact)
 
 
 class Watch:
