@@ -39,8 +39,8 @@ SETTINGS = {"d": "128", "layers": "4", "heads": "4", "length": "64", "batch": "1
 COLUMNS = ("bytes", "error .999", "largest", "error .95", "largest", "stall", "dead rows", "tiny", "inf", "resumes")
 
 
-class Flash(torch.optim.Optimizer):
-    """FlashOptim's form of Adam's moments: softsign int8, and uint8 of the root, with fp16 scales of 32 elements."""
+class Formula(torch.optim.Optimizer):
+    """Adam whose moments are kept between steps as `kept` returns them and as `opened` reads them."""
 
     def __init__(self, params: Any, lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
@@ -54,53 +54,42 @@ class Flash(torch.optim.Optimizer):
             state = self.state[p]
             if not state:
                 zero = torch.zeros(p.numel() // 32, 32)
-                state |= {"step": 0, "m": _companded(zero), "v": _rooted(zero)}
-            state["step"] += 1
-            g = p.grad.view(-1, 32)
-            z, scale = state["m"]
-            z = z.float() / 127
-            m = z / (2 - z.abs()) * scale.float() * beta1 + g * (1 - beta1)
-            q, largest = state["v"]
-            v = (q.float() / 255 * largest.float()).square() * beta2 + g * g * (1 - beta2)
-            state |= {"m": _companded(m), "v": _rooted(v)}
-            t = state["step"]
-            u = m / (1 - beta1**t) / ((v / (1 - beta2**t)).sqrt() + eps)
-            p.sub_(u.view(p.shape), alpha=group["lr"])
+                state |= {"step": 0} | self.kept(zero, zero)
+            g, t = p.grad.view(-1, 32), state["step"] + 1
+            m, v = self.opened(state)
+            m, v = m * beta1 + g * (1 - beta1), v * beta2 + g * g * (1 - beta2)
+            state |= {"step": t} | self.kept(m, v)
+            p.sub_((m / (1 - beta1**t) / ((v / (1 - beta2**t)).sqrt() + eps)).view(p.shape), alpha=group["lr"])
 
 
-def _companded(m: Tensor) -> tuple[Tensor, Tensor]:
-    scale = m.abs().amax(1, keepdim=True).half()
-    y = m / scale.float().clamp_min(1e-38)
-    return (2 * y / (1 + y.abs()) * 127).round().clamp(-127, 127).to(torch.int8), scale
+class Flash(Formula):
+    """FlashOptim's form of Adam's moments: softsign int8, and uint8 of the root, with fp16 scales of 32 elements."""
+
+    def kept(self, m: Tensor, v: Tensor) -> dict[str, Any]:
+        """Returns what is kept of moments of groups (n, 32)."""
+        scale, root = m.abs().amax(1, keepdim=True).half(), v.sqrt()
+        y, largest = m / scale.float().clamp_min(1e-38), root.amax(1, keepdim=True).half()
+        z = (2 * y / (1 + y.abs()) * 127).round().clamp(-127, 127).to(torch.int8)
+        q = (root / largest.float().clamp_min(1e-38) * 255).round().clamp(0, 255).to(torch.uint8)
+        return {"m": (z, scale), "v": (q, largest)}
+
+    def opened(self, state: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """Returns both moments."""
+        (z, scale), (q, largest) = state["m"], state["v"]
+        z = z.float() / 127
+        return z / (2 - z.abs()) * scale.float(), (q.float() / 255 * largest.float()).square()
 
 
-def _rooted(v: Tensor) -> tuple[Tensor, Tensor]:
-    root = v.sqrt()
-    scale = root.amax(1, keepdim=True).half()
-    return (root / scale.float().clamp_min(1e-38) * 255).round().clamp(0, 255).to(torch.uint8), scale
-
-
-class Nearest(torch.optim.Optimizer):
+class Nearest(Formula):
     """Moments in bf16, rounded to nearest, as Megatron, torchtitan and TransformerEngine keep them."""
 
-    def __init__(self, params: Any, lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+    def kept(self, m: Tensor, v: Tensor) -> dict[str, Any]:
+        """Returns what is kept of moments."""
+        return {"m": m.bfloat16(), "v": v.bfloat16()}
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        """Makes an update."""
-        (group,) = self.param_groups
-        (beta1, beta2), eps = group["betas"], group["eps"]
-        for p in group["params"]:
-            state = self.state[p]
-            if not state:
-                state |= {"step": 0, "m": torch.zeros_like(p).bfloat16(), "v": torch.zeros_like(p).bfloat16()}
-            state["step"] += 1
-            m = state["m"].float() * beta1 + p.grad * (1 - beta1)
-            v = state["v"].float() * beta2 + p.grad * p.grad * (1 - beta2)
-            state |= {"m": m.bfloat16(), "v": v.bfloat16()}
-            t = state["step"]
-            p.sub_(m / (1 - beta1**t) / ((v / (1 - beta2**t)).sqrt() + eps), alpha=group["lr"])
+    def opened(self, state: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """Returns both moments."""
+        return state["m"].float(), state["v"].float()
 
 
 class Box:
