@@ -385,7 +385,7 @@ MATRICES = (6, 1024), (7, 700), (7, 96), (5, 3, 640)  # rows: uneven over 2 and 
 
 
 def coded(rank, kept, *dims):
-    """Returns the weights after ten updates with moments in codes, split along `dims` of a mesh (None: replicated)."""
+    """Returns the bits of ten updates, coded or Muon's, of weights split along `dims` of a mesh (None: replicated)."""
     size = dist.get_world_size() if dims else 1
     shape = (size,) if len(dims) < 2 else (2, size // 2)
     mesh = init_device_mesh("cpu", shape) if dims else None
@@ -395,12 +395,14 @@ def coded(rank, kept, *dims):
         where = [Replicate() if dim is None else Shard(dim) for dim in dims]
         return t if mesh is None else distribute_tensor(t, mesh, where)
 
-    params = [nn.Parameter(spread(torch.randn(shape, generator=g))) for shape in MATRICES]
-    optimizer = torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1)
-    moments = Moments(optimizer, kept, (), lambda p: str(tuple(p.shape)))
-    stepper = OnePassStepper(optimizer, MasterStore("none", torch.bfloat16), TABLE[torch.optim.AdamW], moments=moments)
+    muon = kept == "muon"  # which takes matrices alone
+    shapes, cls = (MATRICES[:3], torch.optim.Muon) if muon else (MATRICES, torch.optim.AdamW)
+    params = [nn.Parameter(spread(torch.randn(shape, generator=g))) for shape in shapes]
+    optimizer = cls(params, lr=1e-2, weight_decay=0.1)
+    moments = Moments(optimizer, "bf16" if muon else kept, (), lambda p: str(tuple(p.shape)))
+    stepper = OnePassStepper(optimizer, MasterStore("none", torch.bfloat16), TABLE[cls], moments=moments)
     for _ in range(10):
-        grads = [local(spread(torch.randn(shape, generator=g) ** 5)) for shape in MATRICES]
+        grads = [local(spread(torch.randn(shape, generator=g) ** 5)) for shape in shapes]
         stepper.step(params, grads, None, torch.tensor(False))
     state = [t for entry in optimizer.state_dict()["state"].values() for t in entry.values()]
     return [digest([t.full_tensor() if is_sharded(t) else t]) for t in [*params, *state]]

@@ -53,6 +53,7 @@ CASES |= {
 }
 CODED = (0,), (1,)
 CASES |= {f"coded {dims}": (sharded.coded, ("8bit", *dims)) for dims in CODED}
+CASES |= {f"muon {dims}": (sharded.coded, ("muon", *dims)) for dims in CODED}
 SLOW_CASES = ("O1 bf16", "O2 fp16", "O3 bf16", "O1 fp16 full")
 SAVED = [("O1", "fp16"), ("O2", "bf16"), ("O3", "bf16")]
 FORMS = ("dcp", "full")
@@ -424,6 +425,11 @@ def assert_coded(found, dims):
 @pytest.mark.parametrize("dims", CODED)
 def test_moments_in_codes_give_the_same_bits_however_weights_are_split(dims, found):
     assert_coded(found, dims)
+
+
+@pytest.mark.parametrize("dims", CODED)
+def test_muon_gives_the_same_bits_however_matrices_are_split(dims, found):
+    assert [each[f"muon {dims}"] for each in found] == [sharded.coded(0, "muon")] * len(found)
 
 
 def test_a_checkpoint_of_moments_in_codes_goes_on_bit_for_bit_and_is_one_of_torch(found, pool_folder, process_group):

@@ -55,11 +55,15 @@ def test_masters_go_as_full_weights_do_and_a_skip_changes_nothing():
     assert_same_bits(split.everything(), before)
 
 
-def test_emulated_products_are_those_of_bf16():
+def test_emulated_products_are_those_of_bf16_computed_in_fp32(monkeypatch):
+    seen, addmm = [], torch.addmm
+    monkeypatch.setattr(torch, "addmm", lambda *ts, **factors: seen.append(ts[0].dtype) or addmm(*ts, **factors))
     runs = [run({"lr": 0.02}), run({"lr": 0.02})]
     runs[1].stepper._emulates = lambda: True
-    for each in runs:
+    for each, dtype in zip(runs, (torch.bfloat16, torch.float32), strict=True):
+        seen.clear()
         each.step(gradients(each.params, 0))
+        assert {*seen} == {dtype}
     for p, q in zip(runs[0].params, runs[1].params, strict=True):
         torch.testing.assert_close(p, q, rtol=0, atol=0.02 * 0.02)
 
