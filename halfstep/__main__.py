@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import platform
 import sys
+from typing import Annotated
 
 try:
+    import torch
     import typer
 
     from halfstep.cli.bench import bench
@@ -15,6 +18,7 @@ try:
     from halfstep.cli.step import check, inspect, whatif
     from halfstep.errors import HalfstepError, ScriptError
     from halfstep.pages import DIAGNOSIS, FRONT, GUIDE, LEVELS, PLANS, SEEING, SLOWER, more
+    from halfstep.version import __version__
 except KeyboardInterrupt:  # what the package imports before this module, above all torch, is out of reach here
     print("halfstep: interrupted", file=sys.stderr)
     sys.exit(130)  # 128 + SIGINT, as shells have it
@@ -25,7 +29,6 @@ app = typer.Typer(
     help="Mixed precision training for PyTorch.",
     epilog=more(FRONT),
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 app.command(epilog=more(LEVELS))(bench)
@@ -35,6 +38,22 @@ app.command(epilog=more(SLOWER))(inspect)
 app.command(epilog=more(LEVELS))(levels)
 app.command(epilog=more(PLANS))(ops)
 app.command(epilog=more(SEEING))(report)
+
+
+def _tell_version(asked: bool) -> None:
+    if asked:
+        print(f"halfstep {__version__}, torch {torch.__version__}, Python {platform.python_version()}")
+        raise typer.Exit
+
+
+Version = Annotated[bool, typer.Option("--version", callback=_tell_version, help="Print the versions and end.")]
+
+
+@app.callback()
+def _options(version: Version = False) -> None:
+    pass
+
+
 what_follows = {"allow_interspersed_args": False}  # the script is the script's
 app.command(epilog=more(GUIDE), context_settings=what_follows)(run)
 app.command(epilog=more(DIAGNOSIS))(whatif)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, get_args
+from typing import Any, ParamSpec, get_args
 
 import torch
 import torch.distributed as dist
@@ -27,9 +29,28 @@ from halfstep.train.processes.collectives import agreed, telling_of_errors
 from halfstep.train.session.decide import Stepping
 from halfstep.train.session.open import open_session
 from halfstep.train.session.session import Session, Sink
-from halfstep.validate import as_list, short
+from halfstep.validate import as_list, near_miss, short
+
+Given = ParamSpec("Given")
+OPT_LEVEL = ', which is apex\'s: session = halfstep.initialize(model, optimizer, "O1")'
 
 
+def _with_near_misses(opens: Callable[Given, Session]) -> Callable[Given, Session]:
+    """Returns the function with errors that name the nearest keyword, and apex's `opt_level`."""
+    parameters = inspect.signature(opens).parameters
+
+    @functools.wraps(opens)
+    def opened(*args: Given.args, **kwargs: Given.kwargs) -> Session:
+        for name in kwargs:
+            if name not in parameters:
+                instead = OPT_LEVEL if name == "opt_level" else near_miss(name, parameters)
+                raise TypeError(f"initialize() has no keyword {name!r}{instead}; it has {', '.join(parameters)}")
+        return opens(*args, **kwargs)
+
+    return opened
+
+
+@_with_near_misses
 def initialize(  # noqa: PLR0913  # the one public entry; each keyword is a documented override of the plan
     model: nn.Module | Sequence[nn.Module],
     optimizer: Optimizer | Sequence[Optimizer] | None = None,

@@ -104,12 +104,21 @@ class Status:
         skipped = f"\nlast step skipped for the gradients of: {', '.join(self.nonfinite_gradients)}" * bool(
             self.nonfinite_gradients
         )
-        memory = ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in self.memory.items())
+        memory = ", ".join(f"{name} {amount(size)}" for name, size in self.memory.items())
         skips = skips_in_words(f"{self.skipped} skipped", self.bad_losses)
         return (
             f"{self.level} in {self.low}: {self.steps} steps, {skips}, scale {scales or 'unused'}\n"
             f"non-finite parameters: {bad}{skipped}\nmemory: {memory}"
         )
+
+
+def amount(size: int) -> str:
+    """Returns a number of bytes in words.
+
+    >>> amount(3 * 2**20), amount(1600)
+    ('3.0 MiB', '1.6 KiB')
+    """
+    return f"{size / 2**20:.1f} MiB" if size >= 2**20 else f"{size / 2**10:.1f} KiB"
 
 
 def counted(counts: Mapping[str, Any], record: StepRecord) -> dict[str, Any]:

@@ -268,6 +268,7 @@ load_pre_hooks_of: Callable[[Optimizer], Any] = _attribute("torch.optim.Optimize
 load_post_hooks_of: Callable[[Optimizer], Any] = _attribute(
     "torch.optim.Optimizer._optimizer_load_state_dict_post_hooks"
 )
+REGISTRATION_HOOKS: MutableMapping[int, Any] = _name("torch.nn.modules.module._global_module_registration_hooks")
 GLOBAL_STEP_PRE_HOOKS: MutableMapping[int, Any] = _name("torch.optim.optimizer._global_optimizer_pre_hooks")
 GLOBAL_STEP_POST_HOOKS: MutableMapping[int, Any] = _name("torch.optim.optimizer._global_optimizer_post_hooks")
 

@@ -8,11 +8,12 @@ import torch
 import typer
 
 from halfstep.cli.screen import stdout
-from halfstep.errors import PlanError
+from halfstep.edits import OpChanges
 from halfstep.explain.report.tables import level_table, op_table
 from halfstep.machine import read_facts
 from halfstep.plan.io import choose_plan
 from halfstep.plan.levels import LEVELS
+from halfstep.plan.optable import check_op_changes
 
 Text = Annotated[str, typer.Argument(metavar="TEXT", help="Only ops whose name contains this.")]
 PlanName = Annotated[str, typer.Option("--plan", help="The level, or plan file, whose treatment of each op is shown.")]
@@ -28,9 +29,12 @@ def ops(text: Text = "", plan: PlanName = "O1", low: Low = "bf16") -> None:
     """Print the op table: which op runs low, which in fp32, which in the format of its widest input, and why."""
     chosen, _ = choose_plan(plan, low, read_facts(torch.device("cpu")))
     found = op_table(chosen, text)
-    if found is None:
-        raise PlanError(
-            f"no op in the table has {text!r} in its name; ops that are not in the table run in the formats of their "
-            "inputs"
-        )
-    stdout().print(found)
+    if found is not None:
+        stdout().print(found)
+        return
+    check_op_changes(OpChanges(deny=(text,)))  # an error if torch has no such op, or none that can be cast
+    stdout().print(
+        f"{text} is not in the table: it runs in the formats of its inputs. To run it in fp32, deny it: "
+        f'ops={{"deny": ["{text}"]}} in halfstep.initialize, or plan.edit(OpChange("deny", "{text}")).',
+        soft_wrap=True,
+    )

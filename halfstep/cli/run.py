@@ -16,7 +16,7 @@ from halfstep.cli.options import Low, Moments, html_pages
 from halfstep.errors import LogError, PlanError
 from halfstep.explain.report.log import LOG_NAME, RunLog
 from halfstep.explain.report.run import read_log, shown
-from halfstep.records import skips_in_words
+from halfstep.records import amount, skips_in_words
 from halfstep.train.session.session import Sink
 
 Script = Annotated[
@@ -104,13 +104,9 @@ def summary(ran: Ran) -> str:
         parts.append(f"not trained under the plan but in plain fp32: {', '.join(ran.outside)}")
     parts.append(f"{ran.seconds:.1f} s")
     if it is not None:
-        parts += [f"{kind} {_mib(size)}" for kind, size in it.memory.items() if size]
-        parts += [f"peak on the GPU {_mib(ran.peak)}"] if ran.peak else []
+        parts += [f"{kind} {amount(size)}" for kind, size in it.memory.items() if size]
+        parts += [f"peak on the GPU {amount(ran.peak)}"] if ran.peak else []
     return ", ".join(parts)
-
-
-def _mib(size: int) -> str:
-    return f"{size / 2**20:.1f} MiB"
 
 
 class _Recorded:

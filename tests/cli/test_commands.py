@@ -203,7 +203,7 @@ def test_a_workload_that_fails_is_one_message_that_says_where(halfstep, tmp_path
         (["bench", "regression", "--json", "nowhere/x.json"], "halfstep: --json nowhere/x.json: the folder"),
         (["bench", ""], "halfstep: unknown workload ''"),
         (["bench", "imdb_lstm"], "halfstep: imdb_lstm: no data given; pass the folder aclImdb"),
-        (["ops", "nothing_of_this_name"], "halfstep: no op in the table has 'nothing_of_this_name' in its name"),
+        (["ops", "nothing_of_this_name"], "halfstep: op 'nothing_of_this_name' is not a torch op"),
         (["ops", "--plan", "O7"], "halfstep: unknown level 'O7'"),
         (["check", "regression", "--plan", "O7"], "halfstep: unknown level 'O7'"),
         (["check", "regression", "--low", "e4m3"], "halfstep: level O1 cannot train in e4m3"),

@@ -105,6 +105,7 @@ def test_where_no_format_is_named_one_line_says_which_is_taken_and_whether_it_is
     each_processor, caplog, said_before
 ):
     said_before.undo()
+    caplog.set_level("INFO", "halfstep")
     starts = Starts()
     opened([starts], plan="O1")
     assert caplog.messages == [choose_low(DeviceFacts("cpu", processor=each_processor))[1]]

@@ -40,6 +40,11 @@ INSIDE = (
     "an operation got two formats in a forward under the plan: halfstep.check(session, closure) names the operation, "
     f"and the edit that keeps its module in fp32; {more(MISMATCH)}"
 )
+GIVEN = (
+    "the model was given a {dtype} tensor, which no plan casts, and an operation met it with a weight: pass x.float(); "
+    f"{more(MISMATCH)}"
+)
+_NO_PLAN_CASTS = {torch.float64, torch.int64, torch.int32, torch.uint8}
 # How torch words errors about formats that do not go together.
 MIXED = re.compile(
     r"same (dtype|type|scalar type)|equal to src\.dtype|expected (scalar type|dtype)|should be the same|mixed dtype"
@@ -185,9 +190,15 @@ def run_eager(casts: Casts, call: Callable[..., Any], module: nn.Module, args: A
             out = _entered(casts, call, module, *args, **kwargs)
         except RuntimeError as error:
             if _LOW.search(str(error)):  # else it may be of integers, which no plan casts
-                explain(error, type(module).__name__, INSIDE)
+                explain(error, type(module).__name__, _why_mixed(given))
             raise
         return out if casts.cast_out is None else casts.cast_out(out, *given)
+
+
+def _why_mixed(given: Any) -> str:
+    """Returns why an operation got two formats in a call with the arguments `given`."""
+    wide = {leaf.dtype for leaf in tree_leaves(given) if isinstance(leaf, Tensor)} & _NO_PLAN_CASTS
+    return GIVEN.format(dtype=wide.pop()) if wide else INSIDE
 
 
 def _entered(casts: Casts, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

@@ -125,11 +125,15 @@ class MasterStore:
             self.track(p)
             layout = self.layout(p)
         if layout == "low" and (p not in self or self.kind != "none"):
-            came = f"frozen and in {p.dtype}" if p not in self else "not trained, and to be stored low,"
+            came = (
+                "not trained, and to be stored low, when the session opened"
+                if p in self
+                else f"frozen and in {p.dtype} when the session opened, or cast to it since"
+            )
             raise SessionError(
-                f"{name()} trains now but has no fp32 value, because it was {came} when the session "
-                "opened: its updates would be rounded. Unfreeze it, or call model.float(), before halfstep.initialize "
-                "(inside a trainer: before training begins)"
+                f"{name()} trains now but has no fp32 value, because it was {came}: its updates would be rounded. "
+                "Unfreeze it, or call model.float(), before halfstep.initialize (inside a trainer: before training "
+                "begins), and leave out model.bfloat16() or model.half() after it"
             )
         return layout
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from halfstep.errors import SetupError
-from halfstep.machine import DeviceFacts
+from halfstep.machine import DeviceFacts, units
 from halfstep.modes import ordinary_tensors
 from halfstep.plan.compatibility import loaded_low
 from halfstep.plan.matching import unwrap
@@ -75,7 +75,7 @@ def open_session(  # noqa: PLR0913  # what `initialize` was given
             _refuse_shared(models, others, lambda other: (p for p in other.parameters() if id(p) in to_be_low))
         _close(earlier)
         if notice:
-            _LOG.warning(notice)
+            _LOG.log(logging.INFO if units(plan.low, facts) else logging.WARNING, notice)
         say_how_products_run(decision, told=notice is not None)
         say_what_steps_itself(decision, optimizers)
         say_what_stays_full(decision)

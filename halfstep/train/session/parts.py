@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim import Optimizer
 
 from halfstep.errors import SessionError
 from halfstep.plan.compatibility import FSDP_LINES
-from halfstep.torch_internals import sparse_indices, sparse_values
+from halfstep.torch_internals import REGISTRATION_HOOKS, sparse_indices, sparse_values
 from halfstep.train.optim.steppers import Stepper
 from halfstep.train.processes.shards import local, reshard
 from halfstep.train.scale.accumulator import GradientAccumulator
 from halfstep.validate import named
+
+_LOG = logging.getLogger("halfstep")
+MANY = 10_000  # modules between two steps: what is put into models after them is not looked at
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,19 +92,63 @@ def parts_to_step(parts: Sequence[Part], awaiting: Sequence[Part], optimizer: Op
     return found
 
 
+def on_registration(owner: object, call: Callable[[nn.Module, str, nn.Module | None], None]) -> Callable[[], None]:
+    """Calls `call` for each module put into another, while `owner` lives or until what is returned is called."""
+    for key in [key for key, hook in REGISTRATION_HOOKS.items() if hook is _nothing]:
+        del REGISTRATION_HOOKS[key]
+    handle = register_module_module_registration_hook(call)
+    weakref.finalize(owner, _silence, handle.id).atexit = False
+    return handle.remove
+
+
+def _silence(key: int) -> None:
+    # Garbage may be collected while torch iterates over the hooks: a hook must not be taken out then.
+    if key in REGISTRATION_HOOKS:
+        REGISTRATION_HOOKS[key] = _nothing
+
+
+def _nothing(owner: nn.Module, name: str, module: nn.Module | None) -> None:
+    pass
+
+
 class Replacements:
-    """Finds parameters replaced after their optimizer was made, where one has no gradient but always had."""
+    """Finds modules and parameters that were replaced or added after the optimizers were made."""
 
     def __init__(self, roots: Iterable[nn.Module], parts: Sequence[Part]) -> None:
         self._roots, self._parts = list(roots), parts
         self._idle: set[nn.Parameter] = set()
+        self._added: set[int] = set()  # ids of modules that were put into any module since the last step
+        added = self._added
+        on_registration(self, lambda owner, name, module: added.add(id(module)) if len(added) < MANY else None)
 
     def look(self, absent: Sequence[nn.Parameter]) -> None:
-        """Checks, before a step, the parameters that have no gradient."""
-        if self._idle.issuperset(absent):
-            return
+        """Checks, before a step, what was added since the last one, and the parameters that have no gradient."""
+        if not self._idle.issuperset(absent):
+            self._look_at_absent(absent)
+        if self._added:
+            self._look_at_added()
+
+    def _look_at_added(self) -> None:
+        added = {module for root in self._roots for module in root.modules() if id(module) in self._added}
+        self._added.clear()
+        updated = self._updated()
+        for name, module in (each for root in self._roots for each in root.named_modules()):
+            own = [p for p in module.parameters() if p.grad is not None and id(p) not in updated]
+            if module in added and own:
+                added.difference_update(module.modules())
+                _LOG.warning(
+                    f"{name} ({type(module).__name__}) was put into the model after halfstep.initialize, and no "
+                    "optimizer of the session updates its parameters: add them with optimizer.add_param_group; if it "
+                    "replaced a module, make the optimizer and call halfstep.initialize again after that"
+                )
+
+    def _updated(self) -> set[int]:
+        return {id(p) for part in self._parts for p in part.parameters()}
+
+    def _look_at_absent(self, absent: Sequence[nn.Parameter]) -> None:
+        """Raises an error if parameters without a gradient are in the model no more, and others in their place."""
         reshard(self._roots)
-        updated = {id(p) for part in self._parts for p in part.parameters()}
+        updated = self._updated()
         present = {id(p) for root in self._roots for p in root.parameters()}
         shapes = [p.shape for p in absent if id(p) not in present]
         names = [
@@ -110,8 +160,9 @@ class Replacements:
         if names or (shapes and len(absent) == len(updated)):
             raise SessionError(
                 "parameters that the optimizer updates are no longer in the model "
-                f"({named(names) or 'of shapes ' + named(map(str, map(tuple, shapes)))}); a call such as fully_shard "
-                f"or parallelize_module replaced them. Make that call before you make the optimizer: {FSDP_LINES}"
+                f"({named(names) or 'of shapes ' + named(map(str, map(tuple, shapes)))}): a module was replaced, or a "
+                "call such as fully_shard or parallelize_module replaced its parameters. Make the optimizer and call "
+                f"halfstep.initialize again after that; to shard: {FSDP_LINES}"
             )
         self._idle.update(absent)
 

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import JoinHook
-from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from halfstep.errors import SessionError, SetupError
@@ -26,6 +25,7 @@ from halfstep.train.processes.collectives import naming_who_does_not_open, namin
 from halfstep.train.processes.findings import Findings
 from halfstep.train.processes.shards import group_is_open, group_of, policies, sharded_parameters
 from halfstep.train.processes.wrappers import ALONE, living_wrappers_of, retire, stage_groups_of
+from halfstep.train.session.parts import on_registration
 from halfstep.train.session.shared import SharedState
 
 T = TypeVar("T")
@@ -37,7 +37,7 @@ class Replicas:
 
     At first this process trains alone. Once a model is wrapped in DistributedDataParallel, the processes train together
     until the session ends, even if the wrapper is deleted: whether a process takes part in the sum of a step must not
-    depend on when its garbage is collected. A torch hook (`register_module_module_registration_hook`) reports each new
+    depend on when its garbage is collected. `on_registration` reports each new
     wrapper after `open`; `search` finds wrappers that were made before.
     """
 
@@ -89,9 +89,7 @@ class Replicas:
             if replicas is not None and isinstance(owner, DistributedDataParallel) and name == "module":
                 replicas._wrapped(owner, module)
 
-        handle = register_module_module_registration_hook(registered)
-        self._undo.callback(handle.remove)
-        weakref.finalize(self, handle.remove).atexit = False  # of a session that is never closed
+        self._undo.callback(on_registration(self, registered))
         if search:
             self.search()
 

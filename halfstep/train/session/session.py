@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from numbers import Real
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -871,6 +871,12 @@ class Session:
             self._check_open()
         if self._rehearsing:
             raise SessionError(IN_A_CLOSURE)
+
+    def __iter__(self) -> NoReturn:
+        raise TypeError(
+            "halfstep.initialize returns one Session, not model and optimizer, which stay as you have them: "
+            "session = halfstep.initialize(model, optimizer, ...)"
+        )
 
     def __enter__(self) -> Session:
         self._check_open()

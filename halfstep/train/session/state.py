@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
@@ -52,13 +53,10 @@ def check_state(state: dict[str, Any], plan: dict[str, Any]) -> None:
             f"session state: plan has {strange!r:.40}: {state['plan'][strange]!r:.60}; expected only numbers, text, "
             "True, False, None, and dicts or lists of these"
         )
-    differing = sorted(
-        (key for key in plan.keys() | state["plan"].keys() if _differs(key, state["plan"], plan)), key=str
-    )
+    keys = sorted(plan.keys() | state["plan"].keys(), key=str)
+    differing = [key for key in keys if _differs(key, state["plan"], plan)]
     if differing:
-        which = "; ".join(
-            f"{key} is {state['plan'].get(key)!r} in the state, {plan.get(key)!r} here" for key in differing
-        )
+        which = "; ".join(words for key in differing for words in _apart(key, state["plan"].get(key), plan.get(key)))
         raise StateError(
             "this session state belongs to another plan; initialize with that plan, or do not load the session state: "
             "model and optimizer states load under any plan, only the loss scale and counters restart. These fields "
@@ -66,11 +64,27 @@ def check_state(state: dict[str, Any], plan: dict[str, Any]) -> None:
         )
 
 
+def _apart(key: str, there: Any, here: Any) -> Iterator[str]:
+    """Yields the words for each entry in which two values of a plan's field differ."""
+    if isinstance(there, dict) and isinstance(here, dict):
+        for name in dict.fromkeys((*there, *here)):
+            yield from _apart(f"{key}.{name}", there.get(name), here.get(name))
+    elif isinstance(there, list) and isinstance(here, list):
+        for where, only in (("in the state", (there, here)), ("here", (here, there))):
+            yield from (f"{key} has {each!r:.200} only {where}" for each in only[0] if each not in only[1])
+        if sorted(map(repr, there)) == sorted(map(repr, here)) and there != here:
+            yield f"{key} are in another order"
+    elif there != here:
+        yield f"{key} is {there!r:.200} in the state, {here!r:.200} here"
+
+
 def _differs(key: str, there: dict[str, Any], here: dict[str, Any]) -> bool:
     """Returns whether two plans, as dicts, train differently because of the field `key`."""
     # The masters "copy" and "split" do not count as different, because both hold the same values. A field that the
-    # state lacks, because its version had none, has its default.
-    values = there.get(key, _DEFAULTS.get(key)), here.get(key)
+    # state lacks, because its version had none, or that is None, as a version had it for the level's choice, has its
+    # default.
+    value = there.get(key)
+    values = _DEFAULTS.get(key) if value is None else value, here.get(key)
     same = key in _FREE or (key == "master" and values in (("copy", "split"), ("split", "copy")))
     return values[0] != values[1] and not same
 

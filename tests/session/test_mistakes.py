@@ -1,0 +1,152 @@
+"""What users often do wrong after other libraries, or while they experiment, and the words that they get."""
+
+import gc
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+
+import halfstep
+from halfstep.explain.report.run import read_log
+
+OLD = Path(__file__).parents[1] / "data/3338c92"
+
+
+def make():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def step(session, model, x=None):
+    session.optimizers[0].zero_grad()
+    session.backward(model(torch.ones(3, 8) if x is None else x).square().mean())
+    session.step()
+
+
+def opened(level="O2", low="bf16"):
+    model, optimizer = make()
+    session = halfstep.initialize(model, optimizer, level, low=low)
+    step(session, model)
+    return model, optimizer, session
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+@pytest.mark.parametrize("change", [lambda m: m.append(nn.Linear(4, 4)), lambda m: m.__setitem__(2, nn.Linear(16, 2))])
+def test_a_module_that_no_optimizer_updates_is_named_once(level, change, caplog):
+    model, _, session = opened(level)
+    change(model)
+    model.other = nn.Identity()  # has nothing to train
+    elsewhere = nn.Sequential(nn.Linear(2, 2))
+    for _ in range(2):
+        step(session, model)
+    (said,) = [each.message for each in caplog.records if "was put into the model" in each.message]
+    assert f"{len(model) - 2 if len(model) > 4 else 2} (Linear)" in said
+    assert "optimizer.add_param_group" in said
+    assert elsewhere[0].weight.grad is None
+
+
+def test_a_module_that_is_added_with_its_parameters_is_not_named(caplog):
+    model, optimizer, session = opened()
+    model.append(nn.Linear(4, 4))
+    optimizer.add_param_group({"params": model[3].parameters()})
+    step(session, model)
+    assert "was put into the model" not in caplog.text
+
+
+def test_a_replaced_parameter_is_called_that():
+    model, _, session = opened()
+    model[2].weight = nn.Parameter(torch.ones(4, 16))
+    with pytest.raises(halfstep.SessionError, match=r"2\.weight.*a module was replaced.*initialize again after that"):
+        step(session, model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_batch_that_no_plan_casts_is_named(level, dtype):
+    model, _, session = opened(level)
+    with pytest.raises(RuntimeError, match=rf"given a {dtype} tensor.*pass x\.float\(\)"):
+        step(session, model, torch.ones(3, 8, dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    ("keyword", "words"),
+    [
+        ("opt_level", "which is apex's: session = halfstep.initialize"),
+        ("momnets", "did you mean 'moments'"),
+        ("loss_scales", "did you mean 'loss_scale'"),
+        ("xyz", "it has model, optimizer, plan"),
+    ],
+)
+def test_an_unknown_keyword_names_the_nearest(keyword, words):
+    with pytest.raises(TypeError, match=words):
+        halfstep.initialize(*make(), **{keyword: "O1"})
+
+
+def test_unpacking_a_session_says_what_initialize_returns():
+    with pytest.raises(TypeError, match=r"returns one Session, not model and optimizer.*session = halfstep"):
+        _, _ = halfstep.initialize(*make(), "O1", low="bf16")
+
+
+@pytest.mark.parametrize("cast", ["bfloat16", "half"])
+def test_a_model_that_is_cast_after_initialize_was_not_frozen(cast):
+    model, _, session = opened("O1")
+    getattr(model, cast)()
+    with pytest.raises(halfstep.SessionError, match=r"or cast to it since.*leave out model\.bfloat16\(\)"):
+        step(session, model)
+
+
+def test_a_state_error_names_the_entries_that_differ():
+    plan = halfstep.level("O1", "fp16")
+    rule = halfstep.Rule("0", halfstep.FULL)
+    state = halfstep.initialize(*make(), plan.edit(rule, halfstep.Scaling("static", init=8.0))).state_dict()
+    with pytest.raises(halfstep.StateError) as error:
+        halfstep.initialize(*make(), plan).load_state_dict(state)
+    differ = str(error.value).split("differ: ")[1]
+    assert "rules has {'pattern': '0', " in differ
+    assert "only in the state; scale.kind is 'static' in the state, 'dynamic' here" in differ
+    assert "growth_interval" not in differ
+
+
+def test_a_format_that_was_chosen_is_information(caplog):
+    with caplog.at_level(logging.INFO, "halfstep"):
+        halfstep.initialize(*make(), "O1")
+    levels = {each.levelno for each in caplog.records if "low is not set; using" in each.message}
+    assert levels == {logging.INFO if "in hardware" in caplog.text else logging.WARNING}
+
+
+@pytest.mark.parametrize("name", ["O0 bf16", "O1 fp16", "O2 bf16", "O2 fp16", "O3 bf16"])
+@pytest.mark.parametrize("also", [{}, {"input": None}])
+def test_session_states_of_the_first_version_load(name, also):
+    state = json.loads((OLD / "sessions.json").read_text())[name]
+    state["plan"] |= also
+    level, low = name.split()
+    session = halfstep.initialize(*make(), level, low=low)
+    session.load_state_dict(state)
+    assert session.status().steps == 3
+
+
+def test_plans_and_logs_of_the_first_version_are_read():
+    assert halfstep.load_plan(OLD / "plan.toml") == halfstep.level("O2", "fp16")
+    run = read_log(OLD / "run.jsonl")
+    (event,) = run.events
+    assert event.record.cure == ()
+    assert event.record.advice.endswith("; edits: OpChange(list='deny', op='exp')")
+    assert not any("cannot be read" in note for note in run.notes)
+
+
+def test_a_session_that_is_collected_while_a_model_is_built_ends_no_construction():
+    opened("O1")
+    collected = []
+
+    def collect(*_):
+        if not collected:
+            collected.append(gc.collect())
+
+    with register_module_module_registration_hook(collect):
+        assert len(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))) == 2
+    assert collected
