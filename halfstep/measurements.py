@@ -17,6 +17,11 @@ class Spread:
     high: float
     count: int
 
+    @property
+    def disturbed(self) -> bool:
+        """Whether the quartiles lie so far apart that other work must have run on the machine."""
+        return self.high - self.low > self.median / 3
+
 
 @dataclass(frozen=True)
 class BenchRun:
@@ -230,8 +235,10 @@ class KernelRow:
 class Inspection:
     """Where the time and the casts of one training step go, forward and backward.
 
-    `seconds` is the time in operations, each timed alone. `savings` has the largest first. If products are `emulated`,
-    their time says nothing about a device with units for them. `kernels` (on CUDA) are those that compute products.
+    `seconds` is the time in operations, each timed alone, the least of some passes; in the median pass they took
+    `disturbed` times as long, which is far above 1 where other work ran on the machine. `savings` has the largest
+    first. If products are `emulated`, their time says nothing about a device with units for them. `kernels` (on CUDA)
+    are those that compute products.
     """
 
     level: str
@@ -244,6 +251,7 @@ class Inspection:
     savings: tuple[Saving, ...]
     machine: Machine
     kernels: tuple[KernelRow, ...] = ()
+    disturbed: float = 1.0
 
     def __str__(self) -> str:
         """Returns the heaviest operations and the savings; the fields have all that `halfstep inspect` prints."""

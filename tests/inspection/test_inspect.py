@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import halfstep
 from halfstep import FULL, OpChange, Rule
 from halfstep.explain.report.json import to_json
-from halfstep.explain.report.step import inspection_report
+from halfstep.explain.report.step import _of_inspection, inspection_report
 from halfstep.lab.inspection import meter, replay, savings
 from halfstep.lab.inspection.kernels import kernel_rows
 from halfstep.lab.inspection.meter import Call, Shape
@@ -156,6 +156,16 @@ def test_flops_of_attention_and_lstm_are_those_of_their_products():
     counted = {row.operator: row.flops for row in found.rows if row.operator.startswith("mkldnn_rnn")}
     once = 2 * 7 * 2 * (4 * 24 + 6 * 24)  # 7 steps, 2 texts: 24 gates of 4 inputs and 6 states
     assert counted in ({"mkldnn_rnn_layer": once, "mkldnn_rnn_layer_backward": 2 * once}, {})
+
+
+def test_the_least_of_some_passes_counts_and_a_busy_machine_is_told(monkeypatch):
+    ticks = itertools.count()
+    clock = itertools.accumulate(1e-3 if next(ticks) % 33 else 1.0 for _ in itertools.count())  # a pause now and then
+    monkeypatch.setattr(meter, "perf_counter", lambda: next(clock))
+    found = inspected(lambda: model(torch.ones(2, 3, 8, 8)).square().mean(), model := Net())
+    assert found.seconds == pytest.approx(1e-3 * sum(row.calls for row in found.rows))
+    assert found.disturbed > 1.5
+    assert "Other work ran on this machine" in str(list(_of_inspection(found)))
 
 
 def test_a_model_without_a_fault_has_no_saving(monkeypatch):

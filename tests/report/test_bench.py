@@ -55,6 +55,14 @@ def test_skips_and_scales_that_differ_by_seed_are_a_range():
     assert cells[-2:] == ["1-3", "32768-65536"]
 
 
+def test_times_that_only_other_work_explains_are_called_that():
+    assert "Other work ran" not in show(RESULT)
+    busy = replace(O1, step_ms=Spread(90.0, 80.0, 130.0, 9))
+    assert "Other work ran on this machine: the quartiles of O1 fp16 (emulated) lie" in show(
+        replace(RESULT, runs=(O0, busy))
+    )
+
+
 def test_what_was_not_run_says_why_below_the_table():
     text = show(RESULT)
     assert "torch.amp fp16: left out; no [fp16] units" in text

@@ -9,7 +9,7 @@ from statistics import fmean, mean, stdev
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from halfstep.explain.report.tables import ABSENT, MIB, Columns, cells, numbered, table
+from halfstep.explain.report.tables import ABSENT, MIB, Columns, cells, disturbed, numbered, table
 from halfstep.measurements import BenchResult, BenchRun
 
 BEFORE: Columns = {
@@ -120,6 +120,7 @@ def _below(result: BenchResult) -> Iterator[str]:
     )
     yield f"Peak memory: {result.peak_method}, weights included. Bytes per parameter: memory held between two steps."
     yield from result.notes
+    yield from disturbed((run.name, run.step_ms) for run in result.runs)
     yield recommendation([result], losses=True)
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from rich.console import Group
 from rich.text import Text
 
-from halfstep.explain.report.tables import Columns, numbered, table
+from halfstep.explain.report.tables import Columns, disturbed, numbered, table
 from halfstep.measurements import Examination, Spread
 
 RATES: Columns = {
@@ -53,6 +53,7 @@ def _lines(found: Examination) -> Iterator[str]:
         yield f"{setting.name}: {setting.value}" + (f"; costs {setting.costs}" if setting.costs else "")
         if setting.advice:
             yield f"  do: {setting.advice}"
+    yield from disturbed((rate.work, rate.seconds) for rate in found.rates)
     for tool, value in found.tools.items():
         yield f"{tool}: {value}"
     if found.choices:

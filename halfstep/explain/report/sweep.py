@@ -11,7 +11,7 @@ from rich.console import Group
 from rich.text import Text
 
 from halfstep.explain.report.bench import memory_share, recommendation
-from halfstep.explain.report.tables import MIB, Columns, cells, numbered, table
+from halfstep.explain.report.tables import MIB, Columns, cells, disturbed, numbered, table
 from halfstep.measurements import BenchRun, Largest, Point, Sweep
 
 COLOURS = ("#7d8b99", "#4f7cac", "#5b8f5b", "#e08600", "#8e5ea2", "#c62828", "#2a9d8f", "#6d4c41")
@@ -121,6 +121,7 @@ def _notes(sweep: Sweep, seen: Sequence[Seen]) -> Iterator[str]:
         )
         yield f"Peak memory: {result.peak_method} in the second step, weights included."
         yield from result.notes
+    yield from disturbed((f"{point.model}, batch {point.batch}, {run.name}", run.step_ms) for point, run in seen)
 
 
 def _sweep_charts(sweep: Sweep, seen: Sequence[Seen]) -> Iterator[Chart]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from operator import attrgetter, itemgetter
 from typing import Any
@@ -14,12 +14,16 @@ from rich.text import Text
 
 from halfstep.edits import Scaling
 from halfstep.formats import BF16, FP16
+from halfstep.measurements import Spread
 from halfstep.plan.levels import Level
 from halfstep.plan.optable import ROWS, Action, ListedOp, device_note, effective, find
 from halfstep.plan.plan import Plan
 
 ABSENT = "-"
 MIB = 2**20
+DISTURBED = (
+    "Other work ran on this machine: {what}. Measure again when it is quiet; ratios are more reliable than times."
+)
 
 Columns = Mapping[str, Callable[[Any], object]]  # what stands in a row's cell, by the column's header; None is "-"
 
@@ -32,6 +36,13 @@ def cells(rows: Iterable[Any], columns: Columns) -> list[list[str]]:
 def numbered(headers: Iterable[str]) -> Columns:
     """Returns the columns of rows that are sequences of cells."""
     return {header: itemgetter(at) for at, header in enumerate(headers)}
+
+
+def disturbed(measured: Iterable[tuple[str, Spread | None]]) -> Iterator[str]:
+    """Yields a line if some of what was measured, by name, varies as it does only beside other work."""
+    names = list(dict.fromkeys(name for name, seconds in measured if seconds is not None and seconds.disturbed))
+    if names:
+        yield DISTURBED.format(what=f"the quartiles of {', '.join(names)} lie more than a third of the median apart")
 
 
 def table(rows: Iterable[Any], columns: Columns, *, words: Collection[str] = ()) -> Table:
