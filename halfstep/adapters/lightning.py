@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import partial
 from itertools import product
 from typing import Any
@@ -122,8 +122,7 @@ class Halfstep(Precision):
         self.close()
         self._norms, self._counts = {}, {}
         settings = {**self._settings, "sinks": [*self._settings.get("sinks", ()), *sinks], "stepping": "optimizer"}
-        with _as_in_their_classes(models):
-            self._session = initialize(models, optimizers, self._plan, **settings)
+        self._session = initialize(models, optimizers, self._plan, **settings)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Checks a model and the strategy before Lightning wraps the model; returns the model.
@@ -280,12 +279,3 @@ def _lend_to_callbacks(trainer: Trainer, session: Session) -> ExitStack:
         setattr(callback, name, session.full_weights()(getattr(callback, name)))
         undo.callback(delattr, callback, name)
     return undo
-
-
-@contextmanager
-def _as_in_their_classes(models: Sequence[nn.Module]) -> Iterator[None]:
-    """Within the context, removes the compiled `forward` that `Trainer.fit(torch.compile(model))` puts on instances."""
-    with ExitStack() as undo:
-        for own in [vars(each) for each in models if isinstance(each, LightningModule) and "forward" in vars(each)]:
-            undo.callback(own.__setitem__, "forward", own.pop("forward"))
-        yield

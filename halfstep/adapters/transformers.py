@@ -153,7 +153,8 @@ def _check_arguments(args: Any) -> None:
     for name in ("fp16", "bf16", "fp16_full_eval", "bf16_full_eval"):
         if getattr(args, name, False):
             raise SetupError(
-                f"TrainingArguments({name}=True) does not work with halfstep, which casts by its plan; leave {name} out"
+                f"{type(args).__name__}({name}=True) does not work with halfstep, which casts by its plan; pass "
+                f"{name}=False (TRL's configs are bf16 by default)"
             )
     if args.n_gpu > 1:
         raise SetupError(

@@ -180,20 +180,14 @@ def resolve(
     return Assignment(plan, tuple(modules))
 
 
-def check_forwards(models: Sequence[nn.Module], assignment: Assignment) -> None:
-    """Refuses modules whose forward must cast inputs and outputs under the plan but cannot be made to."""
-    modules = [pair for model in models for pair in model.named_modules()]
-    for (name, module), formats in zip(modules, assignment.modules, strict=True):
-        what = f"{type(module).__name__} {name!r}" if name else f"the model ({type(module).__name__})"
-        if assignment.plan.ops != "none" and inspect.isgeneratorfunction(type(module).forward):
+def check_forwards(models: Sequence[nn.Module], plan: Plan) -> None:
+    """Refuses modules whose forward a plan cannot be entered around."""
+    for name, module in (pair for model in models for pair in model.named_modules()):
+        if plan.ops != "none" and inspect.isgeneratorfunction(type(module).forward):
+            what = f"{type(module).__name__} {name!r}" if name else f"the model ({type(module).__name__})"
             raise SetupError(
                 f"the forward of {what} is a generator, whose code would run after the call, where the plan has ended; "
                 "return the values (as a list) instead of yielding them, or move the loop that yields to a method"
-            )
-        if formats.boundary and "forward" in module.__dict__:
-            raise SetupError(
-                f"{what} has its forward set on the instance, which hides the forward of its class, where halfstep "
-                "enters; define it in the class (or wrap the module in one), or set it after initialize"
             )
 
 
@@ -323,7 +317,7 @@ def _keep(  # all that it depends on
     reason = f"{formats.reason}, no optimizer" + ("" if whole else f" for {', '.join(kept)}")
     formats = replace(formats, kept=kept, param=FP32 if whole else formats.param, reason=reason)
     reads = isinstance(site.module, (nn.Embedding, nn.EmbeddingBag)) and formats.compute is plan.low
-    if not reads or formats.boundary or not enterable(site.module) or "forward" in site.module.__dict__:
+    if not reads or formats.boundary or not enterable(site.module):
         return formats
     return replace(formats, boundary=True, output=plan.low)
 

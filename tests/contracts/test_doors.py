@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import types
 
 import pytest
 import torch
@@ -512,6 +513,48 @@ def test_so_does_a_child_whose_forward_is_its_own(low):
     halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=0.0), "O1", low=low)
     model(torch.randn(8, 32))
     assert torch.equal(model.routed, torch.nn.functional.linear(model.given, router.weight, router.bias))
+
+
+class Head(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.norm, self.shift = nn.Linear(8, 8), nn.LayerNorm(8), nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        return self.norm(self.layer(x)) + self.shift
+
+
+def doubled(self, x):
+    return Head.forward(self, x) * 2
+
+
+class Doubled(Head):
+    forward = doubled
+
+
+@mixed_plans
+@pytest.mark.parametrize("kind", ["method", "closure"])
+def test_a_forward_that_is_set_on_the_instance_runs_under_the_plan_as_that_of_a_class(name, low, kind):
+    def trained(model):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        own = vars(model).get("forward")
+        with halfstep.initialize(model, optimizer, name, low=low) as session:
+            for _ in range(3):
+                session.backward(model(x).square().mean())
+                session.step()
+            direct = model.forward(x)
+            verdict = halfstep.blame(session, lambda: model(x * torch.inf).sum())
+            copied = copy.deepcopy(model)
+        assert vars(model).get("forward") == own
+        return [direct, copied(x), model(x), *model.parameters()], verdict.kind
+
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+    model = Head()
+    model.forward = types.MethodType(doubled, model) if kind == "method" else lambda x: doubled(model, x)
+    (values, found), (expected, wanted) = trained(model), trained(Doubled())
+    assert all(map(torch.equal, values, expected))
+    assert found == wanted
 
 
 class Other(nn.Module):

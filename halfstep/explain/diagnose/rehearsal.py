@@ -19,6 +19,7 @@ from halfstep.modes import uncompiled
 from halfstep.plan.plan import Plan
 from halfstep.stack import begin_pass
 from halfstep.torch_internals import compiled_module, hooks_of, parameters_of, tree_leaves, without_modes
+from halfstep.train.cast.copies import forward_set_on, is_bound
 from halfstep.train.cast.enter import put_in_place
 from halfstep.train.processes.shards import reshard, sharded_parameters
 from halfstep.train.scale.loss import leaves_of
@@ -235,7 +236,7 @@ def _standing_in(models: Sequence[nn.Module], twins: Sequence[nn.Module]) -> Ite
     }
     pairs = [pair for pair in found.values() if compiled_module(pair[0]) is None]  # calls go on to what it compiled
     for own, _ in pairs:
-        if "forward" in vars(own):
+        if not is_bound(forward := forward_set_on(own), own) and forward is not None:
             raise RuntimeError(f"{type(own).__name__} has a forward of its own, which cannot be redirected to a copy")
     calls = _Calls(pairs)
     with ExitStack() as stack:

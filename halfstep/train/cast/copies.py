@@ -100,6 +100,26 @@ def plain_class(cls: type) -> type:
     return plain
 
 
+def forward_set_on(module: nn.Module) -> Any:
+    """Returns the forward that a user set on the instance, around which a session may have put its own; or None."""
+    found = module.__dict__.get("forward")
+    gate: Gate | None = module.__dict__.get(GATE)
+    if gate is None or gate.own is None or getattr(found, "__func__", None) is not gate.forward:
+        return found
+    return gate.own(module)
+
+
+def give_back_forward(module: nn.Module) -> None:
+    """Sets the forward on the instance that `forward_set_on` returns."""
+    if "forward" in module.__dict__:
+        module.__dict__["forward"] = forward_set_on(module)
+
+
+def is_bound(forward: Any, module: nn.Module) -> bool:
+    """Returns whether a forward is a method bound to this module, so that it can be bound to another."""
+    return getattr(forward, "__self__", None) is module
+
+
 def plain_copies(models: Iterable[nn.Module], *, shared: Iterable[Tensor] = ()) -> list[nn.Module]:
     """Returns copies of models as ordinary fp32 models without a session; what the models share, their copies share."""
     models = list(models)
@@ -107,6 +127,7 @@ def plain_copies(models: Iterable[nn.Module], *, shared: Iterable[Tensor] = ()) 
     computed = [t for t in tree_leaves(attributes) if isinstance(t, Tensor) and t.grad_fn is not None]
     twins = copy.deepcopy(models, {**{id(t): t.detach().clone() for t in computed}, **{id(t): t for t in shared}})
     for module in {id(module): module for twin in twins for module in twin.modules()}.values():
+        give_back_forward(module)
         for own in OURS:
             module.__dict__.pop(own, None)
         give_class(module, plain_class(type(module)))

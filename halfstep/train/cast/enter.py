@@ -12,7 +12,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -21,7 +21,14 @@ from torch.nn.utils import parametrize
 
 from halfstep.errors import SessionError
 from halfstep.pages import MISMATCH, more
-from halfstep.torch_internals import AVERAGING, class_index_above, is_sharding, makes_weights, parameters_of
+from halfstep.torch_internals import (
+    AVERAGING,
+    class_index_above,
+    compiled_module,
+    is_sharding,
+    makes_weights,
+    parameters_of,
+)
 from halfstep.train.cast.copies import (
     BASE,
     GATE,
@@ -30,7 +37,9 @@ from halfstep.train.cast.copies import (
     class_of,
     copy_of,
     deep_copy_of,
+    give_back_forward,
     give_class,
+    is_bound,
     plain_class,
     reduction_of,
 )
@@ -148,6 +157,25 @@ def _entering(call: Callable[..., Any], *, door: Switch | None, at_call: bool) -
     return entering
 
 
+def _forward(call: Callable[..., Any], door: Switch | None, reading: Reading | None) -> Callable[..., Any]:
+    """Returns a forward that makes a call as the module's gate says."""
+    forward = _entering(call, door=door, at_call=False)
+    return forward if reading is None else noting_grad_mode(forward)
+
+
+def _enter_own(module: nn.Module, gate: Gate, door: Switch | None, reading: Reading | None) -> None:
+    """Enters the plan around a forward that is set on the instance, as TRL and Accelerate do."""
+    own = module.__dict__.get("forward")
+    if own is None or compiled_module(module) is not None:  # what torch.compile sets calls a module that is entered
+        return
+    if is_bound(own, module):
+        call, gate.own = own.__func__, functools.partial(MethodType, own.__func__)
+    else:
+        call, gate.own = lambda _, *args, **kwargs: own(*args, **kwargs), lambda _: own
+    gate.forward = _forward(call, door, reading)
+    module.__dict__["forward"] = MethodType(gate.forward, module)  # a deep copy of which is bound to the copy
+
+
 def make_class(
     base: type[nn.Module],
     *,
@@ -158,9 +186,7 @@ def make_class(
 ) -> type[nn.Module]:
     """Returns a subclass of `base`, with the same name, whose forward uses the instance's stand-in or gate."""
     # not super(): zero-argument super inside two `with` trips an assertion in dynamo
-    forward = _entering(base.forward, door=door, at_call=False)
-    if reading is not None:
-        forward = noting_grad_mode(forward)
+    forward = _forward(base.forward, door, reading)
     namespace = {
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
@@ -249,6 +275,8 @@ def put_in_place(stand_ins: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> C
                     classes[base] = make_class(base)
                 module.__class__ = classes[base]
                 stack.callback(give_class, module, base)
+                if "forward" in module.__dict__:  # which would hide that of the class
+                    stack.callback(module.__dict__.__setitem__, "forward", module.__dict__.pop("forward"))
             module.__dict__[STAND_IN] = StandIn(forward)
             stack.callback(module.__dict__.pop, STAND_IN, None)
         return stack.pop_all().close
@@ -271,7 +299,7 @@ class Entrances:
     ) -> Callable[[], None]:
         """Puts a gate around the module's forward; returns a function that removes it."""
         base = type(module)
-        at_call = makes_weights(module) or (door is not None and "forward" in module.__dict__)
+        at_call = makes_weights(module)
         key = base, door, explain, at_call, reading
         swapped = self._classes.get(key)
         if swapped is None:
@@ -283,6 +311,7 @@ class Entrances:
             gate.kept = {name: p for name in reading.names if (p := own[name]) is not None}
         module.__dict__[GATE] = gate
         module.__class__ = swapped
+        _enter_own(module, gate, door, reading)
 
         def undo() -> None:
             gate.active = False
@@ -290,6 +319,7 @@ class Entrances:
                 if casts is not None:
                     casts.before = None  # which keeps all models of the session
             for entered in (module, *gate.copies):
+                give_back_forward(entered)
                 cls = type(entered)
                 if cls is swapped or (entered.__dict__.get(GATE) is gate and BASE in vars(cls)):
                     give_class(entered, plain_class(cls))  # else somebody (FSDP2) put one on top: ours passes calls on

@@ -140,6 +140,8 @@ class Gate:
     calls: Calls = field(default_factory=Calls)
     kept: dict[str, nn.Parameter] = field(default_factory=dict)  # stored in fp32, read low by the module's own code
     written: set[str] = field(default_factory=set)  # of `kept`: written by code inside the plan, read in fp32 since
+    own: Callable[[nn.Module], Any] | None = None  # returns the forward that was set on the module, or on its copy
+    forward: Callable[..., Any] | None = None  # the function that enters it
     began_with_grad: bool | None = None  # whether gradients were on when the forward began; None: it does not run
 
     def __post_init__(self) -> None:

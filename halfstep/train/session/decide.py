@@ -113,7 +113,7 @@ def decide(  # noqa: PLR0913  # all that it depends on
     untrained = places_untrained(roots, optimizers) if training else frozenset()
     resolved = functools.partial(resolve, made_low=made_low, untrained=at_places(roots, untrained))
     assignment = resolved(plan, roots)
-    check_forwards(roots, assignment)
+    check_forwards(roots, plan)
     check_functions(plan.op_changes)
     if any(row_of(optimizer) is None for optimizer in optimizers):  # what their own step needs
         plan = replace(plan, master="copy" if plan.master == "split" else plan.master, rounding="nearest")
