@@ -79,9 +79,12 @@ class Browser:
         self.requests.clear()
         self.call("Page.navigate", url=page if isinstance(page, str) else page.resolve().as_uri())
         self._until(lambda message: message.get("method") == "Page.loadEventFired")
-        painted = (
-            "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(performance.now()))))"
-        )
+        painted = """new Promise(done => {
+            const isDrawn = () => !document.getElementById("plotly") || document.body.dataset.drawn;
+            const end = () => requestAnimationFrame(() => requestAnimationFrame(() => done(performance.now())));
+            const look = () => isDrawn() ? end() : setTimeout(look, 5);
+            look();
+        })"""
         return float(self.run(painted))
 
     def run(self, script: str) -> Any:

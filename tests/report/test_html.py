@@ -111,6 +111,38 @@ def test_every_chart_is_drawn_without_an_error_or_a_request(run_page):
     assert browser.run("document.getElementById('map-measure').value") == "lost"
 
 
+@pytest.mark.parametrize(("mode", "text"), [("light", "rgb(28, 39, 51)"), ("dark", "rgb(220, 227, 234)")])
+@pytest.mark.parametrize("width", [1280, 390])
+def test_charts_follow_the_readers_colors_and_fit_the_window(show, browser, mode, text, width, request):
+    request.addfinalizer(lambda: browser.call("Emulation.setEmulatedMedia", features=[]))
+    request.addfinalizer(lambda: browser.resize(1280))
+    browser.resize(width)
+    show(*run_of())
+    browser.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": mode}])
+    fill = "getComputedStyle(document.querySelector('#timeline .xtick text')).fill"
+    assert browser.run(f"new Promise(done => setTimeout(() => done({fill}), 200))") == text
+    assert browser.run("getComputedStyle(document.body).color") == text
+    assert browser.run("document.documentElement.scrollWidth <= innerWidth")
+    assert browser.errors == []
+
+
+def test_the_loss_can_be_drawn_on_a_log_scale(show):
+    browser = show(*run_of())
+    kind = "document.getElementById('timeline').layout.yaxis.type"
+    assert browser.run(kind) == "linear"
+    browser.run("document.getElementById('log-loss').click()")
+    assert browser.run(kind) == "log"
+
+
+def test_a_page_is_below_two_megabytes_and_says_where_a_browser_is_too_old(browser, tmp_path):
+    page = page_html(read_log(write(tmp_path / "run.jsonl", run_of())))
+    assert len(page.encode()) < 2_000_000
+    old = tmp_path / "old.html"
+    old.write_text(page.replace("new DecompressionStream", "new NoSuchStream"), encoding="utf-8")
+    browser.open(old)
+    assert "They need a browser of 2023 or later" in words_of(browser, ".notes")[0]
+
+
 def test_a_number_of_the_steps_that_has_no_chart_gets_one_below_the_others(show, monkeypatch):
     monkeypatch.setattr(halfstep.explain.report.page, "COLUMNS", (*COLUMNS, "step"))
     browser = show(START, *(step(number, loss=1.0) for number in (1, 2)))
@@ -179,16 +211,16 @@ def test_the_loss_scale_that_is_too_high_is_seen(run_page):
     choose(browser, "module", "head")
     choose(browser, "shift", "16", "input")
     moved = words(browser, "histogram-words").partition("Times a loss scale of 65,536: ")[2]
-    assert "25% lie right of the black line" in moved  # 2^0 of {2^-10: 3, 2^0: 1}
+    assert "25% lie right of the last line" in moved  # 2^0 of {2^-10: 3, 2^0: 1}
     choose(browser, "shift", "15", "input")
     moved = words(browser, "histogram-words").partition("Times a loss scale of 32,768: ")[2]
-    assert "; 0% lie right of the black line" in moved
+    assert "; 0% lie right of the last line" in moved
 
 
 def test_one_value_beyond_the_largest_counts_as_one(show):
     one = seen(1, "body", {0: 3, 15: 1})
     browser = show(START, step(1), replace(one, stats=replace(one.stats, amax=65520.0)))
-    assert "25% lie right of the black line" in words(browser, "histogram-words")
+    assert "25% lie right of the last line" in words(browser, "histogram-words")
 
 
 RULE = Rule("h.1", FULL)

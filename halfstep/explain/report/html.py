@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -35,7 +37,8 @@ def _render(template: str, data: object, **values: object) -> str:
     pages = jinja2.Environment(loader=jinja2.FileSystemLoader(_HERE), autoescape=True, undefined=jinja2.StrictUndefined)
     return pages.get_template(template).render(
         data=msgspec.json.encode(data).decode().replace("<", "\\u003c"),  # so that no name can end the script
-        plotly=get_plotlyjs(),
+        plotly=base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode(),
+        drawing=(_HERE / "drawing.js").read_text(encoding="utf-8"),
         style=(_HERE / "page.css").read_text(encoding="utf-8"),
         **values,
     )

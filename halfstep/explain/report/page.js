@@ -4,11 +4,7 @@
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
   const $ = id => document.getElementById(id);
-  // No button that goes to a server.
-  const BUTTONS = [["toImage"], ["zoom2d", "pan2d", "zoomIn2d", "zoomOut2d", "resetScale2d"]];
-  const CONFIG = {responsive: true, displaylogo: false, modeBarButtons: BUTTONS, displayModeBar: "hover"};
-  const FONT = {family: "system-ui, sans-serif", size: 12, color: "#1c2733"};
-  const RED = "#c62828", ORANGE = "#e08600", BLACK = "#111111", BLUE = "#4f7cac", GREEN = "#5b8f5b";
+  const RED = "#c62828", ORANGE = "#e08600", BLUE = "#4f7cac", GREEN = "#5b8f5b";
   const SHIFTED = "#f2a541";
   const POWER = {tickprefix: "2<sup>", ticksuffix: "</sup>"};
 
@@ -104,7 +100,7 @@
     }));
     const annotations = verdicts.slice(-3).map(([step, kind], row) => ({
       x: step, yref: "paper", y: 1, yanchor: "top", yshift: -15 * row, showarrow: false,
-      xanchor: step - first > last - step ? "right" : "left", bgcolor: "rgba(255,255,255,0.8)",
+      xanchor: step - first > last - step ? "right" : "left", bgcolor: drawing.colors().note,
       text: `verdict: ${escaped(kind)}`, font: {color: RED, size: 12},
     }));
     return {shapes, annotations};
@@ -126,15 +122,15 @@
       return {title: {text: title}, domain: moved, zeroline: false, ...more};
     };
     const axes = below.map((name, at) => [`yaxis${at + 4}`, axis(name, [-0.31 * at - 0.31, -0.31 * at - 0.04])]);
-    Plotly.newPlot("timeline", timelineTraces(loss, norm, scale, powers), {
-      height: 560 * total, font: FONT, margin: {l: 70, r: 20, t: 30, b: 45}, showlegend: false, hovermode: "closest",
+    Plotly.react("timeline", timelineTraces(loss, norm, scale, powers), {
+      height: 560 * total, template: drawing.template(), margin: {l: 70, r: 20, t: 30, b: 45}, showlegend: false, hovermode: "closest",
       ...marks,
       xaxis: {title: {text: "step"}, anchor: `y${below.length + 3}`, zeroline: false, ...whole(data.timeline.steps)},
-      yaxis: axis("loss", [0.62, 1]),
+      yaxis: axis("loss", [0.62, 1], {type: $("log-loss").checked ? "log" : "linear"}),
       yaxis2: axis("gradient norm", [0.31, 0.58], {type: "log", exponentformat: "power"}),
       yaxis3: axis("loss scale; | skipped", [0, 0.27], {...POWER, ...whole(highest(powers) - lowest(powers))}),
       ...Object.fromEntries(axes),
-    }, CONFIG);
+    }, drawing.config);
     $("timeline-words").textContent = timelineWords();
   }
 
@@ -165,7 +161,7 @@
       "weight as it is stored: it cannot follow them. A master adds them up; without one they are lost."
     : `<b class="lost">${percent(shares.lost)} lie left of the red line</b>, where ${format} rounds to zero; ` +
       `<b class="small">${percent(shares.small)}</b> lie between the red and the orange line, where it keeps fewer ` +
-      `digits; <b class="saturated">${percent(shares.saturated)}</b> lie right of the black line, beyond its ` +
+      `digits; <b class="saturated">${percent(shares.saturated)}</b> lie right of the last line, beyond its ` +
       "largest value.";
 
   function histogramBars({found, share}, by, name, color, opacity) {
@@ -204,7 +200,7 @@
     return [
       wall(limits.zero, RED, `${format}: zero below 2<sup>${limits.zero}</sup>`, 2),
       wall(limits.normal, ORANGE, `smallest normal 2<sup>${limits.normal}</sup>`, 1),
-      wall(limits.top, BLACK, `largest ${largest}`, 0),
+      wall(limits.top, drawing.colors().edge, `largest ${largest}`, 0),
     ];
   }
 
@@ -216,7 +212,7 @@
     const {format, limits, gradient} = chosen, range = histogramRange(chosen), walls = histogramWalls(chosen, range);
     const title = format === null ? "units in the last place of the weight" : "magnitude";
     return {
-      height: 450, font: FONT, barmode: "overlay", bargap: 0, margin: {l: 60, r: 20, t: 72, b: 50},
+      height: 450, template: drawing.template(), barmode: "overlay", bargap: 0, margin: {l: 60, r: 20, t: 72, b: 50},
       legend: {orientation: "h", x: 1, xanchor: "right", y: -0.19, yanchor: "top"}, showlegend: gradient,
       xaxis: {title: {text: title}, range, ...POWER, tickformat: "d", zeroline: false, ticks: "outside"},
       yaxis: {title: {text: "share of the nonzero values"}, tickformat: ".3~%", rangemode: "tozero"},
@@ -237,7 +233,7 @@
     const plain = gradient ? "as they are (loss scale 1)" : "as they are";
     const traces = [histogramBars(chosen, 0, plain, BLUE, shift ? 0.55 : 0.9)];
     if (shift) traces.push(histogramBars(chosen, shift, `times the loss scale 2^${shift}`, SHIFTED, 0.75));
-    Plotly.react("histogram", traces, histogramLayout(chosen), CONFIG);
+    Plotly.react("histogram", traces, histogramLayout(chosen), drawing.config);
     $("histogram-words").innerHTML = histogramWords(chosen);
   }
 
@@ -272,8 +268,8 @@
   // ---- heat maps of module and step
 
   const EMPTY = -7, LEAST = -6;  // exponents of ten: no value at all, and the least share with a color of its own
-  const COLORS = [
-    [0, "#f1f3f5"], [0.5 / 7, "#f1f3f5"], [0.5 / 7, "#fff3c4"], [3 / 7, "#fdbb63"], [5 / 7, "#ef6548"], [1, "#7f0000"],
+  const colorscale = none => [
+    [0, none], [0.5 / 7, none], [0.5 / 7, "#fff3c4"], [3 / 7, "#fdbb63"], [5 / 7, "#ef6548"], [1, "#7f0000"],
   ];
   const COLORBAR = {
     tickvals: [EMPTY, -6, -4, -2, -1, 0], ticktext: ["none", "0.0001%", "0.01%", "1%", "10%", "100%"], thickness: 14,
@@ -300,7 +296,7 @@
   function mapLayout(modules, steps, none, focus) {
     return {
       height: none ? 165 : Math.min(900, Math.max(245, 145 + 16 * modules.length)),
-      font: FONT, margin: {l: 10, r: 10, t: 29, b: 45}, shapes: rowMark(modules, focus),
+      template: drawing.template(), margin: {l: 10, r: 10, t: 29, b: 45}, shapes: rowMark(modules, focus),
       xaxis: {title: {text: "step"}, type: "category", categoryarray: steps, range: [-0.5, steps.length - 0.5],
         nticks: 12, automargin: true},
       yaxis: {type: "category", categoryarray: modules, range: [modules.length - 0.5, -0.5], automargin: true,
@@ -319,9 +315,9 @@
     $(id).previousElementSibling.textContent = title + ending;
     Plotly.react(id, [{
       type: "heatmap", x: steps, y: modules, z: rows(share.map(colorOf)), customdata: rows(share),
-      zmin: EMPTY, zmax: 0, colorscale: COLORS, showscale: !none, colorbar: COLORBAR, hoverongaps: false,
+      zmin: EMPTY, zmax: 0, colorscale: colorscale(drawing.colors().none), showscale: !none, colorbar: COLORBAR, hoverongaps: false,
       hovertemplate: "%{y}, step %{x}: %{customdata:.3~%}<extra></extra>",
-    }], mapLayout(modules, steps, none, data.focus?.module), CONFIG);
+    }], mapLayout(modules, steps, none, data.focus?.module), drawing.config);
   }
 
   function mapTitle(measure, isUpdate) {
@@ -375,6 +371,9 @@
     for (const id of ["module", "format"]) $(id).addEventListener("change", drawHistogram);
     $("shift").addEventListener("input", drawHistogram);
     for (const id of ["map-kind", "map-measure"]) $(id).addEventListener("change", drawMaps);
+  }
+
+  function drawTensors() {
     drawHistogram();
     drawMaps();
   }
@@ -400,6 +399,10 @@
   const observed = Object.keys(data.kinds).length > 0;
   $("timeline-section").hidden = data.timeline.steps === 0;
   $("histogram-section").hidden = $("maps-section").hidden = !observed;
-  if (data.timeline.steps) drawTimeline();
+  $("log-loss").addEventListener("change", drawTimeline);
   if (observed) openTensors();
+  drawing.start(() => {
+    if (data.timeline.steps) drawTimeline();
+    if (observed) drawTensors();
+  });
 })();

@@ -1,0 +1,46 @@
+// Unpacks plotly.js, which pages hold compressed, and calls `draw(how)`: now, and again when the reader's colors change.
+"use strict";
+const drawing = (() => {
+  const dark = matchMedia("screen and (prefers-color-scheme: dark)");
+  // No button that goes to a server.
+  const BUTTONS = [["toImage"], ["zoom2d", "pan2d", "zoomIn2d", "zoomOut2d", "resetScale2d"]];
+  const config = {responsive: true, displaylogo: false, modeBarButtons: BUTTONS, displayModeBar: "hover"};
+
+  function colors() {
+    return dark.matches
+      ? {text: "#dce3ea", grid: "#3a444f", none: "#2a323b", edge: "#f1f3f5", note: "rgba(23,28,34,0.8)"}
+      : {text: "#1c2733", grid: "#e3e8ed", none: "#f1f3f5", edge: "#111111", note: "rgba(255,255,255,0.8)"};
+  }
+
+  function template() {
+    const {text, grid} = colors(), axis = {gridcolor: grid, linecolor: grid, zerolinecolor: grid};
+    const font = {family: "system-ui, sans-serif", size: 12, color: text}, none = "rgba(0,0,0,0)";
+    return {layout: {
+      font, paper_bgcolor: none, plot_bgcolor: none, xaxis: axis, yaxis: axis,
+      modebar: {bgcolor: none, color: grid, activecolor: text},
+    }};
+  }
+
+  async function unpack() {
+    const bytes = Uint8Array.from(atob(document.getElementById("plotly").textContent), c => c.charCodeAt(0));
+    const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+    const script = document.createElement("script");
+    script.textContent = await new Response(stream).text();
+    document.head.append(script);
+  }
+
+  async function start(draw) {
+    try {
+      await unpack();
+      draw();
+      dark.addEventListener("change", draw);
+    } catch (error) {
+      const words = `<p class="notes">The charts could not be drawn: ${error}. They need a browser of 2023 or later.</p>`;
+      document.querySelector("header").insertAdjacentHTML("afterend", words);
+      console.error(error);
+    }
+    document.body.dataset.drawn = "yes";
+  }
+
+  return {start, colors, template, config};
+})();
