@@ -17,7 +17,7 @@ try:
     from halfstep.cli.run import ScriptRaised, run
     from halfstep.cli.step import check, inspect, whatif
     from halfstep.errors import HalfstepError, ScriptError
-    from halfstep.pages import DIAGNOSIS, FRONT, GUIDE, LEVELS, PLANS, SEEING, SLOWER, more
+    from halfstep.pages import DIAGNOSIS, FOLDER, FRONT, GUIDE, LEVELS, PLANS, SEEING, SLOWER, more
     from halfstep.version import __version__
 except KeyboardInterrupt:  # what the package imports before this module, above all torch, is out of reach here
     print("halfstep: interrupted", file=sys.stderr)
@@ -27,7 +27,7 @@ USAGE_ERROR = 2
 
 app = typer.Typer(
     help="Mixed precision training for PyTorch.",
-    epilog=more(FRONT),
+    epilog=f"{more(FRONT)}; docs/ is {FOLDER}",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+_HERE = Path(__file__).resolve().parent
+FOLDER = next((folder for folder in (_HERE / "docs", _HERE.parent / "docs") if folder.is_dir()), _HERE)  # of all pages
 FRONT = "docs/index.md"
 QUICKSTART = "docs/quickstart.md"
 GUIDE = "docs/guide.md"

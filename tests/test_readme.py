@@ -319,9 +319,8 @@ def test_a_sharded_model_trains(names, process_group):
 
 def test_the_front_page_trains(names):
     before = names["model"].state_dict()["head.weight"].clone()
-    inputs, targets = names["loader"][0]
-    names["loss"] = names["loss_fn"](names["model"](inputs), targets)
-    exec(BLOCKS["front"], names)
+    lines = BLOCKS["front"].splitlines()
+    exec("\n".join(line[1:] for line in lines if not line.startswith("-")), names)
     with names["session"]:
         assert not torch.equal(names["model"].state_dict()["head.weight"], before)
 

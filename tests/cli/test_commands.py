@@ -4,6 +4,7 @@ import errno
 import importlib
 import json
 import os
+import platform
 import re
 import shlex
 import sys
@@ -11,14 +12,35 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import torch
 import typer
 
 from halfstep.cli.screen import FAILED, INTERRUPTED, end
 from halfstep.errors import DataError
 from halfstep.machine import AVX2, AVX512_BF16
 from halfstep.measurements import BenchRun
+from halfstep.pages import FOLDER
+from halfstep.version import __version__
 
 SMALL = ["--set", "d_in=8", "--set", "d_out=8", "--set", "batch=4"]
+
+
+def test_the_version_and_where_the_pages_are(halfstep):
+    code, out, _ = halfstep("--version")
+    assert (code, out) == (
+        0,
+        f"halfstep {__version__}, torch {torch.__version__}, Python {platform.python_version()}\n",
+    )
+    assert (FOLDER / "nan.md").is_file()
+    _, out, _ = halfstep("--help")
+    assert str(FOLDER) in re.sub(r"\s", "", out)
+
+
+def test_an_op_that_is_not_in_the_table_runs_as_written(halfstep):
+    code, said, _ = halfstep("ops", "gelu")
+    assert code == 0
+    assert "gelu is not in the table: it runs in the formats of its inputs" in said
+    assert 'deny it: ops={"deny": ["gelu"]}' in said
 
 
 def test_ops_narrows_to_a_name_and_shows_another_plan(halfstep):

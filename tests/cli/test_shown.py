@@ -40,6 +40,7 @@ CHAR_LM = "char_lm " + " ".join(f"--set {name}={value}" for name, value in TINY.
 AS_SHOWN = """
     levels
     ops
+    ops gelu
     check own.py:mine --plan plan.toml
     report run.jsonl
     report run-0.jsonl run-1.jsonl
