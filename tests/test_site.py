@@ -97,7 +97,11 @@ def test_every_command_names_its_page():
 def test_the_api_page_has_every_public_name():
     import halfstep
 
-    told = set(re.findall(r"^::: halfstep(?:\.initialize)?\.(\w+)$", (DOCS / "api.md").read_text(encoding="utf-8"), re.MULTILINE))
+    told = set(
+        re.findall(
+            r"^::: halfstep(?:\.initialize)?\.(\w+)$", (DOCS / "api.md").read_text(encoding="utf-8"), re.MULTILINE
+        )
+    )
     values = {"BF16", "E4M3", "E5M2", "FP16", "FP32", "FULL", "LOW", "TF32", "Edit", "__version__"}
     assert told == set(halfstep.__all__) - values
 
