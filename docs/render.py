@@ -1,5 +1,7 @@
 """Runs examples/tutorial.py cell by cell, and writes its text, code and what it prints to docs/tutorial.md.
 
+Writes its cells to examples/tutorial.ipynb too, the same tutorial as a notebook.
+
     python docs/render.py        # some seconds on a CPU
 
 Cells begin with `# %%`, those of text with `# %% [markdown]`.
@@ -9,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import re
 import sys
@@ -47,8 +50,29 @@ def render(path: Path) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def notebook(path: Path) -> str:
+    """Returns the cells as a Jupyter notebook that has not run."""
+    made = [
+        {"cell_type": "markdown", "id": f"cell-{number}", "metadata": {}, "source": body.strip().splitlines(True)}
+        if text
+        else {
+            "cell_type": "code",
+            "id": f"cell-{number}",
+            "metadata": {},
+            "source": body.strip().splitlines(True),
+            "execution_count": None,
+            "outputs": [],
+        }
+        for number, (text, _, body) in enumerate(cells(path.read_text(encoding="utf-8")))
+    ]
+    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    whole = {"cells": made, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
+    return json.dumps(whole, indent=1, ensure_ascii=False) + "\n"
+
+
 def main() -> None:
-    """Writes the page."""
+    """Writes the page and the notebook."""
+    TUTORIAL.with_suffix(".ipynb").write_text(notebook(TUTORIAL), encoding="utf-8")
     here = Path.cwd()
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from halfstep.edits import Edit, spell
 from halfstep.machine import Machine
+from halfstep.notebooks import InNotebooks
 
 
 @dataclass(frozen=True)
@@ -232,7 +233,7 @@ class KernelRow:
 
 
 @dataclass(frozen=True)
-class Inspection:
+class Inspection(InNotebooks):
     """Where the time and the casts of one training step go, forward and backward.
 
     `seconds` is the time in operations, each timed alone, the least of some passes; in the median pass they took

@@ -17,6 +17,7 @@ from halfstep.edits import Edit, Scaling
 from halfstep.errors import FormatError, HalfstepError
 from halfstep.formats import Format, as_format
 from halfstep.kinds import Kind
+from halfstep.notebooks import InNotebooks
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class SessionStart:
 
 
 @dataclass(frozen=True)
-class Status:
+class Status(InNotebooks):
     """The state of a session, read on the host: plan, scale, skips, non-finite parameters by name, bytes of memory.
 
     Attributes:
@@ -389,7 +390,7 @@ class OpCall:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Verdict(InNotebooks):
     """Which operation made the first non-finite value that reached the loss or a gradient, and what cures it.
 
     Attributes:
@@ -443,7 +444,7 @@ class NumericsError(HalfstepError, ArithmeticError):
 
 
 @dataclass(frozen=True)
-class Finding:
+class Finding(InNotebooks):
     """Something that a check found: `severity` is one of `SEVERITIES`, `code` is a short fixed name of its kind.
 
     `place` names the module, parameter or operation, `evidence` says what was seen there, and `advice` what to do.
@@ -548,7 +549,7 @@ class ScaleRange:
 
 
 @dataclass(frozen=True)
-class WhatIf:
+class WhatIf(InNotebooks):
     """What training in other formats would do, predicted from `steps` steps in fp32.
 
     `plan` names the plan that decides which tensors are low. `rows` has an entry per format, module and kind, `scales`

@@ -1,5 +1,6 @@
 """The site's pages are all reachable, its commands exist, and what it renders is what the code says."""
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -104,6 +105,15 @@ def test_the_api_page_has_every_public_name():
     )
     values = {"BF16", "E4M3", "E5M2", "FP16", "FP32", "FULL", "LOW", "TF32", "Edit", "__version__"}
     assert told == set(halfstep.__all__) - values
+
+
+def test_the_notebook_is_the_tutorial():
+    from docs.render import TUTORIAL, notebook
+
+    kept = TUTORIAL.with_suffix(".ipynb").read_text(encoding="utf-8")
+    assert kept == notebook(TUTORIAL), "run python docs/render.py"
+    code = "\n".join("".join(each["source"]) for each in json.loads(kept)["cells"] if each["cell_type"] == "code")
+    compile(code, "tutorial.ipynb", "exec")  # what it does is what the tutorial does, tested below
 
 
 def test_the_tutorial_breaks_is_explained_and_trains(tmp_path, monkeypatch):

@@ -130,6 +130,14 @@ def test_session_states_of_the_first_version_load(name, also):
     assert session.status().steps == 3
 
 
+def test_notebooks_show_what_is_printed():
+    _, _, session = opened()
+    assert "Session(O2, low=bf16, steps=1)\nO2 in bf16: 1 steps, 0 skipped" in session._repr_html_()
+    assert session.status()._repr_html_() == f'<pre style="white-space: pre-wrap">{session.status()}</pre>'
+    session.close()
+    assert "Session(O2, low=bf16, steps=1, closed)</pre>" in session._repr_html_()
+
+
 def test_plans_and_logs_of_the_first_version_are_read():
     assert halfstep.load_plan(OLD / "plan.toml") == halfstep.level("O2", "fp16")
     run = read_log(OLD / "run.jsonl")

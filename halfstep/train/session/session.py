@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from halfstep.errors import SessionError
 from halfstep.formats import FP32, needs_scale
 from halfstep.modes import ordinary_tensors
+from halfstep.notebooks import preformatted
 from halfstep.plan.compatibility import check_optimizers, check_per_sample
 from halfstep.plan.io import to_dict
 from halfstep.plan.matching import match_parameters
@@ -893,6 +894,9 @@ class Session:
             "a session cannot be copied or pickled, because it belongs to its model and optimizer: save "
             "session.state_dict() beside theirs, or copy the model and call halfstep.initialize for the copy"
         )
+
+    def _repr_html_(self) -> str:
+        return preformatted(repr(self) if self.closed else f"{self!r}\n{self.status()}")
 
     def __repr__(self) -> str:
         return f"Session({self.plan.name}, low={self.plan.low}, steps={self._steps}{', closed' if self.closed else ''})"
