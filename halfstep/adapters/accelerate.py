@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfstep.adapters.versions import extra
 from halfstep.errors import SessionError, SetupError
+from halfstep.formats import is_narrow
 from halfstep.initialize import initialize
 from halfstep.plan.plan import Plan
 from halfstep.records import StepRecord
-from halfstep.train.optim.steppers import needs_closure
+from halfstep.train.processes.fsdp import fsdp_policy
 from halfstep.train.session.session import Session
 
 with extra("accelerate", first="1.14", below="1.16"):
@@ -22,6 +22,7 @@ with extra("accelerate", first="1.14", below="1.16"):
     from accelerate.optimizer import AcceleratedOptimizer
 
 SUPPORTED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+FSDP2 = "FSDP2 (fsdp_version: 2 in `accelerate config`, or FullyShardedDataParallelPlugin(fsdp_version=2))"
 
 
 def prepare(accelerator: Accelerator, *args: Any, plan: Plan | str = "O1", **settings: Any) -> Any:
@@ -29,7 +30,8 @@ def prepare(accelerator: Accelerator, *args: Any, plan: Plan | str = "O1", **set
 
     The loop does not change: `accelerator.backward`, `accumulate`, `clip_grad_norm_`, `optimizer.step`, `save_state`
     and `load_state` work as before. `plan` and `settings` are those of `halfstep.initialize`. Pass all models and
-    optimizers of a loop in one call. `session_of(accelerator)` returns the session.
+    optimizers of a loop in one call. `session_of(accelerator)` returns the session. Under FSDP2 Accelerate shards the
+    model with `halfstep.fsdp_policy` of the plan.
 
     Raises:
         PlanError: for the same reasons as `halfstep.initialize`.
@@ -44,7 +46,10 @@ def prepare(accelerator: Accelerator, *args: Any, plan: Plan | str = "O1", **set
         )
     attach(accelerator, models, optimizers, plan, **settings)
     prepared = accelerator.prepare(*args)
-    for each in prepared if isinstance(prepared, tuple) else (prepared,):
+    made = prepared if isinstance(prepared, (tuple, list)) else (prepared,)
+    if accelerator.is_fsdp2:
+        open_session(accelerator, [each for each in made if isinstance(each, nn.Module)], optimizers, plan, **settings)
+    for each in made:
         take_over(accelerator, each)
     return prepared
 
@@ -64,12 +69,47 @@ def session_of(accelerator: Accelerator) -> Session:
 
 def attach(
     accelerator: Accelerator, models: list[nn.Module], optimizers: list[Optimizer], plan: Plan | str, **settings: Any
-) -> Session:
-    """Opens a session on models and optimizers; call it before the Accelerator prepares them."""
-    if accelerator.distributed_type not in SUPPORTED:
+) -> None:
+    """Opens a session on models and optimizers; call it before the Accelerator prepares them.
+
+    Under FSDP2 it sets the policy that Accelerate shards with; then call `open_session` after the preparation.
+    """
+    _check(accelerator)
+    for model in models:
+        if not accelerator.is_fsdp2:
+            model.to(accelerator.device)
+        elif any(p.requires_grad and is_narrow(p.dtype) for p in model.parameters()):  # they are sharded in fp32
+            initialize(model, None, plan, **{**settings, "sinks": []}).close()
+    if not accelerator.is_fsdp2:
+        open_session(accelerator, models, optimizers, plan, **settings)
+        return
+    plugin, policy = accelerator.state.fsdp_plugin, fsdp_policy(plan, low=settings.get("low"))
+    if plugin.mixed_precision_policy not in (None, policy) and accelerator.scaler is None:
         raise SetupError(
-            f"halfstep does not work with Accelerate's {accelerator.distributed_type.value}; use one device, or "
-            "DistributedDataParallel (MULTI_GPU or MULTI_CPU in `accelerate config`)"
+            "mixed_precision_policy is set in the FullyShardedDataParallelPlugin, and halfstep sets its own; leave it "
+            "out"
+        )
+    plugin.mixed_precision_policy = policy
+
+
+def open_session(
+    accelerator: Accelerator, models: list[nn.Module], optimizers: list[Optimizer], plan: Plan | str, **settings: Any
+) -> None:
+    """Opens a session on models and optimizers, whose scaler the Accelerator gets."""
+    own = [each.optimizer if isinstance(each, AcceleratedOptimizer) else each for each in optimizers]
+    scaler = accelerator.scaler or SessionScaler()  # optimizers that are prepared again keep their scaler
+    sinks = [*settings.pop("sinks", ()), scaler.keep]
+    scaler.session = initialize(models, own or None, plan, stepping="optimizer", sinks=sinks, **settings)
+    accelerator.scaler = scaler
+
+
+def _check(accelerator: Accelerator) -> None:
+    kind = accelerator.distributed_type
+    if kind not in SUPPORTED and not accelerator.is_fsdp2:
+        name = "FSDP1" if kind == DistributedType.FSDP else kind.value
+        raise SetupError(
+            f"halfstep does not work with Accelerate's {name}; use one device, DistributedDataParallel (MULTI_GPU or "
+            f"MULTI_CPU in `accelerate config`), or {FSDP2}"
         )
     if accelerator.mixed_precision != "no":
         raise SetupError(
@@ -86,14 +126,6 @@ def attach(
             "this Accelerator already has a session; pass all models and optimizers to one call of prepare, or close "
             "the session first: session_of(accelerator).close(). Close it before accelerator.free_memory() too"
         )
-    for model in models:
-        model.to(accelerator.device)
-    own = [each.optimizer if isinstance(each, AcceleratedOptimizer) else each for each in optimizers]
-    session = initialize(models, own or None, plan, stepping="optimizer", **settings)
-    if accelerator.scaler is None:
-        accelerator.scaler = SessionScaler(session)
-    accelerator.scaler.session = session  # optimizers that are prepared again keep their scaler
-    return session
 
 
 def take_over(accelerator: Accelerator, prepared: Any) -> None:
@@ -108,28 +140,32 @@ def take_over(accelerator: Accelerator, prepared: Any) -> None:
 class SessionScaler:
     """The scaler of an Accelerator: passes its calls to a session, and keeps the last StepRecord of each optimizer."""
 
-    def __init__(self, session: Session) -> None:
-        self.session = session
+    session: Session
+
+    def __init__(self) -> None:
         self.records: dict[Optimizer, StepRecord] = {}
+        self._device = None
+
+    def _lazy_init_scale_growth_tracker(self, device: Any) -> None:
+        """Does nothing; Accelerate calls it after it has loaded a state under FSDP2."""
 
     def scale(self, loss: Tensor) -> _Loss:
         """Returns an object to use in place of the loss: its `backward()` is `session.backward(loss)`."""
         return _Loss(self.session, loss)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> None:
-        """Steps one optimizer through the session; calls `closure`, if any, once before the step."""
+        """Steps one optimizer, which the session has taken over; calls `closure`, if any."""
         if not any(optimizer is each for each in self.session.optimizers):
             raise SetupError(
                 f"this {type(optimizer).__name__} is not an optimizer of the session; pass it to "
                 "prepare(accelerator, ...), and do not replace it afterwards"
             )
-        if needs_closure(optimizer):
-            optimizer.step(closure)
-            return
-        if closure is not None:
-            with torch.enable_grad():
-                closure()
-        self.records[optimizer] = self.session.step(optimizer)
+        self._stepping = optimizer
+        optimizer.step(closure=closure)  # with torch.distributed.checkpoint's words, by which a session knows its call
+
+    def keep(self, record: StepRecord) -> None:
+        """Keeps the record of the optimizer that steps; it is a sink of the session."""
+        self.records[self._stepping] = record
 
     def update(self) -> None:
         """Does nothing, since `step` has already adapted the loss scale."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
-from halfstep.adapters.accelerate import SessionOptimizer, SessionScaler, attach, take_over
+from halfstep.adapters.accelerate import SessionOptimizer, SessionScaler, attach, open_session, take_over
 from halfstep.adapters.versions import extra
 from halfstep.errors import SetupError
 from halfstep.formats import is_narrow
@@ -58,14 +58,15 @@ class HalfstepMixin(_Mixed):
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Makes the optimizer as the Trainer does, and opens the session."""
         optimizer: Optimizer = super().create_optimizer(*args, **kwargs)
-        sinks = [*self._settings.get("sinks", ()), self._keep]
         self._close()  # `auto_find_batch_size` begins again within one call of `train`
         self._counts = {}
-        attach(self.accelerator, [self.model], [optimizer], self._plan, **{**self._settings, "sinks": sinks})
+        attach(self.accelerator, [self.model], [optimizer], self._plan, **self._with_sink())
         return optimizer
 
     def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
         """Creates the scheduler as the Trainer does; before that, connects the optimizer's `step` to the session."""
+        if self.accelerator.is_fsdp2:  # which has sharded the model since `create_optimizer`
+            open_session(self.accelerator, [self.model], [self.optimizer], self._plan, **self._with_sink())
         take_over(self.accelerator, self.optimizer)
         return super().create_scheduler(*args, **kwargs)
 
@@ -139,6 +140,9 @@ class HalfstepMixin(_Mixed):
     def _close(self) -> None:
         if isinstance(self.accelerator.scaler, SessionScaler):
             self.accelerator.scaler.session.close()
+
+    def _with_sink(self) -> dict[str, Any]:
+        return {**self._settings, "sinks": [*self._settings.get("sinks", ()), self._keep]}
 
     def _keep(self, record: StepRecord) -> None:
         self._record = record

@@ -204,8 +204,8 @@ def test_a_distributed_type_and_a_scaler_that_do_not_go_with_halfstep_are_refuse
     accelerator.scaler = torch.amp.GradScaler("cpu")
     with pytest.raises(SetupError, match=r"already has a scaler, .*; do not set accelerator\.scaler"):
         prepare(accelerator, model, optimizer_of(model))
-    accelerator.state.distributed_type = DistributedType.FSDP
-    with pytest.raises(SetupError, match=r"does not work with Accelerate's FSDP; use one device, or Distributed"):
+    accelerator.state.distributed_type = DistributedType.DEEPSPEED
+    with pytest.raises(SetupError, match=r"does not work with Accelerate's DEEPSPEED; use one device.*or FSDP2 \("):
         prepare(accelerator, model, optimizer_of(model))
 
 

@@ -1,0 +1,361 @@
+"""Accelerate's FSDP2, alone, in Hugging Face's Trainer and in TRL, in several processes on a CPU."""
+
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+for package in ("accelerate", "transformers", "trl"):
+    pytest.importorskip(package, reason=f"{package} is not installed; run ./dev adapters")
+
+import transformers  # noqa: E402
+from accelerate import Accelerator, DistributedType  # noqa: E402
+from accelerate.state import AcceleratorState, GradientState, PartialState  # noqa: E402
+from accelerate.utils import FullyShardedDataParallelPlugin  # noqa: E402
+
+import halfstep  # noqa: E402
+from halfstep.adapters.accelerate import prepare, session_of  # noqa: E402
+from halfstep.errors import HalfstepError  # noqa: E402
+from tests.replicas import digest  # noqa: E402
+from tests.trainers import loops, test_transformers, test_trl  # noqa: E402
+from tests.trainers.loops import ACCUMULATE, MAX_NORM  # noqa: E402
+from tests.trainers.test_processes import sharded, whole  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+SETTINGS = [("O0", "bf16"), ("O1", "bf16"), ("O2", "bf16"), ("O2", "fp16"), ("O3", "bf16")]
+BAD = 8  # the infinite batch of the first process
+STATE = AcceleratorState.__init__
+
+
+def with_shards_on_a_cpu(self, *args, fsdp_plugin=None, **kwargs):
+    """Does what Accelerate does where there are several GPUs: a plugin of FSDP makes the distributed type FSDP."""
+    STATE(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+    if fsdp_plugin is not None:
+        self.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+        self.fsdp_plugin = fsdp_plugin
+        if self.mixed_precision != "no":
+            fsdp_plugin.set_mixed_precision(self.mixed_precision)
+
+
+def reset():
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+
+
+def plugin_of(**settings):
+    common = {"fsdp_version": 2, "cpu_ram_efficient_loading": False, "state_dict_type": "SHARDED_STATE_DICT"}
+    wrapped = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["Linear", "LayerNorm"]}
+    return FullyShardedDataParallelPlugin(**{**common, **wrapped, **settings})
+
+
+def items_of(level, rank, size, count=24):
+    items = loops.batches(count * size, None)
+    if level != "O0":
+        items[BAD * size][0].fill_(torch.inf)
+    return items[rank::size]
+
+
+def by_hand(level, low, rank, size):
+    net = loops.network()
+    sharded(net, level, low, None)
+    optimizer, losses = loops.optimizer_of(net), []
+    with halfstep.initialize(net, optimizer, level, low=low) as session:
+        for index, batch in enumerate(items_of(level, rank, size)):
+            last = index % ACCUMULATE == ACCUMULATE - 1
+            net.set_requires_gradient_sync(last)
+            losses.append((loss := loops.loss_of(net, batch)).item())
+            session.backward(loss / ACCUMULATE)
+            if last:
+                session.unscale_()
+                nn.utils.clip_grad_norm_(net.parameters(), MAX_NORM)
+                session.step()
+                optimizer.zero_grad()
+        return losses, whole(net), session.status().skipped
+
+
+def trained(level, low, rank, size, count=24, first=0, load=None, save=None, **settings):
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATE, fsdp_plugin=plugin_of(**settings))
+    net = loops.network()
+    if rank and settings.get("cpu_ram_efficient_loading"):  # as from_pretrained leaves it in all processes but one
+        nn.init.zeros_(net[0].weight)
+    model, optimizer = prepare(accelerator, net, loops.optimizer_of(net), plan=level, low=low)
+    if load:
+        accelerator.load_state(load)
+    losses, skipped = [], 0
+    for batch in items_of(level, rank, size)[first:count]:
+        with accelerator.accumulate(model):
+            losses.append((loss := loops.loss_of(model, batch)).item())
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), MAX_NORM)
+            optimizer.step()
+            if accelerator.sync_gradients:
+                skipped += accelerator.optimizer_step_was_skipped
+            optimizer.zero_grad()
+    if save:
+        accelerator.save_state(save)
+    found = whole(model)
+    session_of(accelerator).close()
+    reset()
+    return losses, found, skipped
+
+
+def accelerated(rank, size, path, level, low):
+    whole_run = trained(level, low, rank, size)
+    first = trained(level, low, rank, size, count=12, save=path / "at")
+    second = trained(level, low, rank, size, first=12, load=path / "at")
+    hand = by_hand(level, low, rank, size)
+    return {
+        "as by hand": loops.same_losses(whole_run[0], hand[0]) and whole_run[1:] == hand[1:],
+        "resumed": loops.same_losses(first[0] + second[0], whole_run[0]) and second[1] == whole_run[1],
+        "skipped": whole_run[2],
+        "weights": whole_run[1],
+    }
+
+
+WAYS = {
+    "plain": {},
+    "checkpointing": {"activation_checkpointing": True},
+    "loaded in one process": {"cpu_ram_efficient_loading": True},
+    "full state": {"state_dict_type": "FULL_STATE_DICT"},
+    "root alone": {"auto_wrap_policy": "no_wrap"},
+}
+
+
+def ways(rank, size, path):
+    """Returns the weights after each way of sharding, and after the same runs stopped and resumed."""
+    found = []
+    for name, settings in WAYS.items():
+        found.append(trained("O2", "bf16", rank, size, **settings)[1])
+        trained("O2", "bf16", rank, size, count=12, save=path / name, **settings)
+        found.append(trained("O2", "bf16", rank, size, first=12, load=path / name, **settings)[1])
+    return found
+
+
+def work(rank, size, path, cases):
+    for name in ("halfstep", "transformers", "accelerate"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    torch.set_num_threads(1)
+    mine = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "OMP_NUM_THREADS": 1}
+    os.environ |= {key: str(value) for key, value in mine.items()}
+    dist.init_process_group("gloo", init_method=f"file://{path}/store", rank=rank, world_size=size)
+    found = {}
+    with patch.object(AcceleratorState, "__init__", with_shards_on_a_cpu):
+        for name, (case, given) in cases.items():
+            folder = path / name.replace(" ", "-")
+            found[name] = case(rank, size, folder, *given)
+            reset()
+    (path / f"{rank}.json").write_text(json.dumps(found))
+
+
+def run(path, size, cases):
+    torch.multiprocessing.spawn(work, (size, path, cases), nprocs=size)
+    return [json.loads((path / f"{rank}.json").read_text()) for rank in range(size)]
+
+
+ACCELERATED = {f"{level} {low}": (accelerated, (level, low)) for level, low in SETTINGS}
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_accelerate_trains_shards_bit_for_bit_as_by_hand_and_resumes(size, tmp_path):
+    found = run(tmp_path, size, ACCELERATED)
+    for name in ACCELERATED:
+        first, *others = (each[name] for each in found)
+        assert first == {**first, "as by hand": True, "resumed": True, "skipped": int("O0" not in name)}, name
+        assert all(each == first for each in others)
+
+
+def test_ways_to_shard_and_to_save_train_and_resume_to_the_same_bits(tmp_path):
+    found = run(tmp_path, 2, {"ways": (ways, ())})
+    assert {digest for each in found for digest in each["ways"]} == {found[0]["ways"][0]}
+
+
+def shards(layer="GPT2Block"):
+    config = {"version": 2, "cpu_ram_efficient_loading": False, "transformer_layer_cls_to_wrap": [layer]}
+    return {"fsdp": "full_shard", "fsdp_config": config, "ddp_backend": "gloo"}
+
+
+def in_trainer(rank, size, path, level, low):
+    """Returns the logged losses of a Trainer, whether it resumed bit for bit, and what it saved."""
+
+    def trainer(at=None, **settings):
+        model, kept = test_transformers.language_model(at), test_transformers.Losses()
+        settings = {"max_steps": 6, "save_steps": 3, **shards(), **settings}
+        made = test_transformers.trainer_of(level, low, path, model, settings, callbacks=[kept])
+        return made, kept
+
+    def own(**settings):
+        kept = test_transformers.Losses()
+        settings = {"max_steps": 6, "save_strategy": "no", **shards(), **settings}
+        args = test_transformers.arguments(path, **settings)
+        rows = test_transformers.samples()
+        transformers.Trainer(test_transformers.language_model(), args, train_dataset=rows, callbacks=[kept]).train()
+        reset()
+        return [row["loss"] for row in kept.rows]
+
+    straight, kept = trainer()
+    straight.train()
+    weights = digest([value.full_tensor() for value in straight.model.state_dict().values()])
+    reset()
+    resumed, _ = trainer()
+    resumed.train(resume_from_checkpoint=str(path / "checkpoint-3"))
+    again = digest([value.full_tensor() for value in resumed.model.state_dict().values()])
+    resumed.save_model(path / "last")
+    reset()
+    spoiled, seen = trainer(2 if rank == 0 and level != "O0" else None, save_strategy="no")
+    spoiled.train()
+    reset()
+    losses = [row["loss"] for row in kept.rows]
+    plain = transformers.GPT2LMHeadModel.from_pretrained(path / "last")
+    return {
+        "resumed": again == weights,
+        "saved": digest(plain.state_dict().values()) == weights and plain.dtype is torch.float32,
+        "skipped": seen.rows[-1]["halfstep/skipped"] if level != "O0" else 0,
+        "weights": weights,
+        "losses": losses,
+        "fp32": own(),
+        "bf16": own(bf16=True),
+    }
+
+
+@pytest.mark.slow_but("O2-bf16")
+@pytest.mark.parametrize(("level", "low"), [("O1", "bf16"), ("O2", "bf16"), ("O2", "fp16")])
+def test_the_trainer_shards_trains_and_resumes(level, low, tmp_path):
+    first, second = (each["trainer"] for each in run(tmp_path, 2, {"trainer": (in_trainer, (level, low))}))
+    print(first)
+    assert first == second
+    assert (first["resumed"], first["saved"], first["skipped"]) == (True, True, 1)
+    assert first["losses"] == pytest.approx(first["fp32"], abs=2e-3)
+    assert first["losses"] == pytest.approx(first["bf16"], abs=0.01)  # which Accelerate's policy returns in bf16
+
+
+def in_trl(rank, size, path, kind):
+    found = {}
+    for name in ("fp32", "bf16", "O2"):
+        saved = {} if name == "O2" else {"save_strategy": "no"}
+        trainer, kept = test_trl.trainer_of(kind, name, path, **shards("LlamaDecoderLayer"), **saved)
+        trainer.train()
+        reset()
+        found[name] = [row["loss"] for row in kept.rows]
+    resumed, _ = test_trl.trainer_of(kind, "O2", path, **shards("LlamaDecoderLayer"))
+    resumed.train(resume_from_checkpoint=str(path / "checkpoint-2"))
+    both = [[p.full_tensor() for p in each.model.parameters() if p.requires_grad] for each in (trainer, resumed)]
+    return {**found, "resumed": digest(both[0]) == digest(both[1]), "weights": digest(both[0])}
+
+
+@pytest.mark.slow_but("SFT")
+@pytest.mark.parametrize("kind", ["SFT", "LoRA", "DPO"])
+def test_trl_shards_trains_and_resumes(kind, tmp_path):
+    first, second = (each["trl"] for each in run(tmp_path, 2, {"trl": (in_trl, (kind,))}))
+    print(first)
+    assert first == second
+    assert first["resumed"]
+    assert first["O2"] == pytest.approx(first["fp32"], abs=2e-3)
+    assert first["O2"] == pytest.approx(first["bf16"], abs=0.01)  # which Accelerate's policy returns in bf16
+
+
+def refused(rank, size, path):
+    """Returns the sentence with which each setting is refused."""
+    found = {}
+
+    def ask(name, act):
+        try:
+            act()
+        except (HalfstepError, RuntimeError) as error:
+            found[name] = str(error)
+        reset()
+
+    def start(plan="O2", net=None, **settings):
+        net = loops.network() if net is None else net
+        keys = {key: settings.pop(key) for key in ("mixed_precision",) if key in settings}
+        accelerator = Accelerator(cpu=True, fsdp_plugin=plugin_of(**settings), **keys)
+        model, _ = prepare(accelerator, net, loops.optimizer_of(net), plan=plan, low="bf16")
+        loops.loss_of(model, loops.batches(1, None)[0])
+        session_of(accelerator).close()
+
+    def wrapped(**settings):
+        net = loops.network()
+        for part in (net[0], net):
+            fully_shard(part, **settings)
+        return net
+
+    ask("FSDP1", lambda: start(fsdp_version=1, transformer_cls_names_to_wrap=["Linear"]))
+    ask("mixed precision", lambda: start(mixed_precision="bf16"))
+    ask("policy", lambda: start(mixed_precision_policy=MixedPrecisionPolicy(param_dtype=torch.float16)))
+    ask("plans", lambda: start(plan=("O1", "O2")[rank]))
+    ask("wrapped", lambda: start(net=wrapped()))
+    ask("wrapped by the plan", lambda: start(net=wrapped(mp_policy=halfstep.fsdp_policy("O2", low="bf16"))))
+    return found
+
+
+REFUSED = {
+    "FSDP1": r"Accelerate's FSDP1; use one device, .*, or FSDP2 \(fsdp_version: 2 in",
+    "mixed precision": r"mixed_precision='bf16' together with halfstep.*leave mixed_precision out",
+    "policy": r"mixed_precision_policy is set in .*; leave it out",
+    "plans": r"differs between processes: .*'O2', .*'O1'; use the same model, optimizer and plan",
+    "wrapped": r"'0\.weight' is torch\.float32 .*; write fully_shard\(module, mp_policy=halfstep\.fsdp_policy\(\"O2\"",
+}
+
+
+def test_what_does_not_go_with_shards_is_refused_in_a_sentence(tmp_path):
+    for each in run(tmp_path, 2, {"refused": (refused, ())}):
+        assert each["refused"].keys() == REFUSED.keys()  # a model that was sharded by fsdp_policy trains
+        assert all(re.search(REFUSED[name], said) for name, said in each["refused"].items())
+
+
+LAUNCHED = """
+compute_environment: LOCAL_MACHINE
+distributed_type: FSDP
+mixed_precision: "no"
+fsdp_config:
+  fsdp_version: 2
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_transformer_layer_cls_to_wrap: Linear
+  fsdp_reshard_after_forward: true
+  fsdp_state_dict_type: SHARDED_STATE_DICT
+  fsdp_cpu_ram_efficient_loading: true
+  fsdp_activation_checkpointing: true
+num_machines: 1
+num_processes: 2
+main_process_port: 0
+"""
+SCRIPT = """
+from unittest.mock import patch
+
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+
+from halfstep.adapters.accelerate import prepare, session_of
+from tests.trainers import loops
+from tests.trainers.test_fsdp2 import with_shards_on_a_cpu
+
+with patch.object(AcceleratorState, "__init__", with_shards_on_a_cpu):
+    accelerator = Accelerator(cpu=True)
+net = loops.network()
+model, optimizer = prepare(accelerator, net, loops.optimizer_of(net), plan="O2", low="bf16")
+accelerator.backward(loops.loss_of(model, loops.batches(1, None)[0]))
+optimizer.step()
+kinds = {type(module).__name__ for module in model.modules()}
+print(accelerator.is_fsdp2, session_of(accelerator).status().steps, sorted(kinds))
+accelerator.end_training()
+"""
+
+
+@pytest.mark.slow
+def test_a_file_of_accelerate_config_that_says_fsdp2_trains(tmp_path):
+    (tmp_path / "config.yaml").write_text(LAUNCHED)
+    (tmp_path / "train.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "config.yaml", "train.py"]
+    paths = {"PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=os.environ | paths, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("True 1 ['FSDPCheckpointWrapper', 'FSDPLayerNorm', 'FSDPLinear'") == 2, done.stdout
