@@ -54,8 +54,11 @@ def first_line(name: str, flags: set[str]) -> str:
 
 def main() -> None:
     """Says what will run, then runs `halfstep bench char_lm` with the options that were given."""
-    print(first_line(*processor()), file=sys.stderr, flush=True)
     loaded = threading.Event()
+    if "--quiet" in sys.argv:
+        loaded.set()
+    else:
+        print(first_line(*processor()), file=sys.stderr, flush=True)
 
     def tell() -> None:
         while not loaded.wait(PAUSE):

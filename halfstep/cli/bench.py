@@ -15,6 +15,7 @@ from halfstep.cli.options import (
     Data,
     Device,
     Json,
+    Quiet,
     Settings,
     bytes_of,
     check_page,
@@ -25,7 +26,7 @@ from halfstep.cli.options import (
     write_json,
     write_page,
 )
-from halfstep.cli.screen import INTERRUPTED, end, progress_bar, stderr, stdout
+from halfstep.cli.screen import INTERRUPTED, activity, end, progress_bar, stderr, stdout
 from halfstep.errors import WorkloadError
 from halfstep.explain.report.bench import bench_table
 from halfstep.explain.report.json import to_json
@@ -113,6 +114,7 @@ def bench(  # noqa: PLR0913  # each is an option of the command, described above
     compile: Compile = "off",
     page: PageFile = None,
     largest_batch: LargestBatch = None,
+    quiet: Quiet = False,
     against: Gone = None,
     processes: Gone = None,
 ) -> None:
@@ -141,14 +143,14 @@ def bench(  # noqa: PLR0913  # each is an option of the command, described above
             parse_settings(settings), data, command=_command(),
         )  # fmt: skip
         if largest_batch is not None:
-            _largest(asked, bytes_of(largest_batch), json=json, page=page)
+            _largest(asked, bytes_of(largest_batch), json=json, page=page, quiet=quiet)
         else:
-            _sweep(asked, json=json, page=page)
+            _sweep(asked, json=json, page=page, quiet=quiet)
         return
     given = parse_settings(settings)
     job = load_workload(name, given, data=data)
     origin = Origin(name, given, data)
-    with progress_bar(first=_first_line(name, rows, steps, seconds, place)) as progress:
+    with progress_bar(first=_first_line(name, rows, steps, seconds, place), quiet=quiet) as progress:
         result = run_bench(
             job, rows, steps=steps, seconds=seconds, seeds=range(seeds), device=place, origin=origin,
             command=_command(), progress=progress,
@@ -159,7 +161,7 @@ def bench(  # noqa: PLR0913  # each is an option of the command, described above
     end(result.runs, complete=result.complete)
 
 
-def _sweep(asked: Asked, *, json: Path | None, page: Path | None) -> None:
+def _sweep(asked: Asked, *, json: Path | None, page: Path | None, quiet: bool) -> None:
     """Measures the points of a sweep that the file `json` does not have yet, and prints the whole sweep."""
     check_page(page, json)
     done = None if json is None else read_sweep(json)
@@ -171,7 +173,7 @@ def _sweep(asked: Asked, *, json: Path | None, page: Path | None) -> None:
     def keep(result: Sweep) -> None:
         write_json(json, to_json(result))
 
-    with progress_bar(unit="examples") as progress:
+    with progress_bar(unit="examples", quiet=quiet) as progress:
         found = sweep(asked, done=done, keep=keep, progress=progress)
     sheet = sweep_sheet(found)
     stdout().print(sheet_text(sheet))
@@ -180,11 +182,11 @@ def _sweep(asked: Asked, *, json: Path | None, page: Path | None) -> None:
     end(runs, complete=len(found.points) == found.total)
 
 
-def _largest(asked: Asked, limit: int, *, json: Path | None, page: Path | None) -> None:
+def _largest(asked: Asked, limit: int, *, json: Path | None, page: Path | None, quiet: bool) -> None:
     """Finds and prints, for each model and row, the largest batch that fits into `limit` bytes."""
     check_page(page, json)
-    with stderr().status("starting") as status:
-        found = largest_batches(asked, limit, progress=status.update)
+    with activity("starting", quiet=quiet) as now:
+        found = largest_batches(asked, limit, progress=now)
     if not found:
         raise typer.Exit(INTERRUPTED)
     sheet = largest_sheet(found, asked.words(), asked.command)

@@ -32,6 +32,7 @@ Moments = Annotated[
     str | None, typer.Option("--moments", help="How the optimizer's averages are kept: full, bf16 or 8bit.")
 ]
 Json = Annotated[Path | None, typer.Option("--json", help="Write every figure to this file, as JSON.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Print no progress.")]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="The seed of weights and batches.")]
 
 

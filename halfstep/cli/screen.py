@@ -42,8 +42,11 @@ Update = Callable[[str, int, int], None]
 
 
 @contextmanager
-def progress_bar(unit: str = "steps", *, first: str = "") -> Iterator[Update]:
+def progress_bar(unit: str = "steps", *, first: str = "", quiet: bool = False) -> Iterator[Update]:
     """Yields a function that shows the current activity, the progress (unless the total is 0) and the time left."""
+    if quiet:
+        yield lambda what, done, total: None
+        return
     console = stderr()
     lines = [first] if first else []
     with _bar(console, unit) if console.is_terminal else _lines(console, unit) as show:
@@ -54,6 +57,14 @@ def progress_bar(unit: str = "steps", *, first: str = "") -> Iterator[Update]:
             show(what, done, total)
 
         yield update
+
+
+@contextmanager
+def activity(what: str, *, quiet: bool = False) -> Iterator[Callable[[str], None]]:
+    """Shows what is done meanwhile; yields a function that says what is done now."""
+    with progress_bar("", quiet=quiet) as progress:
+        progress(what, 0, 0)
+        yield lambda what: progress(what, 0, 0)
 
 
 @contextmanager

@@ -7,8 +7,21 @@ from typing import Annotated, Any
 import typer
 from torch import Tensor
 
-from halfstep.cli.options import Data, Device, Json, Low, Moments, Name, Seed, Settings, names, open_job, write_json
-from halfstep.cli.screen import FAILED, stdout
+from halfstep.cli.options import (
+    Data,
+    Device,
+    Json,
+    Low,
+    Moments,
+    Name,
+    Quiet,
+    Seed,
+    Settings,
+    names,
+    open_job,
+    write_json,
+)
+from halfstep.cli.screen import FAILED, activity, stdout
 from halfstep.explain.forecast.whatif import whatif as predict
 from halfstep.explain.preflight.check import check as run_check
 from halfstep.explain.report.json import to_json
@@ -44,6 +57,7 @@ def check(  # noqa: PLR0913  # each is an option of the command, described above
     seed: Seed = 0,
     json: Json = None,
     precision: Precision = True,
+    quiet: Quiet = False,
 ) -> None:
     """Check a workload before it trains, by one step, also in fp32; exits with 1 if an error was found."""
     job, model = open_job(workload, settings, data=data, device=device, seed=seed, json=json)
@@ -53,7 +67,8 @@ def check(  # noqa: PLR0913  # each is an option of the command, described above
         return job.loss(model(inputs), targets)
 
     with initialize(model, job.optimizer(model, fused=False), plan, low=low) as session:
-        found = run_check(session, closure, precision=precision)
+        with activity("checking one step" + ", and comparing it with fp32" * precision, quiet=quiet):
+            found = run_check(session, closure, precision=precision)
         stdout().print(check_text(found, what=f"{job.name} under {session.plan.name} in {session.plan.low}"))
         checked = {"workload": job.name, "plan": session.plan.name, "low": session.plan.low.name}
         write_json(json, to_json(checked | {"findings": found}))
@@ -71,6 +86,7 @@ def inspect(  # noqa: PLR0913  # each is an option of the command, described abo
     device: Device = "auto",
     seed: Seed = 0,
     json: Json = None,
+    quiet: Quiet = False,
 ) -> None:
     """Show where the time, FLOPs and casts of one training step go, and what would save time."""
     job, model = open_job(workload, settings, data=data, device=device, seed=seed, json=json)
@@ -82,7 +98,8 @@ def inspect(  # noqa: PLR0913  # each is an option of the command, described abo
 
     kept: Any = moments  # the session checks it
     with initialize(model, job.optimizer(model, fused=False), level, low=low, moments=kept) as session:
-        found = run_inspect(session, closure)
+        with activity("measuring one step, and what would save time in it", quiet=quiet):
+            found = run_inspect(session, closure)
         stdout().print(inspection_report(found, what=f"{job.name} under {session.plan.name} in {session.plan.low}"))
         write_json(json, to_json({"workload": job.name, **vars(found)}))
 
@@ -99,6 +116,7 @@ def whatif(  # noqa: PLR0913  # each is an option of the command, described abov
     device: Device = "auto",
     seed: Seed = 0,
     json: Json = None,
+    quiet: Quiet = False,
 ) -> None:
     """Train a workload for a few fp32 steps; predict what other formats would lose and which loss scales are safe."""
     job, model = open_job(workload, settings, data=data, device=device, seed=seed, json=json)
@@ -113,6 +131,9 @@ def whatif(  # noqa: PLR0913  # each is an option of the command, described abov
         inputs, targets = to_device_of(model, inputs, targets)
         return job.loss(model(inputs), targets)
 
-    result = predict(closure, model, names(formats), steps=steps, optimizer=optimizer, plan=plan, loss_scale=loss_scale)
+    with activity(f"training {steps} steps in fp32, and measuring what formats would lose", quiet=quiet):
+        result = predict(
+            closure, model, names(formats), steps=steps, optimizer=optimizer, plan=plan, loss_scale=loss_scale
+        )
     stdout().print(whatif_report(result, modules=modules), crop=False)  # a figure is better broken than cut
     write_json(json, to_json(result))

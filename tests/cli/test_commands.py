@@ -8,6 +8,7 @@ import platform
 import re
 import shlex
 import sys
+import time
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -15,7 +16,8 @@ import pytest
 import torch
 import typer
 
-from halfstep.cli.screen import FAILED, INTERRUPTED, end
+from halfstep.cli import screen
+from halfstep.cli.screen import FAILED, INTERRUPTED, activity, end
 from halfstep.errors import DataError
 from halfstep.machine import AVX2, AVX512_BF16
 from halfstep.measurements import BenchRun
@@ -41,6 +43,20 @@ def test_an_op_that_is_not_in_the_table_runs_as_written(halfstep):
     assert code == 0
     assert "gelu is not in the table: it runs in the formats of its inputs" in said
     assert 'deny it: ops={"deny": ["gelu"]}' in said
+
+
+def test_what_takes_long_says_what_it_does_and_nothing_with_quiet(monkeypatch, capsys):
+    monkeypatch.setattr(screen, "PAUSE", 0.01)
+    for quiet in (False, True):
+        with activity("measuring", quiet=quiet) as now:
+            now("measuring casts")
+            time.sleep(0.1)
+        assert ("measuring casts\n" in capsys.readouterr().err) is not quiet
+
+
+@pytest.mark.parametrize("command", ["bench", "check", "doctor", "inspect", "whatif"])
+def test_commands_that_measure_take_quiet(halfstep, command):
+    assert "--quiet" in halfstep(command, "--help")[1]
 
 
 def test_ops_narrows_to_a_name_and_shows_another_plan(halfstep):
