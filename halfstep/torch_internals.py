@@ -601,6 +601,23 @@ def in_backward() -> bool:
     return backward_task() != NO_BACKWARD
 
 
+_APPLY = getattr(torch.autograd.Function.apply, "__code__", None)  # from torch 2.14 on it has none
+
+
+def in_function(frame: FrameType | None) -> bool:
+    """Returns whether a frame runs in the forward of a custom autograd function.
+
+    Where `apply` is not python code, a forward is known by the name of its first argument: a call that is taken for one
+    by mistake costs time alone.
+    """
+    while frame is not None:
+        code = frame.f_code
+        if code is _APPLY or (_APPLY is None and code.co_argcount and code.co_varnames[0] == "ctx"):
+            return True
+        frame = frame.f_back
+    return False
+
+
 def in_checkpoint() -> bool:
     """Tells whether an activation checkpoint of torch's is on the call stack."""
     frame: FrameType | None = sys._getframe(1)

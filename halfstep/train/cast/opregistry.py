@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, partial
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ from halfstep.torch_internals import (
     forget_compiled,
     has_fallback,
     has_kernel_for,
+    in_function,
     keyset_after,
     marked_constant,
     parsed_key,
@@ -50,7 +51,6 @@ from halfstep.train.cast.probabilities import define_traced
 from halfstep.train.cast.products import ALSO_EMULATED, EMULATED, make_product
 from halfstep.version import __version__
 
-_APPLY = torch.autograd.Function.apply.__code__
 # torch's own kernels for autocast call these ops, and switch off only the key of the device type.
 _PARTS = ("convolution", "_convolution", "_convolution.deprecated")
 MARKERS = ("ipu", "hpu", "xla", "mtia", "maia")
@@ -168,14 +168,7 @@ def may_be_repeated() -> bool:
     # function, with gradients off.
     if saved_tensor_hooks(True) is not None:
         return True
-    return not torch.is_grad_enabled() and _is_inside_function()
-
-
-def _is_inside_function() -> bool:
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_code is not _APPLY:
-        frame = frame.f_back
-    return frame is not None
+    return not torch.is_grad_enabled() and in_function(sys._getframe(1))
 
 
 def autocast_key(device_type: str) -> str:
