@@ -150,6 +150,29 @@ def test_what_has_no_gradient_is_not_taken_for_replaced_and_is_looked_at_once(na
     assert len(looked) == 1
 
 
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        return x * self.weight
+
+
+def test_exact_weights_of_a_class_of_its_own_need_the_rule_that_the_error_names():
+    def start(**settings):
+        model = nn.Sequential(nn.Linear(4, 4), Scaled(), nn.Linear(4, 4))
+        fully_shard([model[1]], mp_policy=halfstep.fsdp_policy("O0"))
+        fully_shard(model, mp_policy=halfstep.fsdp_policy("O2", low="bf16"))
+        with halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O2", low="bf16", **settings) as session:
+            session.backward(model(torch.randn(2, 4)).sum())
+            assert not session.step().skipped
+
+    with pytest.raises(SetupError, match=r'to keep it exact .*, pass rules=\[halfstep.Rule\("type:Scaled", halfstep'):
+        start()
+    start(rules=[halfstep.Rule("type:Scaled", halfstep.FULL)])
+
+
 def test_an_optimizer_that_was_made_before_the_shards():
     model = network()
     optimizer = torch.optim.AdamW(model.parameters())

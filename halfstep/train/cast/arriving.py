@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from halfstep.edits import TYPE_PREFIX
 from halfstep.errors import SetupError
 from halfstep.formats import FP32
 from halfstep.plan.plan import Plan
 from halfstep.plan.resolve import ModuleFormats
 from halfstep.sharded import fsdp_modules, is_sharded
-from halfstep.torch_internals import parameters_of, policy_of
+from halfstep.torch_internals import is_sharding, parameters_of, policy_of
 from halfstep.train.cast.reading import CONVOLUTIONS
 
 Undo = Callable[[], None]
@@ -96,9 +97,14 @@ class _Reading:
         if p.dtype is self._low or (p.dtype is torch.float32 and full_is_right):
             return
         name = f"{self._formats.name}.{name}" if self._formats.name else name
+        kind = next(cls.__name__ for cls in type(self._module).__mro__ if not is_sharding(cls))
+        pattern = self._formats.name if self._casts else f"{TYPE_PREFIX}{kind}"
+        exact = f'halfstep.Rule("{pattern}", halfstep.FULL)'
+        also = f"; to keep it exact in a group of its own, pass rules=[{exact}] to halfstep.initialize"
         raise SetupError(
             f"the parameter {name!r} is {p.dtype} in the forward pass, but {self._plan.name} reads it as {self._low}: "
             f"the mp_policy passed to fully_shard contradicts the plan; write {line_to_shard(self._plan)}"
+            f"{also if p.dtype is torch.float32 else ''}"
         )
 
 
