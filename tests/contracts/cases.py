@@ -20,17 +20,17 @@ mastered_plans = pytest.mark.parametrize(("name", "low"), MASTERED, ids=["-".joi
 class Net(nn.Module):
     """Linear, BatchNorm, LayerNorm, a tied pair, a frozen layer and a buffer that training changes."""
 
-    def __init__(self):
+    def __init__(self, width=16):
         super().__init__()
-        self.first = nn.Linear(8, 16)
-        self.norm = nn.BatchNorm1d(16)
-        self.second = nn.Linear(16, 16)
-        self.tied = nn.Linear(16, 16, bias=False)
+        self.first = nn.Linear(8, width)
+        self.norm = nn.BatchNorm1d(width)
+        self.second = nn.Linear(width, width)
+        self.tied = nn.Linear(width, width, bias=False)
         self.tied.weight = self.second.weight
-        self.frozen = nn.Linear(16, 16)
+        self.frozen = nn.Linear(width, width)
         self.frozen.requires_grad_(False)
-        self.layer_norm = nn.LayerNorm(16)
-        self.head = nn.Linear(16, 4)
+        self.layer_norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, 4)
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
 
     def forward(self, x):
@@ -54,9 +54,9 @@ class Kept:
         self.others.append(record)
 
 
-def make(seed=0, optimizer=torch.optim.AdamW, **options):
+def make(seed=0, optimizer=torch.optim.AdamW, width=16, **options):
     torch.manual_seed(seed)
-    model = Net()
+    model = Net(width)
     options.setdefault("lr", 1e-2)
     return model, optimizer([p for p in model.parameters() if p.requires_grad], **options)
 
@@ -135,7 +135,7 @@ def assert_trains_skips_and_resumes(name, low, optimizer, **options):
     assert differing(snapshot(*again[:2]), snapshot(*whole[:2])) == []
 
 
-def start(name, low, optimizer=torch.optim.AdamW, seed=0, **options):
+def start(name, low, optimizer=torch.optim.AdamW, seed=0, width=16, **options):
     """Returns a model, its optimizer and a session over them."""
-    model, opt = make(seed, optimizer)
+    model, opt = make(seed, optimizer, width)
     return model, opt, halfstep.initialize(model, opt, name, low=low, **options)

@@ -12,9 +12,11 @@ from tests.contracts.cases import batch, snapshot, start
 STEPS, EVERY = 400, 3
 
 
-def run(name: str, low: str, folder: Path) -> None:
+def run(name: str, low: str, folder: Path, moments: str = "full") -> None:
     """Trains to the end, printing each step number; the loss curve and the end state are left in the folder."""
-    model, opt, session = start(name, low)
+    # Smaller weights keep full moments.
+    model, opt, session = start(name, low, width=16 if moments == "full" else 64, moments=moments)
+
     path, curve, first = folder / "last.pt", [], 0
     if path.exists():
         states = torch.load(path, weights_only=True)
@@ -41,4 +43,4 @@ def run(name: str, low: str, folder: Path) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(int(sys.argv[4]))  # sums depend on it
-    run(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
+    run(sys.argv[1], sys.argv[2], Path(sys.argv[3]), sys.argv[5])

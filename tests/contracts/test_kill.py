@@ -14,31 +14,31 @@ from tests.contracts.killable import STEPS, run
 ROOT = Path(__file__).parents[2]
 
 
-def start_process(name, low, folder):
+def start_process(name, low, folder, moments):
     command = [sys.executable, "-m", "tests.contracts.killable", name, low, str(folder)]
-    command.append(str(torch.get_num_threads()))
+    command += [str(torch.get_num_threads()), moments]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
 
 
-def kill_and_resume(name, low, folder, kills):
+def kill_and_resume(name, low, folder, kills, moments):
     """Kills the run `kills` times at random steps, then lets it end here; returns where it was killed."""
     chance, killed = random.Random(f"{name}{low}{kills}"), []
     while len(killed) < kills:
         steps = chance.randint(1, 8)
-        with start_process(name, low, folder) as process:
+        with start_process(name, low, folder, moments) as process:
             lines = [line for _, line in zip(range(steps), process.stdout, strict=False)]
             process.kill()
         assert process.returncode == -9, "the run ended before it could be killed"
         killed.append(int(lines[-1]))
-    run(name, low, folder)
+    run(name, low, folder, moments)
     return killed
 
 
-def compare(name, low, tmp_path, kills):
+def compare(name, low, tmp_path, kills, moments="full"):
     (tmp_path / "whole").mkdir()
     (tmp_path / "killed").mkdir()
-    run(name, low, tmp_path / "whole")
-    killed = kill_and_resume(name, low, tmp_path / "killed", kills)
+    run(name, low, tmp_path / "whole", moments)
+    killed = kill_and_resume(name, low, tmp_path / "killed", kills, moments)
     whole, resumed = (torch.load(tmp_path / which / "end.pt") for which in ("whole", "killed"))
     assert all(step < STEPS for step in killed)
     assert torch.equal(bits(whole["curve"]), bits(resumed["curve"]))
@@ -49,6 +49,12 @@ def compare(name, low, tmp_path, kills):
 @pytest.mark.parametrize(("name", "low"), [pytest.param("O1", "fp16", marks=pytest.mark.slow), ("O2", "bf16")])
 def test_killed_once_the_run_ends_as_if_it_had_not_been(name, low, tmp_path):
     compare(name, low, tmp_path, kills=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "low", "moments"), [("O2", "bf16", "8bit"), ("O3", "bf16", "bf16")])
+def test_killed_three_times_codes_of_moments_resume(name, low, moments, tmp_path):
+    compare(name, low, tmp_path, kills=3, moments=moments)
 
 
 @pytest.mark.slow
