@@ -519,6 +519,21 @@ def policy_of(module: Any) -> Any:
     return getattr(module._get_fsdp_state(), _POLICY)
 
 
+def summed_twice(module: Any) -> list[nn.Module]:
+    """Returns the modules in groups of FSDP2 whose gradients it sums over another mesh too, before it reduces them."""
+    # Such as weights of norms under SequenceParallel. FSDP2 sums them in the dtype of the gradients, and not in
+    # reduce_dtype (pytorch#190626), and the gradients of a group must have one dtype.
+    from torch.distributed.tensor import Replicate
+
+    held = _held_by(module)
+    whole = [
+        p
+        for p in held
+        if p.is_dtensor and any(isinstance(at, Replicate) for at in p._unsharded_dtensor_spec.placements)
+    ]
+    return [p._module_info.module for p in held] if whole else []
+
+
 def _held_by(module: Any) -> list[Any]:
     """Returns FSDP2's records of the parameters that `fully_shard` sharded when it was called on this very module."""
     state = module._get_fsdp_state()

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -378,6 +378,30 @@ def parallel(rank, level, low, kind):
     state = digest(whole(net))
     session.close()
     return losses, norms, state, skipped
+
+
+class Both(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.norm(x).to_local().float().sum() + 0 * self.linear(x).float().sum()
+
+
+def summed(rank, level):
+    """Returns the gradient of a bias of SequenceParallel under FSDP2, to which two processes add 1 and 2**-10."""
+    mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("data", "tensor"))
+    net = Both()
+    parallelize_module(net.norm, mesh["tensor"], SequenceParallel())
+    fully_shard(net, mesh=mesh["data"], mp_policy=halfstep.fsdp_policy(level, low="bf16"))
+    found = []
+    with halfstep.initialize(net, adamw(net), level, low="bf16") as session:
+        for last in (True, False, True):
+            net.set_requires_gradient_sync(last)
+            session.backward(net(torch.ones(1, 1, 4)) * 2.0 ** (-10 * rank))
+            found.append(net.norm.bias.grad.full_tensor()[0].item())
+    return found
 
 
 LARGE = {"full": 65, "8bit": 201}  # rows: for moments in codes as many as make weights of 4096 elements

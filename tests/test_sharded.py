@@ -54,6 +54,7 @@ CASES |= {
 CODED = (0,), (1,)
 CASES |= {f"coded {dims}": (sharded.coded, ("8bit", *dims)) for dims in CODED}
 CASES |= {f"muon {dims}": (sharded.coded, ("muon", *dims)) for dims in CODED}
+CASES |= {f"{level} summed": (sharded.summed, (level,)) for level in LEVELS}
 SLOW_CASES = ("O1 bf16", "O2 fp16", "O3 bf16", "O1 fp16 full")
 SAVED = [("O1", "fp16"), ("O2", "bf16"), ("O3", "bf16")]
 FORMS = ("dcp", "full")
@@ -414,6 +415,12 @@ def test_a_checkpoint_that_was_cut_short_is_an_error_in_all_processes_and_change
 def test_compiled_blocks_train_alike(level, process_group):
     expected, *_ = sharded.trained(0, level, "bf16", 2)
     assert sharded.trained(0, level, "bf16", 2, compiled="aot_eager")[0] == expected
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_gradients_that_another_mesh_adds_to_are_summed_in_fp32(found, level):
+    """As reduce_dtype says, which FSDP2 alone does not (pytorch#190626): it gives 1 here."""
+    assert [each[f"{level} summed"] for each in found] == [[1 + 2**-10, 1 + 2**-10, 3 * (1 + 2**-10)]] * len(found)
 
 
 def assert_coded(found, dims):

@@ -15,7 +15,7 @@ from halfstep.formats import FP32
 from halfstep.plan.plan import Plan
 from halfstep.plan.resolve import ModuleFormats
 from halfstep.sharded import fsdp_modules, is_sharded
-from halfstep.torch_internals import is_sharding, parameters_of, policy_of
+from halfstep.torch_internals import is_sharding, parameters_of, policy_of, summed_twice
 from halfstep.train.cast.reading import CONVOLUTIONS
 
 Undo = Callable[[], None]
@@ -42,11 +42,14 @@ def read_as_planned(roots: Sequence[nn.Module], pairs: Iterable[tuple[nn.Module,
     for each in fsdp:
         _check_policy(each, plan, is_root=any(each is root for root in roots))
     gathered = {id(module) for each in fsdp for module in each.modules()}
+    twice = {id(module) for each in fsdp for module in summed_twice(each)}
     with ExitStack() as stack:
         for module, formats in pairs:
             names = [name for name, p in parameters_of(module).items() if is_sharded(p)]
             if names and formats.compute is not None:
-                stack.callback(_Reading(module, formats, plan, names, gathered=id(module) in gathered).attach())
+                reading = _Reading(module, formats, plan, names, gathered=id(module) in gathered)
+                reading.sums_full = id(module) in twice
+                stack.callback(reading.attach())
         return stack.pop_all().close
 
 
@@ -64,6 +67,8 @@ class _Reading:
         self._widens = stores_full and not self._casts
         self._narrows = not stores_full
         self._replaced: list[dict[str, Tensor]] = []  # by each forward that runs
+        self._summed: list[nn.Parameter] = []
+        self.sums_full = False  # whether gradients are made fp32, in which FSDP2 then sums them
 
     def attach(self) -> Undo:
         handles = [
@@ -74,6 +79,8 @@ class _Reading:
         def undo() -> None:
             for handle in handles:
                 handle.remove()
+            for p in self._summed:
+                p.grad_dtype = p.dtype
 
         return undo
 
@@ -82,6 +89,9 @@ class _Reading:
         arrived = {name: p for name in self._names if (p := own[name]) is not None and p.is_floating_point()}
         for name, p in arrived.items():
             self._check(name, p)
+            if self.sums_full and p.requires_grad and p.grad_dtype is self._low:
+                p.grad_dtype = torch.float32
+                self._summed.append(p)
         to = torch.float32 if self._widens else self._low if self._narrows else None
         cast = {name: p.to(to) for name, p in arrived.items() if to is not None and p.dtype is not to}
         self._replaced.append({name: arrived[name] for name in cast})
