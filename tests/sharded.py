@@ -404,6 +404,25 @@ def summed(rank, level):
     return found
 
 
+def unfrozen(rank, level, group):
+    """Trains with one block's weight or all of its group frozen, then unfreezes; returns whether all are trained."""
+    net = made()
+    frozen = list(net.blocks[0].parameters()) if group else [net.blocks[0].up.weight]
+    for p in frozen:
+        p.requires_grad_(False)
+    shard(net, level, "bf16")
+    optimizer, size = torch.optim.AdamW(net.parameters(), lr=3e-3), dist.get_world_size()
+    with halfstep.initialize(net, optimizer, level, low="bf16") as session:
+        train(net, optimizer, session, 2, rank=rank, size=size)
+        before = whole(net)
+        net.requires_grad_()
+        try:
+            train(net, optimizer, session, 2, rank=rank, size=size, start=2)
+        except RuntimeError as error:
+            return str(error)
+    return not any(map(torch.equal, before, whole(net)))
+
+
 LARGE = {"full": 65, "8bit": 201}  # rows: for moments in codes as many as make weights of 4096 elements
 MATRICES = (6, 1024), (7, 700), (7, 96), (5, 3, 640)  # rows: uneven over 2 and 3, fewer elements than codes are for
 

@@ -55,6 +55,7 @@ CODED = (0,), (1,)
 CASES |= {f"coded {dims}": (sharded.coded, ("8bit", *dims)) for dims in CODED}
 CASES |= {f"muon {dims}": (sharded.coded, ("muon", *dims)) for dims in CODED}
 CASES |= {f"{level} summed": (sharded.summed, (level,)) for level in LEVELS}
+CASES |= {f"unfrozen {what}": (sharded.unfrozen, ("O2", what == "group")) for what in ("weight", "group")}
 SLOW_CASES = ("O1 bf16", "O2 fp16", "O3 bf16", "O1 fp16 full")
 SAVED = [("O1", "fp16"), ("O2", "bf16"), ("O3", "bf16")]
 FORMS = ("dcp", "full")
@@ -421,6 +422,13 @@ def test_compiled_blocks_train_alike(level, process_group):
 def test_gradients_that_another_mesh_adds_to_are_summed_in_fp32(found, level):
     """As reduce_dtype says, which FSDP2 alone does not (pytorch#190626): it gives 1 here."""
     assert [each[f"{level} summed"] for each in found] == [[1 + 2**-10, 1 + 2**-10, 3 * (1 + 2**-10)]] * len(found)
+
+
+def test_weights_that_were_frozen_train_later_unless_all_of_their_group_were(found):
+    """Torch 2.13's FSDP2 chooses the dtype of a group's gradients from what it trains first (pytorch#186998)."""
+    assert [each["unfrozen weight"] for each in found] == [True] * len(found)
+    if torch.__version__ < "2.14":
+        assert all("assign a gradient with dtype" in each["unfrozen group"] for each in found)
 
 
 def assert_coded(found, dims):

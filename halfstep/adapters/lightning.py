@@ -38,6 +38,10 @@ PRUNING = ("apply_pruning", "apply_lottery_ticket_hypothesis", "make_pruning_per
 # By name, as Trainer and Fabric have one class of each. Fabric shards a model after it has asked the plugin.
 _BOTH = ("SingleDeviceStrategy", "DDPStrategy")
 STRATEGIES = {"Trainer": (*_BOTH, "ModelParallelStrategy"), "Fabric": _BOTH}
+SHARDING = (
+    "; to shard (FSDPStrategy is FSDP1), use a Trainer with ModelParallelStrategy, and fully_shard(module, "
+    "mp_policy=halfstep.fsdp_policy(plan, low=...)) in configure_model"
+)
 
 
 class Halfstep(Precision):
@@ -243,7 +247,7 @@ def _check_strategy(trainer: str, strategy: object) -> None:
     if name not in allowed:
         raise SetupError(
             f"the strategy of the {trainer} is {name}, but halfstep works only with {', '.join(allowed)}; leave "
-            "strategy out for one device, or set strategy='ddp'"
+            f"strategy out for one device, or set strategy='ddp'{SHARDING if 'FSDP' in name else ''}"
         )
 
 

@@ -520,10 +520,21 @@ def test_a_strategy_that_is_not_supported_is_named():
 
     with pytest.raises(SetupError, match=r"strategy of the Trainer is Odd, .* only with Single.*; leave strategy out"):
         fitted("O1", "bf16", strategy=Odd(torch.device("cpu")))
+    Odd.__name__ = "FSDPStrategy"
+    with pytest.raises(
+        SetupError, match=r"FSDPStrategy is FSDP1\), use a Trainer with ModelParallelStrategy, and fully"
+    ):
+        fitted("O1", "bf16", strategy=Odd(torch.device("cpu")))
     plugin, model = Halfstep(), torch.nn.Linear(2, 2)
     fabric = lightning.Fabric(strategy=lightning.fabric.strategies.DataParallelStrategy(), plugins=[plugin])
     with pytest.raises(SetupError, match=r"the Fabric is DataParallelStrategy, .* only with Single"):
         plugin.setup(fabric, model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@pytest.mark.gpu
+def test_lightnings_fsdp_is_refused_where_it_runs():
+    with pytest.raises(SetupError, match=r"is FSDPStrategy.* use a Trainer with ModelParallelStrategy"):
+        fitted("O1", "bf16", strategy="fsdp", accelerator="gpu", devices=1)
 
 
 def test_fabric_sets_up_all_models_once():
