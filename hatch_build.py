@@ -65,7 +65,8 @@ class CustomBuildHook(BuildHookInterface):
         """Is called by hatchling for a wheel and for an editable install."""
         if version == "standard":  # the pages that errors and --help name
             pages = (Path(__file__).resolve().parent / "docs").glob("*.md")
-            build_data["force_include"] |= {str(page): f"halfstep/docs/{page.name}" for page in pages}
+            included = build_data.setdefault("force_include", {})
+            included |= {str(page): f"halfstep/docs/{page.name}" for page in pages}
         failed = build()
         if failed:
             self.app.display_warning(f"halfstep's compiled loops were not built: {failed}")
