@@ -38,12 +38,15 @@ PLAIN = {"char_gpt": ["--steps", "3", "--width", "16", "--text", "DATA/text", "-
 
 DDP = ["--data", "DATA", "--low", "bf16", "--batch", "64", "--width", "4", "--out", "DATA/ddp.pt"]
 FSDP = ["--steps", "2", "--width", "16", "--out", "DATA/fsdp"]
+LLAMA = ["--steps", "2", "--width", "96", "--layers", "1", "--out", "DATA/llama"]
 SEVERAL = {  # in this order: the second of two goes on from the first one's checkpoint
     "ddp_cifar begun": ("ddp_cifar", [*DDP, "--epochs", "1"]),
     "ddp_cifar gone on": ("ddp_cifar", [*DDP, "--epochs", "3"]),
     "fsdp_char_lm begun": ("fsdp_char_lm", FSDP),
     "fsdp_char_lm gone on": ("fsdp_char_lm", FSDP),
     "tp_mlp": ("tp_mlp", ["--steps", "26"]),
+    "fsdp_llama begun": ("fsdp_llama", [*LLAMA, "--moments", "bf16"]),
+    "fsdp_llama gone on": ("fsdp_llama", [*LLAMA, "--level", "torch"]),
 }
 
 
@@ -181,6 +184,9 @@ def assert_trains_and_goes_on(printed):
     assert re.findall(r"epoch (\d+)", printed["ddp_cifar begun"] + printed["ddp_cifar gone on"]) == ["1", "2", "3"]
     assert re.findall(r"step (\d+)", printed["fsdp_char_lm begun"]) == ["0", "2"]
     assert re.findall(r"step (\d+)", printed["fsdp_char_lm gone on"]) == ["4"]
+    assert re.findall(r"step (\d+)", printed["fsdp_llama begun"]) == ["0", "2"]
+    low, full = (re.search(r"optimizer ([\d.]+)", printed[f"fsdp_llama {when}"]) for when in ("begun", "gone on"))
+    assert float(low[1]) < 5 < float(full[1]) == 8
     assert all(0 < loss < 5 for each in losses.values() for loss in each)
     first, later, _ = losses["tp_mlp"]
     assert later < first
