@@ -30,7 +30,10 @@ def losses(device, level, low, engine):
     return [loss.item() for loss in found]
 
 
-@pytest.fixture(params=[pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)])
+ON_CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.silicon])
+
+
+@pytest.fixture(params=[pytest.param("cpu", marks=pytest.mark.slow), ON_CUDA])
 def device(request, tmp_path):
     backend = "nccl" if request.param == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)

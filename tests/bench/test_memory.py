@@ -111,6 +111,7 @@ def test_each_device_has_its_own_allocator():
 
 
 @pytest.mark.gpu
+@pytest.mark.silicon
 def test_on_cuda_the_caching_allocator_counts():
     device = torch.device("cuda")
     with counting(device) as count:

@@ -74,10 +74,10 @@ def test_deny_rows(opened):
 
 
 def test_deny_rows_at_o2(opened):
-    no_kernel = {overload for row in ROWS if row.why == "no low kernel" for overload in row.overloads}
+    full = {overload for row in ROWS if row.why in ("no low kernel", "loss") for overload in row.overloads}
     cases = [(FP32,), (BF16,), (FP16,), (FP64,)]
     samples = {name: sample for name, sample in DENY.items() if name not in NORMS}
-    assert_rows(samples, opened("O2", BF16), cases, lambda name, dtypes: FP32 if name in no_kernel else None)
+    assert_rows(samples, opened("O2", BF16), cases, lambda name, dtypes: FP32 if name in full else None)
 
 
 def test_promote_rows(opened):
@@ -89,6 +89,7 @@ def test_rows_in_place(opened):
     assert_rows(IN_PLACE, opened("O1", BF16), [(BF16,), (BF16, FP32), (FP32, BF16)], lambda name, dtypes: dtypes[0])
 
 
+@pytest.mark.silicon
 @LOWS
 @pytest.mark.parametrize("make", [nn.LSTM, nn.GRU, nn.RNN])
 def test_recurrent_modules_run_in_the_low_format(opened, make, low):

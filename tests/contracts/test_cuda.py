@@ -79,6 +79,7 @@ def test_a_step_does_not_wait_for_the_device(name, low, optimizer):
     assert not any(record.synced for record in records)
 
 
+@pytest.mark.silicon
 @mixed_plans
 @optimizers
 def test_a_replayed_step_does_what_an_eager_one_does(name, low, optimizer):
@@ -105,6 +106,7 @@ def test_a_replayed_step_does_what_an_eager_one_does(name, low, optimizer):
         session.close()
 
 
+@pytest.mark.silicon
 @mixed_plans
 @optimizers
 def test_a_replay_that_overflows_changes_no_bit(name, low, optimizer):
@@ -125,6 +127,7 @@ def test_a_replay_that_overflows_changes_no_bit(name, low, optimizer):
     assert differing(was, snapshot(model, opt)) != []
 
 
+@pytest.mark.silicon
 @mixed_plans
 def test_steps_without_a_graph_go_on_beside_one(name, low):
     model, opt, session = start(name, low, "AdamW")

@@ -18,10 +18,10 @@ def test_skips_are_counted_without_waiting_and_given_at_a_later_step():
     counter, parts = Counter(torch.device("cuda"), 1.0), (object(),)
     skipped, scales = torch.tensor(True, device="cuda"), {0: torch.tensor(8.0, device="cuda")}
     with no_cuda_sync():
-        found = [counter.count(parts, skipped, scales) for _ in range(WINDOW)]
+        found = [counter.count(parts, skipped, None, scales) for _ in range(WINDOW)]
     assert found == [None] * WINDOW
     torch.cuda.synchronize()
-    assert counter.count(parts, skipped, scales) == ((id(parts[0]),), 0)
+    assert counter.count(parts, skipped, None, scales)[0] == ((id(parts[0]),), 0)
 
 
 @pytest.mark.parametrize(("plant", "phase"), [(Gain, "forward"), (CustomBackward, "backward")])

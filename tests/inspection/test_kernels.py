@@ -82,6 +82,7 @@ def test_kernels_of_a_name_are_one_row_and_the_longest_comes_first():
 
 
 @pytest.mark.gpu
+@pytest.mark.silicon
 def test_on_cuda_low_products_run_on_tensor_cores_and_fp32_ones_do_not():
     model, x = nn.Linear(1024, 1024).cuda(), torch.randn(256, 1024, device="cuda")
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

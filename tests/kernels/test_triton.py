@@ -59,6 +59,7 @@ def test_the_update_is_the_references_bit_for_bit_everywhere(interpreted, option
 
 
 @pytest.mark.gpu
+@pytest.mark.silicon  # the interpreter has the same rows
 @pytest.mark.parametrize(("options", "storage"), MATRIX)
 def test_the_update_on_cuda_is_the_references(options, storage):
     assert 0 <= cases.compare(options, storage, STEPS, "cuda") <= 1

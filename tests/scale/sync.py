@@ -1,6 +1,7 @@
 """Finds host syncs on a CPU: `.item()`, `bool(tensor)` and `float(tensor)` all read a scalar through one operation."""
 
 import contextlib
+import warnings
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,7 +22,9 @@ class NoSync(TorchDispatchMode):
 @contextlib.contextmanager
 def no_cuda_sync():
     """Raises where the host waits for a CUDA device."""
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():  # that the mode is a prototype: said once, when it is set already
+        warnings.simplefilter("ignore")
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:

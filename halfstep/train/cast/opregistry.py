@@ -266,10 +266,11 @@ class Registry:
             if slot.users:
                 return
             self._slots = {other: kept for other, kept in self._slots.items() if other != marker}
+            marked = set(map(autocast_key, self._slots))
             for place, device in list(self._devices.items()):
                 for site in device.sites.values():
                     site.acts = tuple(pair for pair in site.acts if pair[0] != marker)
-                if not any(site.acts for site in device.sites.values()):
+                if place not in marked and not any(site.acts for site in device.sites.values()):
                     take_kernels_out(self._devices.pop(place).library)
             if self._backward is not None and not any(other.table.widens for other in self._slots.values()):
                 take_kernels_out(self._backward.library)
@@ -333,6 +334,7 @@ class Registry:
 
     def _install(self, marker: str, table: Table) -> None:
         also, key = ALSO_EMULATED if table.emulate else (), autocast_key(marker)
+        self._let_others_pass(key)  # also where all kernels have another key: threads include the marker's
         wanted: dict[str, Action] = {**dict.fromkeys((*AS_WRITTEN, *also), "pass"), **dict(table.actions)}
         for name, action in wanted.items():
             place = place_of(name, marker, table.device_type)
@@ -362,7 +364,8 @@ class Registry:
     def _let_pass(self, name: str, key: str) -> None:
         """Makes an operation pass the marker's key, where torch may have a kernel that switches the marker off."""
         # It has for MTIA and MAIA; what it casts is on such devices alone.
-        if key in self._devices and ":" not in name and has_kernel_for(f"aten::{name}", key):
+        if ":" not in name and has_kernel_for(f"aten::{name}", key):
+            self._devices.setdefault(key, _Device())
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 self._devices[key].library.impl(name, torch.library.fallthrough_kernel, key)  # type: ignore[no-untyped-call]
@@ -395,8 +398,6 @@ class Registry:
         slot = self._slots[marker]
         device_type = slot.table.device_type
         alone = slot if place == autocast_key(marker) else None
-        if alone is not None:
-            self._let_others_pass(place)
         taken = alone is None and has_kernel_for(f"aten::{name}", place)
         stock = torch.library.get_kernel(overload, place) if taken else None
         site = _Site(_site_of(overload, device_type, parsed_key(place)), stock, own, alone)

@@ -313,12 +313,19 @@ def decayed(batch: Batch, group: Group, *, decoupled: bool) -> Iterator[tuple[Te
 
 def precise(value: Number, batch: Batch) -> Number:
     """Moves a tensor to the batch's device, in the dtype that `widest` returns; returns a Python number as it is."""
+    value = _read(value, batch)
     return value.to(batch.device, widest(batch.device)) if isinstance(value, Tensor) else value
 
 
 def rounded(value: Number, batch: Batch) -> Number:
     """Moves a tensor to the batch's device and rounds it to the update's dtype; returns a Python number as it is."""
+    value = _read(value, batch)
     return value.to(batch.device, batch.dtype) if isinstance(value, Tensor) else value
+
+
+def _read(value: Number, batch: Batch) -> Number:
+    """Returns a CPU's tensor as a number for a batch elsewhere: a copy to the device would wait for it."""
+    return float(value) if isinstance(value, Tensor) and value.is_cpu and batch.device.type != "cpu" else value
 
 
 def bias_corrections(

@@ -1,0 +1,220 @@
+"""Sessions on CUDA: places, copies that arrive late, streams, and what may not happen while a graph is captured.
+
+The rows with a simulated device alone (`simulated`) set what a GPU does by itself; the others run on a GPU too.
+"""
+
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import halfstep
+from halfstep.errors import SetupError
+from halfstep.formats import BF16
+from halfstep.plan.levels import level
+from halfstep.plan.optable import effective
+from halfstep.train.cast.ops import OpEngine
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")]
+device = sys.modules.get("tests.cudasim.device")
+simulated = pytest.mark.skipif(device is None, reason="needs the simulated device of tests/cudasim")
+two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+PLANS = [("O1", "bf16"), ("O1", "fp16"), ("O2", "bf16"), ("O2", "fp16"), ("O3", "bf16")]
+plans = pytest.mark.parametrize(("name", "low"), PLANS)
+PLACES = [
+    pytest.param(("cuda:0", "cuda:0"), id="one"),
+    pytest.param(("cuda:1", "cuda:1"), id="not-the-current", marks=two_devices),
+    pytest.param(("cuda:0", "cuda:1"), id="two", marks=two_devices),
+]
+OPTIMIZERS = {
+    "AdamW": torch.optim.AdamW,
+    "AdamW-lr-on-cpu": lambda params: torch.optim.AdamW(params, lr=torch.tensor(1e-3)),
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9),
+    "Lion": halfstep.Lion,
+    "Lamb": halfstep.Lamb,
+    "NovoGrad": halfstep.NovoGrad,
+}
+
+
+class Split(nn.Module):
+    """A model on one device or two."""
+
+    def __init__(self, first, last):
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.LayerNorm(16), nn.ReLU()).to(first)
+        self.last = nn.Linear(16, 4).to(last)
+
+    def forward(self, x):
+        return self.last(self.first(x).to(self.last.weight.device))
+
+
+def opened(name="O2", low="bf16", optimizer="AdamW", places=("cuda:0", "cuda:0")):
+    torch.manual_seed(0)
+    model = Split(*places)
+    made = OPTIMIZERS[optimizer](model.parameters())
+    return model, made, halfstep.initialize(model, made, name, low=low)
+
+
+def step(model, optimizer, session, seed, *, poisoned=False):
+    x = torch.randn(16, 8, generator=torch.Generator().manual_seed(seed))
+    x[0, 0] = torch.inf if poisoned else 0.0
+    optimizer.zero_grad()
+    session.backward(model(x.to(next(model.parameters()).device)).float().square().mean())
+    if device is not None:
+        device.taken()
+        device.LAUNCHES.clear()
+    return session.step(max_norm=1.0)
+
+
+@plans
+@pytest.mark.parametrize("places", PLACES)
+def test_a_step_skips_what_is_not_finite_and_waits_for_nothing(name, low, places):
+    parts = opened(name, low, places=places)
+    records = [step(*parts, seed, poisoned=seed == 1) for seed in range(4)]
+    if device is not None:
+        assert device.waits(device.taken()) == {}
+    assert [bool(record.skipped) for record in records] == [False, True, False, False]
+    assert records[0].skipped.device == torch.device(places[1])  # the loss's
+
+
+@simulated
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@plans
+def test_no_row_of_the_table_waits(optimizer, name, low):
+    parts = opened(name, low, optimizer)
+    for seed in range(2):
+        step(*parts, seed)
+    assert device.waits(device.taken()) == {}
+
+
+@pytest.fixture
+def late():
+    """Has copies to the host arrive when an event behind them was asked twice, or waited for, and not before."""
+    torch.ops.cudasim.late(2)
+    yield
+    torch.ops.cudasim.late(-1)
+
+
+@simulated
+@two_devices
+@pytest.mark.parametrize("place", ["cuda:0", "cuda:1"])
+def test_what_is_read_on_the_host_has_arrived(late, place, tmp_path):
+    model, optimizer, session = opened("O2", "fp16", places=(place, place))
+    with halfstep.RunLog(tmp_path / "run.jsonl") as log:
+        probe = session.observe(every=1)
+        for seed in range(12):
+            record = step(model, optimizer, session, seed, poisoned=seed in (3, 4))
+            log(record)
+        seen = probe.flush()
+    assert session.status().skipped == 2
+    assert {each.stats.nans for each in seen if each.step < 3} == {0}
+    values = halfstep.read_log(tmp_path / "run.jsonl").steps
+    assert [value.skipped for value in values] == [seed in (3, 4) for seed in range(12)]
+
+
+@simulated
+def test_a_step_on_a_stream_of_its_own_frees_nothing_that_is_in_use():
+    parts = opened()
+    step(*parts, 0)
+    torch.ops.cudasim.watch_streams(1)
+    try:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for seed in range(3):
+                step(*parts, seed)
+        torch.cuda.current_stream().wait_stream(side)
+        step(*parts, 3)
+    finally:
+        torch.ops.cudasim.watch_streams(0)
+
+
+@simulated
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("warm", [1, 3])
+def test_a_captured_step_copies_nothing_from_the_host(optimizer, warm, monkeypatch):
+    for name, low in PLANS:
+        model, made, session = opened(name, low, optimizer)
+        for seed in range(warm):
+            step(model, made, session, seed)
+        compiled = set(device.LAUNCHES)
+        x = torch.ones(16, 8, device="cuda")
+        made.zero_grad()
+        device.taken()
+        device.LAUNCHES.clear()
+        monkeypatch.setattr(device.Settings, "capturing", True)
+        session.backward(model(x).float().square().mean())
+        session.step(max_norm=1.0)
+        monkeypatch.setattr(device.Settings, "capturing", False)
+        counts = device.taken()
+        assert [what for what in counts if "cpu" in what or what.startswith("wait")] == [], (name, low)
+        assert set(device.LAUNCHES) <= compiled
+        session.close()
+
+
+def test_a_checkpoint_moved_to_the_cpu_resumes_on_the_device():
+    parts = opened()
+    for seed in range(3):
+        step(*parts, seed)
+    state = [moved(part.state_dict()) for part in parts]
+    step(*parts, 3)
+    again = opened()
+    for part, held in zip(again, state, strict=True):
+        part.load_state_dict(held)
+    step(*again, 3)
+    for one, other in zip(parts[0].state_dict().values(), again[0].state_dict().values(), strict=True):
+        assert torch.equal(one, other)
+
+
+def moved(held):
+    if isinstance(held, torch.Tensor):
+        return held.cpu()
+    if isinstance(held, dict):
+        return {key: moved(value) for key, value in held.items()}
+    return [moved(value) for value in held] if isinstance(held, list) else held
+
+
+@pytest.mark.parametrize("layout", ["unaligned", "channels_last"])
+def test_weights_of_other_layouts_train(layout):
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3)).cuda()
+    if layout == "channels_last":
+        model.to(memory_format=torch.channels_last)
+    else:
+        weight = model[0].weight
+        weight.data = torch.zeros(weight.numel() + 1, device="cuda")[1:].view_as(weight).copy_(weight.data)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    session = halfstep.initialize(model, optimizer, "O1", low="bf16")
+    before = model[0].weight.detach().clone()
+    for _ in range(2):
+        optimizer.zero_grad()
+        session.backward(model(torch.ones(2, 3, 8, 8, device="cuda")).square().mean())
+        assert not bool(session.step(max_norm=1.0).skipped)
+    assert not torch.equal(before, model[0].weight)
+
+
+def test_a_model_on_the_gpu_and_the_cpu_is_refused():
+    with pytest.raises(SetupError, match="several kinds of device"):
+        opened(places=("cuda", "cpu"))
+
+
+def test_each_of_five_tables_casts_as_it_says():
+    engines, actions = [], effective(level("O2", BF16))
+    try:
+        for name in list(actions)[:5]:  # five tables, each with a marker of its own
+            kept = {other: action for other, action in actions.items() if other != name}
+            engines.append(OpEngine(kept, torch.bfloat16, "cuda"))
+            engines[-1].open()
+            with engines[-1].region():
+                assert torch.exp(torch.ones(2, dtype=torch.bfloat16, device="cuda")).dtype == torch.bfloat16
+                assert torch.ones(2, 2, device="cuda").matmul(torch.ones(2, 2, device="cuda")).dtype == torch.bfloat16
+    finally:
+        for engine in engines:
+            engine.close()
+
+
+@simulated
+def test_a_gpu_without_units_for_a_format_emulates_it(monkeypatch):
+    monkeypatch.setattr(device.Settings, "capability", (6, 1))
+    model, optimizer, session = opened("O1", "bf16")
+    assert not bool(step(model, optimizer, session, 0).skipped)
