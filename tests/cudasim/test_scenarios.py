@@ -88,6 +88,22 @@ def test_no_row_of_the_table_waits(optimizer, name, low):
     assert device.waits(device.taken()) == {}
 
 
+@simulated
+@pytest.mark.parametrize("optimizer", ["AdamW", "AdamW-lr-on-cpu", "SGD", "Lion"])
+@pytest.mark.parametrize("count", [10, 60])
+def test_launches_do_not_grow_with_the_tensors(optimizer, count):
+    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(count))).cuda()
+    made = OPTIMIZERS[optimizer](model.parameters())
+    with halfstep.initialize(model, made, "O2", low="bf16") as session:
+        for _ in range(2):
+            made.zero_grad()
+            session.backward(model(torch.ones(1, 8, device="cuda")).float().sum())
+            device.taken()
+            device.LAUNCHES.clear()
+            session.step(max_norm=1.0)
+        assert device.launches(device.taken()) <= 20
+
+
 @pytest.fixture
 def late():
     """Has copies to the host arrive when an event behind them was asked twice, or waited for, and not before."""

@@ -19,6 +19,7 @@ _ADAM = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "d
 _ADAM |= {"amsgrad": False, "maximize": False}
 _ADAMW = {**_ADAM, "decoupled_weight_decay": True}
 _SGD = {"lr": 0.1, "weight_decay": 0.0, "maximize": False, "momentum": 0.0, "nesterov": False}
+_LION = {"lr": 1e-2, "betas": (0.9, 0.99), "weight_decay": 0.0, "maximize": False}
 OPTIONS = {
     "adam": _ADAM,
     "adam-l2-amsgrad": {**_ADAM, "weight_decay": 0.1, "amsgrad": True},
@@ -26,6 +27,9 @@ OPTIONS = {
     "adamw": {**_ADAMW, "weight_decay": 0.01},
     "adamw-amsgrad-maximize": {**_ADAMW, "weight_decay": 0.3, "amsgrad": True, "maximize": True},
     "adamw-tensor-lr": {**_ADAMW, "weight_decay": 0.3, "lr": torch.tensor(1e-2)},
+    "lion": _LION,
+    "lion-decay-maximize": {**_LION, "betas": (0.8, 0.95), "weight_decay": 0.3, "maximize": True},
+    "lion-decay-tensor-lr": {**_LION, "weight_decay": 0.3, "lr": torch.tensor(1e-2)},
     "sgd": _SGD,
     "sgd-l2-maximize": {**_SGD, "weight_decay": 0.1, "maximize": True},
     "sgd-momentum": {**_SGD, "momentum": 0.9},
@@ -55,7 +59,7 @@ SHAPES = [(7, 19), (0,), (1100,), (), (2, 3, 2, 2), (37,)]
 
 
 def row_of(options):
-    return laws.ADAM if "betas" in options else laws.SGD
+    return laws.ADAM if "eps" in options else laws.LION if "betas" in options else laws.SGD
 
 
 def implementation():

@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -360,10 +361,10 @@ def _adam_kernel(
 
 @triton.jit
 def _sgd_block(
-    row, count, weight, extra, grad, buffer, start, left, factor, lr, momentum, weight_decay, LAYOUT: tl.constexpr,
-    KIND: tl.constexpr, GRAD: tl.constexpr, SCALED: tl.constexpr, MAXIMIZE: tl.constexpr, MOMENTUM: tl.constexpr,
-    NESTEROV: tl.constexpr, WIDTH: tl.constexpr, ROUNDS: tl.constexpr, NEAREST: tl.constexpr, ALIGNED: tl.constexpr,
-    MASKED: tl.constexpr, BLOCK: tl.constexpr,
+    row, count, weight, extra, grad, buffer, start, left, factor, lr, momentum, weight_decay, rest1, beta2, rest2,
+    decay, LAYOUT: tl.constexpr, KIND: tl.constexpr, GRAD: tl.constexpr, SCALED: tl.constexpr, MAXIMIZE: tl.constexpr,
+    MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, LION: tl.constexpr, WIDTH: tl.constexpr, ROUNDS: tl.constexpr,
+    NEAREST: tl.constexpr, ALIGNED: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
 ):
     KEPT: tl.constexpr = ROUNDS or WIDTH != "full"
     if KEPT:
@@ -381,8 +382,16 @@ def _sgd_block(
         base, noise = tl.load(row + 8 * count), _random_bits(index, step, number, 0) >> 12
     else:
         base, noise = None, None
-    g = tl.where(weight_decay != 0, g + w * weight_decay, g)
-    if MOMENTUM:
+    if LION:
+        held = _load_state(buffer, base, at, mask, group, present, WIDTH, True, ALIGNED)
+        mixed = held * momentum + g * rest1
+        held = held * beta2 + g * rest2
+        _store_state(buffer, base, at, held, mask, group, present, noise, WIDTH, True, not NEAREST, ALIGNED)
+        w = w * decay
+        g = tl.where(mixed > 0, 1.0, tl.where(mixed < 0, -1.0, tl.where(mixed == 0, 0.0, mixed)))  # a NaN stays one
+    else:
+        g = tl.where(weight_decay != 0, g + w * weight_decay, g)
+    if MOMENTUM and not LION:
         held = _load_state(buffer, base, at, mask, group, present, WIDTH, True, ALIGNED)
         held = held * momentum + g
         _store_state(buffer, base, at, held, mask, group, present, noise, WIDTH, True, not NEAREST, ALIGNED)
@@ -398,16 +407,19 @@ def _sgd_block(
 
 @triton.jit(
     do_not_specialize=[
-        "owners", "table", "count", "grads", "found", "factor", "lr_tensor", "lr", "momentum", "weight_decay",
+        "owners", "table", "count", "grads", "found", "factor", "lr_tensor", "lr", "momentum", "weight_decay", "rest1",
+        "beta2", "rest2", "lr_bits", "decay_bits",
     ]
 )
 def _sgd_kernel(
     owners, table, count: tl.int64, grads, found, factor, lr_tensor,
-    lr: tl.float32, momentum: tl.float32, weight_decay: tl.float32,
+    lr: tl.float32, momentum: tl.float32, weight_decay: tl.float32, rest1: tl.float32, beta2: tl.float32,
+    rest2: tl.float32, lr_bits: tl.int64, decay_bits: tl.int64,
     LAYOUT: tl.constexpr, KIND: tl.constexpr, GRAD: tl.constexpr, SCALED: tl.constexpr, MAXIMIZE: tl.constexpr,
-    MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, LR_TENSOR: tl.constexpr, WIDTH: tl.constexpr, ROUNDS: tl.constexpr,
-    NEAREST: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, LION: tl.constexpr, LR_TENSOR: tl.constexpr, WIDTH: tl.constexpr,
+    ROUNDS: tl.constexpr, NEAREST: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):
+    """SGD; with LION its update, of which `momentum` is beta1, and weight decay is of the weight."""
     UNIT: tl.constexpr = 64 if ROUNDS or WIDTH != "full" else 1
     if tl.load(found) == 0:
         block = tl.program_id(0)
@@ -423,19 +435,29 @@ def _sgd_kernel(
             rate = tl.load(lr_tensor).to(tl.float32)
         else:
             rate = lr
+        if LION:  # as the law: in float64
+            if LR_TENSOR:
+                exact = tl.load(lr_tensor).to(tl.float64)
+            else:
+                exact = _double(lr_bits)
+            decay = (1.0 - exact * _double(decay_bits)).to(tl.float32)
+        else:
+            decay = 1.0
         if SCALED:
             scale = tl.load(factor)
         else:
             scale = 1.0
         if left >= BLOCK // UNIT:
             _sgd_block(
-                row, count, weight, extra, grad, buffer, start, left, scale, rate, momentum, weight_decay, LAYOUT,
-                KIND, GRAD, SCALED, MAXIMIZE, MOMENTUM, NESTEROV, WIDTH, ROUNDS, NEAREST, ALIGNED, False, BLOCK,
+                row, count, weight, extra, grad, buffer, start, left, scale, rate, momentum, weight_decay, rest1, beta2,
+                rest2, decay, LAYOUT, KIND, GRAD, SCALED, MAXIMIZE, MOMENTUM, NESTEROV, LION, WIDTH, ROUNDS, NEAREST,
+                ALIGNED, False, BLOCK,
             )
         else:
             _sgd_block(
-                row, count, weight, extra, grad, buffer, start, left, scale, rate, momentum, weight_decay, LAYOUT,
-                KIND, GRAD, SCALED, MAXIMIZE, MOMENTUM, NESTEROV, WIDTH, ROUNDS, NEAREST, ALIGNED, True, BLOCK,
+                row, count, weight, extra, grad, buffer, start, left, scale, rate, momentum, weight_decay, rest1, beta2,
+                rest2, decay, LAYOUT, KIND, GRAD, SCALED, MAXIMIZE, MOMENTUM, NESTEROV, LION, WIDTH, ROUNDS, NEAREST,
+                ALIGNED, True, BLOCK,
             )
 
 
@@ -639,9 +661,17 @@ def _launch_adam(
 
 
 def _launch_sgd(
-    tensors: _Tensors, _: Tensor | None, options: Options, states: int, common: _Common, compiled_for: dict[str, Any]
+    tensors: _Tensors,
+    _: Tensor | None,
+    options: Options,
+    states: int,
+    common: _Common,
+    compiled_for: dict[str, Any],
+    *,
+    lion: bool = False,
 ) -> None:
-    momentum, nesterov = options.numbers
+    momentum, other = options.numbers  # that of Lion is beta2, that of SGD says whether momentum is Nesterov's
+    beta2 = other if lion else 0.0
     _sgd_kernel[(len(tensors[0]),)](
         *tensors,
         common.found,
@@ -650,15 +680,21 @@ def _launch_sgd(
         common.lr,
         momentum,
         options.weight_decay,
+        1 - momentum,
+        beta2,
+        1 - beta2,
+        bits(common.lr),
+        bits(options.weight_decay),
         MOMENTUM=bool(states),
-        NESTEROV=bool(nesterov),
+        NESTEROV=bool(other) and not lion,
+        LION=lion,
         LR_TENSOR=common.lr_tensor is not None,
         **compiled_for,
     )
 
 
 _Launch = Callable[[_Tensors, Tensor | None, Options, int, _Common, dict[str, Any]], None]
-_LAUNCHES: dict[str, _Launch] = {"adam": _launch_adam, "sgd": _launch_sgd}
+_LAUNCHES: dict[str, _Launch] = {"adam": _launch_adam, "sgd": _launch_sgd, "lion": partial(_launch_sgd, lion=True)}
 
 
 def _compiled_for(batch: Batch, options: Options, group: Group, common: _Common) -> dict[str, Any]:

@@ -166,6 +166,7 @@ LION = Row(
     law=lion,
     decoupled=lambda group: True,
     native="lion",
+    triton="lion",
     numbers=lambda group: tuple(group["betas"]),
     codes=lambda group: (_signed(group["betas"][1]),),
 )
