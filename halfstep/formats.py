@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -75,6 +74,8 @@ BF16 = Format("bf16", 16, 8, 7, (2 - 2**-7) * 2.0**127, 2.0**-126, 2.0**-133, 2.
 FP16 = Format("fp16", 16, 5, 10, 65504.0, 2.0**-14, 2.0**-24, 2.0**-10, True, torch.float16)
 E4M3 = Format("e4m3", 8, 4, 3, 448.0, 2.0**-6, 2.0**-9, 2.0**-3, False, torch.float8_e4m3fn)
 E5M2 = Format("e5m2", 8, 5, 2, 57344.0, 2.0**-14, 2.0**-16, 2.0**-2, True, torch.float8_e5m2)
+E2M1 = Format("e2m1", 4, 2, 1, 6.0, 1.0, 0.5, 0.5, False, torch.float4_e2m1fn_x2)
+"""For the operands of products alone, with a scale for each few elements; its dtype stores two in a byte."""
 
 FORMATS = {fmt.name: fmt for fmt in (FP32, TF32, BF16, FP16, E4M3, E5M2)}
 BY_DTYPE = {fmt.dtype: fmt for fmt in FORMATS.values() if fmt is not TF32}
@@ -94,9 +95,7 @@ needs_scale: Callable[[object], bool] = frozenset(fmt.dtype for fmt in LOW_FORMA
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MAGNITUDE, _INFINITE = 0x7FFFFFFF, 0x7F800000  # of the bits of a float32
-_BITS = {
-    x: struct.unpack("<i", struct.pack("<f", x))[0] for fmt in FORMATS.values() for x in (fmt.max, fmt.smallest_normal)
-}
+_WORD = 0xFFFFFFFF
 
 
 def as_format(value: Format | torch.dtype | str) -> Format:
@@ -180,22 +179,44 @@ def round_nearest(t: Tensor, fmt: Format) -> Tensor:
     drop = FP32.fraction_bits - fmt.fraction_bits
     if drop == 0:
         return t.clone()
-    # Integers alone, but for subnormals: torch.compile makes vector code of it, and not of copysign, isnan or isinf.
-    # Half a step less one, plus the last kept bit: carries exactly where nearest-even goes up, into the exponent too.
-    half, kept = (1 << (drop - 1)) - 1, -(1 << drop)
+    # No copysign, isnan or isinf, of which torch.compile makes no vector code.
     bits = t.view(torch.int32)
-    size = bits & _MAGNITUDE
     if fmt.smallest_normal == FP32.smallest_normal:  # beyond `max` the carry makes infinity
-        rounded = (bits + half + ((bits >> drop) & 1)) & kept
-        return torch.where(size > _INFINITE, bits, rounded).view(torch.float32)  # NaN stays as it is
-    rounded = (size + half + ((size >> drop) & 1)) & kept
-    # Next to 2**23 steps the float32 grid is the subnormal grid of `fmt`: the addition rounds to it, to even.
-    anchor = fmt.smallest_subnormal * 2.0**FP32.fraction_bits
-    subnormal = ((t.abs() + anchor) - anchor).view(torch.int32)
-    rounded = torch.where(size < _BITS[fmt.smallest_normal], subnormal, rounded)
-    rounded = torch.where(rounded > _BITS[fmt.max], _INFINITE if fmt.has_inf else _BITS[fmt.max], rounded)
-    rounded = torch.where(size > _INFINITE, size, rounded)
-    return (rounded | (bits ^ size)).view(torch.float32)
+        # Half a step less one, plus the last kept bit: carries exactly where nearest-even goes up, into the exponent.
+        rounded = (bits + ((1 << (drop - 1)) - 1) + ((bits >> drop) & 1)) & -(1 << drop)
+        return torch.where((bits & _MAGNITUDE) > _INFINITE, bits, rounded).view(torch.float32)  # NaN stays as it is
+    # Next to 1.5 * 2**23 steps of `fmt` the float32 grid is that of `fmt`: the addition rounds to it, to even.
+    anchor = (bits & _INFINITE).view(torch.float32).clamp(fmt.smallest_normal, fmt.max) * (1.5 * 2.0**drop)
+    rounded = (t + anchor) - anchor
+    beyond = torch.where(rounded.abs() > fmt.max, rounded * FP32.max, rounded) if fmt.has_inf else None
+    rounded = saturate(rounded, fmt) if beyond is None else beyond
+    return ((rounded.view(torch.int32) & _MAGNITUDE) | (bits & ~_MAGNITUDE)).view(torch.float32)
+
+
+def round_stochastic(t: Tensor, fmt: Format, noise: Tensor) -> Tensor:
+    """Returns the float32 tensor `t` rounded to values of a `fmt` narrower in range than float32, as float32.
+
+    A value between two of the format becomes the farther from 0 with a probability of its distance from the other.
+    `noise` has 32 random bits for each (int64, see `mix_bits`). `t` must lie in the finite range of `fmt`; NaN stays.
+
+    >>> noise = mix_bits(torch.arange(8))
+    >>> round_stochastic(torch.full((8,), 2.25), E2M1, noise)
+    tensor([2., 2., 2., 3., 3., 2., 2., 2.])
+    """
+    bits, cut = t.view(torch.int32), (1 << (FP32.fraction_bits - fmt.fraction_bits)) - 1
+    size = (bits & _MAGNITUDE).view(torch.float32)
+    lifted = torch.where(size < fmt.smallest_normal, fmt.smallest_normal, 0.0)  # to where a step is that of subnormals
+    raised = (size + lifted).view(torch.int32) + (noise & cut).to(torch.int32)
+    rounded = (raised & ~cut).view(torch.float32) - lifted
+    rounded = torch.where(size.isnan(), size, rounded)
+    return (rounded.view(torch.int32) | (bits & ~_MAGNITUDE)).view(torch.float32)
+
+
+def mix_bits(x: Tensor) -> Tensor:
+    """Returns hashes of 32-bit numbers; int64 holds both. The same on every device, so that random bits are too."""
+    x = (x ^ (x >> 16)) * 0x7FEB352D & _WORD
+    x = (x ^ (x >> 15)) * 0x846CA68B & _WORD
+    return x ^ (x >> 16)
 
 
 def _float32_values(t: Tensor) -> Tensor:

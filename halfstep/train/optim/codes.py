@@ -20,18 +20,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from halfstep.formats import mix_bits
 from halfstep.train.kernels.batch import GROUP, Batch, Code, Kept, Place
 
 _WORD = 0xFFFFFFFF
 _FINE, _COARSE = 19, 20  # bits of fp32 that a code drops, with 4 and with 3 bits of the fraction left
 _NONE = 1 << 30
-
-
-def _mix(x: Tensor) -> Tensor:
-    """Hashes 32-bit numbers, which int64 holds."""
-    x = (x ^ (x >> 16)) * 0x7FEB352D & _WORD
-    x = (x ^ (x >> 15)) * 0x846CA68B & _WORD
-    return x ^ (x >> 16)
 
 
 def random_bits(place: Place, count: int, step: Tensor, which: int = 0) -> Tensor:
@@ -46,8 +40,8 @@ def random_bits(place: Place, count: int, step: Tensor, which: int = 0) -> Tenso
     """
     at = torch.arange(count, dtype=torch.int64, device=step.device)
     index = place.first + at // place.row * place.stride + at % place.row
-    key = _mix(step.to(torch.int64) * 0x85EBCA77 & _WORD ^ place.number * 0xC2B2AE3D & _WORD ^ which)
-    return _mix(index * 0x9E3779B1 + key & _WORD)
+    key = mix_bits(step.to(torch.int64) * 0x85EBCA77 & _WORD ^ place.number * 0xC2B2AE3D & _WORD ^ which)
+    return mix_bits(index * 0x9E3779B1 + key & _WORD)
 
 
 def noise_of(bits: Tensor, state: int) -> Tensor:

@@ -1,0 +1,259 @@
+"""The recipes of products in 8 and 4 bits: how each operand of each product of a linear layer is rounded.
+
+This is the law, in plain tensor operations that torch.compile traces; kernels equal it bit for bit. An operand is
+M x K, K the dimension that its product sums over. It is cut into blocks, and each is scaled so that its largest value
+fits the format. Scales are powers of two, so that scaling rounds nothing, but in "nvfp4". A block that has an infinity
+or a NaN becomes NaN as a whole, so that no cast hides one behind its format's largest value.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from halfstep.formats import E2M1, E4M3, E5M2, FP32, Format, mix_bits, round_nearest, round_stochastic, saturate
+from halfstep.machine import FIRST_CAPABILITY
+
+Product = Literal["output", "grad_input", "grad_weight"]
+Operand = Literal["a", "b"]
+Scales = Literal["power", "e8m0", "e4m3"]
+
+_ROTATED = 16  # elements that a Hadamard transform mixes
+_SIGNS = 0x5C97  # of these elements, before they are mixed; any will do
+_INFINITE = 0x7F800000
+
+
+@dataclass(frozen=True)
+class Cast:
+    """How one operand is rounded."""
+
+    elements: Format
+    block: tuple[int | None, int | None] = (None, None)  # rows and columns that share a scale; None: all
+    scales: Scales = "power"  # what keeps them: fp32, e8m0, or e4m3 beside one in fp32 for the tensor
+    stochastic: bool = False
+    rotated: bool = False  # by a Hadamard transform of each 16 elements along K
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How the operands of the three products of a linear layer are rounded."""
+
+    name: str
+    casts: Mapping[tuple[Product, Operand], Cast]
+    multiple: int  # the layer's sizes must be multiples of this
+    on: tuple[int, int] | None = None  # the first CUDA capability with units for it; None: emulated everywhere
+
+
+@dataclass
+class Rounded:
+    """A rounded operand; its values are `grid * factor`, and `grid` is exact in bf16.
+
+    `grid` is exact for values of blocks from 2**-126 on: below, bf16 has fewer bits.
+    """
+
+    numbers: Tensor  # the elements as numbers, in bf16
+    grid: Tensor  # the elements times the scales that change along K, in bf16
+    factor: Tensor  # what products are multiplied by, in fp32: (1, 1) or (M, 1)
+    decode: Tensor  # a decoding factor for each block, in fp32: what scaled_mm takes
+    fmt: Format
+    is_power: bool  # whether `factor` is a power of two
+
+    @property
+    def values(self) -> Tensor:
+        """The values in fp32."""
+        return self.grid.float() * self.factor
+
+    @property
+    def elements(self) -> Tensor | None:
+        """The elements in their own dtype; None for a format of 4 bits."""
+        return self.numbers.to(self.fmt.dtype) if self.fmt.bits == 8 else None
+
+
+def _recipe(name: str, x: Cast, g: Cast, *, w: Cast | None = None, multiple: int = 16, mixed: bool = False) -> Recipe:
+    """Returns the recipe that rounds inputs, gradients and weights (as inputs, if not given) so in every product."""
+    casts: dict[tuple[Product, Operand], Cast] = {
+        ("output", "a"): x,
+        ("output", "b"): w or x,
+        ("grad_input", "a"): g,
+        ("grad_input", "b"): w or x,
+        ("grad_weight", "a"): replace(g, rotated=mixed),
+        ("grad_weight", "b"): replace(x, rotated=mixed),
+    }
+    return Recipe(name, casts, multiple, _FIRST.get(name))
+
+
+_FIRST = {"fp8": FIRST_CAPABILITY[E4M3], "fp8-row": FIRST_CAPABILITY[E4M3], "fp8-mx": (10, 0)}
+_ROW, _MX, _BLOCK = Cast(E4M3, (1, None)), Cast(E4M3, (1, 32), "e8m0"), Cast(E4M3, (1, 128))
+_FOUR = Cast(E2M1, (1, 16), "e4m3")
+
+RECIPES: Mapping[str, Recipe] = {
+    recipe.name: recipe
+    for recipe in (
+        _recipe("fp8", Cast(E4M3), Cast(E5M2)),
+        _recipe("fp8-row", _ROW, _ROW),
+        _recipe("fp8-mx", _MX, _MX, multiple=32),  # scales rounded up, arXiv 2506.08027: the largest does not saturate
+        _recipe("fp8-block", _BLOCK, _BLOCK, w=replace(_BLOCK, block=(128, 128))),  # arXiv 2412.19437
+        _recipe("nvfp4", _FOUR, replace(_FOUR, stochastic=True), w=replace(_FOUR, block=(16, 16)), mixed=True),
+    )
+}
+"""The values of `Plan.products` beside "plan". "nvfp4" is that of arXiv 2509.25149."""
+
+
+def round_operand(
+    x: Tensor, cast: Cast, *, amax: Tensor | None = None, counts: Tensor | None = None, seed: Tensor | None = None
+) -> Rounded:
+    """Rounds an operand (M, K).
+
+    `amax` replaces the operand's own, for operands of which this is a part (see `amax_of`). `counts` (3, int64) has
+    added to it the elements that saturated, those that became 0, and those that were not finite. `seed` (0-dim, int64)
+    chooses the random bits of a stochastic cast: the same seed gives the same bits, on every device. Does not sync.
+    """
+    wide = _rotated(x) if cast.rotated else x.float()
+    tiles = _tiles(wide, cast.block)
+    given = None if amax is None else amax.view(1, 1, 1, 1) if amax.dim() == 0 else amax[:, None, :, None]
+    encode, inner, outer, is_power = _SCALES[cast.scales](given, tiles, cast)
+    scaled = tiles * encode
+    kept = saturate(scaled, cast.elements)
+    if cast.stochastic:
+        assert seed is not None
+        numbers = round_stochastic(kept, cast.elements, _random_bits(kept, seed))
+    else:
+        numbers = round_nearest(kept, cast.elements)
+    if counts is not None:
+        saturated = torch.count_nonzero(scaled.abs() > cast.elements.max)
+        flushed = torch.count_nonzero(wide) - torch.count_nonzero(numbers)
+        counts += torch.stack([saturated, flushed, wide.numel() - torch.count_nonzero(wide.isfinite())])
+    low = _elements(numbers, wide).bfloat16()
+    grid = low if inner is None else _elements(numbers * inner, wide).bfloat16()
+    decode = outer if inner is None else inner * outer
+    return Rounded(low, grid, _flat(outer), _flat(decode), cast.elements, is_power)
+
+
+def product_of(
+    recipe: Recipe,
+    product: Product,
+    a: Tensor,
+    b: Tensor,
+    *,
+    wide: bool,
+    counts: Sequence[Tensor | None] = (None, None),
+    seed: Tensor | None = None,
+) -> Tensor:
+    """Returns a product of operands (M, K) and (N, K), each rounded as a recipe says, in bf16 (M, N).
+
+    `wide` as in `multiply`; `counts` of each operand and `seed` as in `round_operand`.
+    """
+    left = round_operand(a, recipe.casts[product, "a"], counts=counts[0], seed=seed)
+    return multiply(left, round_operand(b, recipe.casts[product, "b"], counts=counts[1], seed=seed), wide=wide)
+
+
+def multiply(a: Rounded, b: Rounded, *, wide: bool, bias: Tensor | None = None) -> Tensor:
+    """Returns the product of two rounded operands in bf16: sums in fp32, which are rounded once.
+
+    `wide` is whether bf16 products are emulated on the device. Then the product of "fp8" and "fp8-row" is that of
+    `torch.nn.functional.scaled_mm` on a CPU, bit for bit. Units for bf16 sum in another order: at most some of 10,000
+    elements are another neighbour of the sum.
+    """
+    factors = (a.factor * b.factor.t()).clamp(max=2.0**127)  # both first, since either alone may overflow the sums
+    if wide or not (a.is_power and b.is_power):
+        out = (a.grid.float() @ b.grid.float().t()) * factors
+        out = out if bias is None else out + bias
+    elif bias is None:
+        out = (a.grid @ b.grid.t()) * factors
+    else:
+        out = torch.addmm((bias / factors).bfloat16(), a.grid, b.grid.t()) * factors
+    return out.bfloat16()
+
+
+def amax_of(x: Tensor, cast: Cast) -> Tensor:
+    """Returns what `round_operand` takes as `amax`: (blocks of rows, blocks of columns), or (1, 1) for "e4m3" scales.
+
+    Processes that hold parts of a block reduce it by its maximum; it is NaN or infinite if a value is.
+    """
+    found = _amax(_tiles(_rotated(x) if cast.rotated else x.float(), cast.block))
+    return _flat(_whole(found) if cast.scales == "e4m3" else found)
+
+
+Scaling = tuple[
+    Tensor, Tensor | None, Tensor, bool
+]  # what blocks are multiplied by; inner and outer decoding; if powers
+
+
+def _by_powers(amax: Tensor | None, tiles: Tensor, cast: Cast) -> Scaling:
+    """Scales each block by the largest power of two with which it fits; 2**126 at most, whose inverse is normal."""
+    bits = (_amax(tiles) if amax is None else amax).float().view(torch.int32)
+    largest = struct.unpack("<i", struct.pack("<f", cast.elements.max))[0]
+    exponent = (((largest - bits) >> 23) + 127).clamp(max=253)
+    exponent = torch.where(bits == 0, 127, exponent)
+    encode, decode = (
+        torch.where(bits >= _INFINITE, math.nan, (e << 23).view(torch.float32)) for e in (exponent, 254 - exponent)
+    )
+    if cast.block[1] is None:
+        return encode, None, decode, True
+    return encode, decode, torch.ones_like(decode[:1, :, :1]), True
+
+
+def _in_two_levels(amax: Tensor | None, tiles: Tensor, cast: Cast) -> Scaling:
+    """Scales each block by an e4m3 number, and these by one fp32 number for the tensor (arXiv 2509.25149)."""
+    own = _amax(tiles)
+    whole = _whole(own) if amax is None else amax.float()
+    outer = (whole / (cast.elements.max * E4M3.max)).clamp(min=FP32.smallest_normal)
+    outer = torch.where(whole.isfinite(), outer, math.nan)
+    inner = round_nearest(own / (cast.elements.max * outer), E4M3)
+    return torch.where(inner == 0, 0.0, 1 / (inner * outer)), inner, outer, False
+
+
+_SCALES: Mapping[Scales, Callable[[Tensor | None, Tensor, Cast], Scaling]] = {
+    "power": _by_powers,
+    "e8m0": _by_powers,
+    "e4m3": _in_two_levels,
+}
+
+
+def _amax(tiles: Tensor) -> Tensor:
+    return tiles.abs().amax((1, 3), keepdim=True)
+
+
+def _whole(amax: Tensor) -> Tensor:
+    return amax.amax((0, 2), keepdim=True)
+
+
+def _tiles(x: Tensor, block: tuple[int | None, int | None]) -> Tensor:
+    """Returns a matrix as (blocks of rows, rows, blocks of columns, columns), the last blocks filled up with zeros."""
+    rows, columns = (max(size if given is None else given, 1) for given, size in zip(block, x.shape, strict=True))
+    short = [(-size % step) if size else step for size, step in zip(x.shape, (rows, columns), strict=True)]
+    x = pad(x, (0, short[1], 0, short[0])) if any(short) else x
+    return x.view(x.shape[0] // rows, rows, x.shape[1] // columns, columns)
+
+
+def _elements(tiles: Tensor, like: Tensor) -> Tensor:
+    """Returns tiles as the matrix that they were made of."""
+    return tiles.flatten(2).flatten(0, 1)[: like.shape[0], : like.shape[1]]
+
+
+def _flat(scales: Tensor) -> Tensor:
+    return scales[:, 0, :, 0]
+
+
+def _rotated(x: Tensor) -> Tensor:
+    """Transforms each 16 elements along K, the last ones filled up with zeros; products of two such are unchanged."""
+    x = pad(x.float(), (0, -x.shape[1] % _ROTATED))
+    signs = ((_SIGNS >> torch.arange(_ROTATED, dtype=torch.int32, device=x.device)) & 1) * 2 - 1
+    y = x.reshape(-1, _ROTATED) * signs
+    for half in (1, 2, 4, 8):  # additions alone, in an order that is the same on every device
+        low, high = y.view(-1, 2, half).unbind(1)
+        y = torch.stack([low + high, low - high], 1)
+    return (y * 0.25).view(x.shape)
+
+
+def _random_bits(tiles: Tensor, seed: Tensor) -> Tensor:
+    """Returns 32 random bits for each element, by its place in the operand."""
+    index = torch.arange(tiles.numel(), dtype=torch.int64, device=tiles.device).view(tiles.shape)
+    return mix_bits(index * 0x9E3779B1 + mix_bits(seed & 0xFFFFFFFF) & 0xFFFFFFFF)
