@@ -32,6 +32,7 @@ def _literal(value: object) -> str:
 
 Width = Literal["full", "low"]
 OutputWidth = Literal["full", "low", "input"]
+ProductsOf = Literal["plan", "low", "recipe"]
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,9 @@ class Policy:
     """The width of a module's parameters, of its computation and of its output.
 
     "full" is fp32, "low" is the plan's low-precision format; an output of "input" has the format of the module's input.
+    `products` is for plans with 8-bit products: "low" keeps those of the module's layers in the low format, "recipe"
+    runs them by the plan's recipe, also in layers that the plan leaves out (the last one, and those tied to an
+    embedding); "plan" leaves it to the plan.
     `halfstep.FULL` is `Policy("full", "full", "input")`, and `halfstep.LOW` is `Policy("low", "low", "low")`.
 
     Raises:
@@ -48,11 +52,15 @@ class Policy:
     param: Width
     compute: Width
     output: OutputWidth
+    products: ProductsOf = "plan"
 
     def __post_init__(self) -> None:
         one_of("policy param", self.param, get_args(Width))
         one_of("policy compute", self.compute, get_args(Width))
         one_of("policy output", self.output, get_args(OutputWidth))
+        one_of("policy products", self.products, get_args(ProductsOf))
+        if self.compute == "full" and self.products != "plan":
+            raise PlanError(f"policy products is {self.products!r}, but compute 'full' runs products in fp32; leave it out")
         if self.param == "low" and self.compute == "full":
             raise PlanError(
                 "policy has param 'low' and compute 'full': ops would get low-precision weights with fp32 inputs and "

@@ -24,7 +24,7 @@ from halfstep.modes import ordinary_tensors
 from halfstep.plan.io import choose_plan
 from halfstep.plan.levels import customize
 from halfstep.plan.matching import first_device
-from halfstep.plan.plan import Master, Moments, Plan, PlanInput, Rounding
+from halfstep.plan.plan import Master, Moments, Plan, PlanInput, Products, Rounding
 from halfstep.train.processes.collectives import agreed, telling_of_errors
 from halfstep.train.session.decide import Stepping
 from halfstep.train.session.open import open_session
@@ -67,6 +67,7 @@ def initialize(  # noqa: PLR0913  # the one public entry; each keyword is a docu
     moments: Moments | None = None,
     full_moments: Sequence[str] | None = None,
     rounding: Rounding | None = None,
+    products: Products | None = None,
     emulate: bool | None = None,
     process_group: dist.ProcessGroup | None = None,
     sinks: Sequence[Sink] = (),
@@ -96,6 +97,8 @@ def initialize(  # noqa: PLR0913  # the one public entry; each keyword is a docu
             are computed in fp32, and `optimizer.state_dict()` is fp32. By default they are kept as without halfstep.
         full_moments: patterns of parameter names, such as "*embed*", whose averages stay as they are.
         rounding: "stochastic" rounds the updates of bf16 weights without masters up or down at random.
+        products: "fp8", "fp8-row", "fp8-mx", "fp8-block" or "nvfp4" rounds the operands of the products of linear layers
+            to 8 bits (4 bits); by default they run in the low format.
         emulate: whether products of the low format are computed in a wider one and rounded exactly; by default on a
             CPU whose native products are less than twice as fast.
         process_group: processes that step together though they hold different models, such as the stages of a pipeline
@@ -130,6 +133,7 @@ def initialize(  # noqa: PLR0913  # the one public entry; each keyword is a docu
                 moments=moments,
                 full_moments=full_moments,
                 rounding=rounding,
+                products=products,
             )
             _check_settings(chosen, sinks, on_failure, stepping, emulate)
             _check_group(process_group, chosen)

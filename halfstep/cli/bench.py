@@ -51,6 +51,9 @@ Lows = Annotated[str, typer.Option("--low", help="Low formats, separated by comm
 Kept = Annotated[
     str, typer.Option("--moments", help="How the optimizer's averages are kept, separated by commas: full, bf16, 8bit.")
 ]
+Ways = Annotated[
+    str, typer.Option("--products", help="How linear layers multiply, separated by commas: plan, fp8, fp8-row, ...")
+]
 Steps = Annotated[
     int | None,
     typer.Option(
@@ -101,6 +104,7 @@ def bench(  # noqa: PLR0913  # each is an option of the command, described above
     levels: Levels = "O0,O1,O2,O3",
     low: Lows = "bf16,fp16",
     moments: Kept = "full",
+    products: Ways = "plan",
     steps: Steps = None,
     seconds: Seconds = None,
     seeds: Seeds = 1,
@@ -126,7 +130,7 @@ def bench(  # noqa: PLR0913  # each is an option of the command, described above
         )
     name = DEFAULT if workload is None else workload
     formats = [as_format(name) for name in names(low)]
-    rows = entries(names(levels), formats, read_facts(place), peer=peer, moments=names(moments))
+    rows = entries(names(levels), formats, read_facts(place), peer=peer, moments=names(moments), products=names(products))
     check_writable(json)
     count = STEPS if steps is None else steps
     if model or batch_size or compile != "off" or page is not None or largest_batch is not None:

@@ -31,6 +31,10 @@ Low = Annotated[str | None, typer.Option("--low", help="The low format: bf16 or 
 Moments = Annotated[
     str | None, typer.Option("--moments", help="How the optimizer's averages are kept: full, bf16 or 8bit.")
 ]
+Products = Annotated[
+    str | None,
+    typer.Option("--products", help="How linear layers multiply: plan, fp8, fp8-row, fp8-mx, fp8-block or nvfp4."),
+]
 Json = Annotated[Path | None, typer.Option("--json", help="Write every figure to this file, as JSON.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Print no progress.")]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="The seed of weights and batches.")]

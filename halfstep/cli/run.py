@@ -12,7 +12,7 @@ import typer
 
 from halfstep.adapters.script.run import Ran, own
 from halfstep.adapters.script.run import run as run_script
-from halfstep.cli.options import Low, Moments, html_pages
+from halfstep.cli.options import Low, Moments, Products, html_pages
 from halfstep.errors import LogError, PlanError
 from halfstep.explain.report.log import LOG_NAME, RunLog
 from halfstep.explain.report.run import read_log, shown
@@ -51,6 +51,7 @@ def run(
     low: Low = None,
     plan: PlanFile = None,
     moments: Moments = None,
+    products: Products = None,
     report: Report = None,
     module: Module = False,
 ) -> None:
@@ -75,6 +76,7 @@ def run(
             plan=level if plan is None else str(plan),
             low=low,
             moments=moments,
+            products=products,
             sinks=(lambda rank: ()) if recorded is None else recorded.sinks,
             observe=recorded is not None,
             ended=ended,

@@ -21,7 +21,7 @@ from halfstep.edits import (
 )
 from halfstep.errors import PlanError
 from halfstep.formats import BF16, FORMATS, FP16, LOW_FORMATS, Format, as_format
-from halfstep.plan.plan import Plan
+from halfstep.plan.plan import Plan, narrow
 from halfstep.validate import as_tuple, near_miss, real
 
 _OFF = Scaling("none")
@@ -91,7 +91,7 @@ def level(name: str, low: Format | torch.dtype | str) -> Plan:
     fmt = as_format(low)
     if fmt not in LOW_FORMATS:
         known = " or ".join(each.name for each in LOW_FORMATS)
-        raise PlanError(f"level {name} cannot train in {fmt.name}; use {known}")
+        raise PlanError(f"level {name} cannot train in {fmt.name}; use {known}{narrow(fmt)}")
     return row.plans[fmt]
 
 

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 from halfstep.edits import Edit, OpChange, OpChanges, Rule, Scaling, Width
 from halfstep.errors import PlanError
-from halfstep.formats import BF16, LOW_FORMATS, Format, as_format
+from halfstep.formats import BF16, E4M3, E5M2, LOW_FORMATS, Format, as_format
 from halfstep.validate import as_tuple, instance, one_of, text
 
 Ops = Literal["none", "table"]
@@ -17,6 +17,9 @@ Moments = Literal["full", "bf16", "8bit"]
 Rounding = Literal["nearest", "stochastic"]
 PlanInput = Literal["keep", "low"]
 PlanOutput = Literal["full", "low", "keep"]
+Products = Literal["plan", "fp8", "fp8-row", "fp8-mx", "fp8-block", "nvfp4"]
+MULTIPLE = 16  # of which both sizes of a weight are, where products run by a recipe: what units for 8 bits multiply
+NARROW = "; for products in 8 bits keep low='bf16' and pass products='fp8'"  # to who asks for e4m3 or e5m2
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,9 @@ class Plan:
             the optimizer keeps them, "bf16" rounded stochastically, "8bit" in codes of one byte.
         full_moments: patterns of dotted parameter names, such as "*embed*", whose averages stay "full".
         rounding: how updates of bf16 weights without a master are rounded.
+        products: "plan" computes the products of linear layers in `low`; a recipe rounds their operands to 8 bits
+            ("nvfp4": 4 bits) with scales of their own: "fp8" a scale for each tensor, "fp8-row" for each row, "fp8-mx"
+            for 32 elements, "fp8-block" for 128 elements and for 128 x 128 weights.
         op_changes: ops that move to other lists of the op table.
         rules: what modules get instead, by name or type.
 
@@ -60,6 +66,7 @@ class Plan:
     moments: Moments = "full"
     full_moments: tuple[str, ...] = ()
     rounding: Rounding = "nearest"
+    products: Products = "plan"
     op_changes: OpChanges = field(default_factory=OpChanges)
     rules: tuple[Rule, ...] = ()
 
@@ -68,7 +75,7 @@ class Plan:
         object.__setattr__(self, "low", as_format(self.low))
         if self.low not in LOW_FORMATS:
             known = " or ".join(fmt.name for fmt in LOW_FORMATS)
-            raise PlanError(f"plan low is {self.low.name}, in which halfstep cannot train; use {known}")
+            raise PlanError(f"plan low is {self.low.name}, in which halfstep cannot train; use {known}{narrow(self.low)}")
         one_of("plan param", self.param, get_args(Width))
         one_of("plan ops", self.ops, get_args(Ops))
         one_of("plan norms", self.norms, get_args(Width))
@@ -78,6 +85,7 @@ class Plan:
         one_of("plan frozen", self.frozen, get_args(Width))
         one_of("plan moments", self.moments, get_args(Moments))
         one_of("plan rounding", self.rounding, get_args(Rounding))
+        one_of("plan products", self.products, get_args(Products))
         patterns = as_tuple("plan full_moments", self.full_moments, of="patterns of parameter names")
         object.__setattr__(self, "full_moments", tuple(text("a pattern of full_moments", each) for each in patterns))
         instance("plan scale", self.scale, Scaling, "Scaling('dynamic')")
@@ -113,6 +121,11 @@ class Plan:
         return plan
 
 
+def narrow(fmt: Format) -> str:
+    """Returns advice for who wants to train in a format of 8 bits."""
+    return NARROW if fmt in (E4M3, E5M2) else ""
+
+
 CONTRADICTIONS: tuple[tuple[Callable[[Plan], bool], str], ...] = (
     (
         lambda plan: plan.param == "full" and plan.master != "none",
@@ -137,6 +150,24 @@ CONTRADICTIONS: tuple[tuple[Callable[[Plan], bool], str], ...] = (
         lambda plan: plan.rounding != "nearest" and (plan.param, plan.master, plan.low) != ("low", "none", BF16),
         "rounding 'stochastic' is for bf16 weights without a master, which alone are rounded at each update, but this "
         "plan has none; leave rounding out, or use level O3 in bf16",
+    ),
+    (
+        lambda plan: plan.products != "plan" and plan.ops == "none",
+        "products in 8 bits need the op table, but with ops 'none' everything runs as written; use O1 or O2",
+    ),
+    (
+        lambda plan: plan.products != "plan" and plan.low != BF16,
+        "products in 8 bits have results in bf16, but low is fp16; use low='bf16'",
+    ),
+    (
+        lambda plan: plan.products != "plan" and plan.param == "low" and plan.master == "none",
+        "products in 8 bits need weights with an fp32 value, but this plan keeps bf16 weights without masters; use O1 "
+        "or O2",
+    ),
+    (
+        lambda plan: plan.products == "plan" and any(rule.policy.products != "plan" for rule in plan.rules),
+        "a rule says how products run in 8 bits, but products is 'plan', which has none; pass products='fp8', or remove "
+        "the rule",
     ),
     (
         lambda plan: plan.param == "low" and plan.ops == "none",

@@ -26,6 +26,7 @@ from halfstep.plan.matching import (
 )
 from halfstep.plan.optable import check_op_changes
 from halfstep.plan.plan import Plan
+from halfstep.plan.products import check_rules, choose_products
 from halfstep.sharded import is_sharded
 from halfstep.torch_internals import compiled_module, parameters_of
 from halfstep.validate import as_list, instance, near_miss
@@ -50,6 +51,7 @@ class ModuleFormats:
         reason: what decided.
         aliases: further names of a shared module.
         model: the number of the model, from 0.
+        products: of a linear layer in a plan with a recipe for products: the recipe, or why it computes in `compute`.
     """
 
     name: str
@@ -65,6 +67,7 @@ class ModuleFormats:
     model: int = 0
     door: bool = False
     kept: tuple[str, ...] = ()
+    products: str | None = None
 
     def stored(self, name: str) -> Format | None:
         """Returns the format in which the module's own parameter of this name is stored, if it is an fp32 one."""
@@ -77,6 +80,14 @@ class Assignment:
 
     plan: Plan
     modules: tuple[ModuleFormats, ...]
+
+    def by_products(self) -> dict[str, tuple[str, ...]]:
+        """Returns the names of the linear layers by how they multiply: the recipe, or why not by it."""
+        found: dict[str, tuple[str, ...]] = {}
+        for name, formats in zip(self.names(), self.modules, strict=True):
+            if formats.products is not None:
+                found[formats.products] = (*found.get(formats.products, ()), name)
+        return found
 
     def names(self) -> tuple[str, ...]:
         """Returns the dotted names of all modules; with several models, as in "1.encoder"."""
@@ -99,17 +110,19 @@ class Assignment:
         return here[name]
 
     def __str__(self) -> str:
-        header = ("module", "type", "param", "compute", "output", "why")
         several = any(formats.model > 0 for formats in self.modules)
-        rows = [header, *(_row(formats, several=several) for formats in self.modules)]
+        more = self.plan.products != "plan"
+        header = ("module", "type", "param", "compute", "output", *(["products"] if more else []), "why")
+        rows = [header, *(_row(formats, several=several, products=more) for formats in self.modules)]
         widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
         lines = ("  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip() for row in rows)
         return "\n".join((f"plan {self.plan.name} in {self.plan.low}", *lines))
 
 
-def _row(formats: ModuleFormats, *, several: bool) -> tuple[str, ...]:
+def _row(formats: ModuleFormats, *, several: bool, products: bool) -> tuple[str, ...]:
     name = (f"{formats.model}:" if several else "") + (formats.name or "(model)")
-    shown = ("-" if word is None else str(word) for word in (formats.param, formats.compute, formats.output))
+    cells = (formats.param, formats.compute, formats.output, *([formats.products] if products else []))
+    shown = ("-" if word is None else str(word) for word in cells)
     return (name, formats.type_name, *shown, formats.reason)
 
 
@@ -131,7 +144,9 @@ class _Decision:
     def enters_from(self, caller: _Decision) -> bool:
         """Returns whether a module with this decision casts inputs and outputs if its caller's decision is `caller`."""
         # What level O1 hands on depends on the op, so that a rule with its very policy still decides the output.
-        by_policy = self.policy != caller.policy or (self.ruled and not caller.ruled and self.policy.param == "full")
+        by_policy = _formats_of(self.policy) != _formats_of(caller.policy) or (
+            self.ruled and not caller.ruled and self.policy.param == "full" and self.policy.products == "plan"
+        )
         return by_policy or (self.input != "policy" and self.input != caller.input)
 
 
@@ -175,6 +190,7 @@ def resolve(
     kept = {id(p) for p in untrained if not is_sharded(p)} if plan.frozen == "full" else set()
     for number in range(len(roots)):
         modules += _assign(plan, [site for site in sites if site.model == number], matched, fp32, kept)
+    check_rules(plan, sites, modules, matched)
     _check_shared(sites, modules)
     _check_tied(sites, modules, fp32)
     return Assignment(plan, tuple(modules))
@@ -205,7 +221,16 @@ def _assign(
         if path:
             callers[path] = callers[parent] if _is_uncalled(at[parent].module) else decided[parent]
             _check_borrowed(path, decided[path], parent, at[parent].module, callers[path])
-    return [_keep(_formats(plan, site, decided, callers, fp32), plan, site, decided, fp32, untrained) for site in sites]
+    formats = [_keep(_formats(plan, each, decided, callers, fp32), plan, each, decided, fp32, untrained) for each in sites]
+    if plan.products == "plan":
+        return formats
+    asked = [decided[site.name].policy.products for site in sites]
+    chosen = choose_products(plan, sites, formats, asked)
+    return [replace(each, products=how) for each, how in zip(formats, chosen, strict=True)]
+
+
+def _formats_of(policy: Policy) -> Policy:
+    return replace(policy, products="plan")
 
 
 def _depth(path: str) -> int:

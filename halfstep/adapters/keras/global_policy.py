@@ -147,6 +147,11 @@ def policy_of(plan: Plan) -> Policy:
             f"plan {plan.name!r} has moments {plan.moments!r}, but Keras's own optimizers keep their states; use "
             'moments="full"'
         )
+    if plan.products != "plan":
+        raise PlanError(
+            f"plan {plan.name!r} has products {plan.products!r}, but Keras's layers multiply by themselves; use "
+            'products="plan"'
+        )
     for rule in plan.rules:
         if rule.buffers != "keep" or rule.input != "policy":
             raise PlanError(

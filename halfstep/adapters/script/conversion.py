@@ -6,7 +6,7 @@ import gc
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -87,7 +87,7 @@ class Conversion:
     Whenever the session opens, `sinks` is called with the rank of this process, and returns the sinks of the session.
 
     Raises:
-        PlanError: `plan`, `low` or `moments` is unknown.
+        PlanError: `plan`, `low` or one of `changes`, keywords of `initialize` by name, is unknown.
     """
 
     def __init__(
@@ -97,11 +97,11 @@ class Conversion:
         sinks: Callable[[int], Sequence[Sink]],
         *,
         observe: bool,
-        moments: Any = None,
+        changes: Mapping[str, Any],
     ) -> None:
-        self._given, self._moments = (plan is not None, low), moments
+        self._given, self._changes = (plan is not None, low), changes
         self._asked = plan or DEFAULT, low
-        self._plan = customize(choose_plan(*self._asked, read_facts(torch.device("cpu")))[0], moments=moments)
+        self._plan = customize(choose_plan(*self._asked, read_facts(torch.device("cpu")))[0], **changes)
         self._make_sinks, self._observe = sinks, observe
         self._made: dict[int, _Made] = {}  # by id, in the order in which the script made them
         self._opened: list[int] = []  # the keys of those in the session
@@ -200,7 +200,7 @@ class Conversion:
     def _tell_what_is_not_used(self, what: str) -> None:
         leveled, low = self._given
         for_apex = low is not None and what.startswith("apex")
-        asked = ["level or plan"] * leveled + ["moments"] * (self._moments is not None)
+        asked = ["level or plan"] * leveled + [name for name, value in self._changes.items() if value is not None]
         asked += ["low format"] * (low is not None and not for_apex)
         if asked and self.rank == 0:
             notice = NOT_USED.format(what=what, asked=" and the ".join(asked))
@@ -298,7 +298,7 @@ class Conversion:
                 if id(optimizer) in self._made:
                     self._made[id(optimizer)].release()
             aliases = [alias_of(optimizer) for optimizer in optimizers]
-            settings = {"rules": rules, "moments": self._moments, "sinks": sinks}
+            settings = {"rules": rules, "sinks": sinks, **self._changes}
             session = initialize(models, aliases, plan, low=low, stepping="optimizer", **settings)
             self._undo.callback(session.forget)
         self._session, self._opened = session, [id(optimizer) for optimizer in optimizers]

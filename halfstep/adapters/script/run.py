@@ -57,13 +57,14 @@ def run(  # noqa: PLR0913  # what the command has
     plan: Plan | str | None = None,
     low: Format | str | None = None,
     moments: Any = None,
+    products: Any = None,
     sinks: Callable[[int], Sequence[Sink]] = lambda rank: (),
     observe: bool = False,
     ended: Callable[[Ran], None] = lambda ran: None,
 ) -> None:
     """Runs a script, or with `module` a module as `python -m` does, and trains its models under a plan.
 
-    A `plan` of None means O1, and `moments` replaces the plan's. If the script itself uses mixed precision, `plan` has
+    A `plan` of None means O1; `moments` and `products` replace the plan's. If the script itself uses mixed precision, `plan` has
     no effect, and `low` only sets the format of the drop-in for apex. When the session opens, `sinks` is called with
     the rank of the process, and returns the sinks of the session. With `observe` the session observes tensors at every
     50th step. `ended` is called with the Ran at the end, also after an error; by then the session is closed and the
@@ -75,7 +76,7 @@ def run(  # noqa: PLR0913  # what the command has
         BaseException: what the script raised, without frames of halfstep in the traceback.
     """
     _check(script, module=module)
-    conversion = Conversion(plan, low, sinks, observe=observe, moments=moments)
+    conversion = Conversion(plan, low, sinks, observe=observe, changes={"moments": moments, "products": products})
     error: BaseException | None = None
     start = time.perf_counter()
     undo = install(conversion, low or "fp16")

@@ -365,6 +365,7 @@ def _plan(entries: dict[str, Any]) -> str:
         "operations by the table" if plan.ops == "table" else "operations as written",
         f"norms {plan.norms}",
         f"masters {plan.master}",
+        *([f"products {plan.products}"] if plan.products != "plan" else []),
         *([f"moments {plan.moments}"] if plan.moments != "full" else []),
         f"{plan.scale.kind} loss scale from {plan.scale.init:g}" if plan.scale.active else "no loss scale",
     ]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import WorkloadError
-from halfstep.formats import FP16, FP32, Format
+from halfstep.formats import BF16, FP16, FP32, Format
 from halfstep.initialize import initialize
 from halfstep.lab.workloads.workload import Batch, Workload
 from halfstep.machine import DeviceFacts, needs_emulation
@@ -43,6 +43,7 @@ class Entry:
     compiled: bool = False  # by torch.compile
     scaled: bool = False  # the loss, dynamically, in every format
     moments: str = "full"  # how a session keeps the optimizer's averages
+    products: str = "plan"  # how its linear layers multiply
 
     @property
     def name(self) -> str:
@@ -52,6 +53,7 @@ class Entry:
         'O1 fp16 (emulated) compiled'
         """
         end = "" if self.moments == "full" else f", {self.moments} moments"
+        end += "" if self.products == "plan" else f", products {self.products}"
         end += f"{' scaled' if self.scaled else ''}{' compiled' if self.compiled else ''}"
         if self.low == FP32:
             return self.level + end
@@ -64,21 +66,31 @@ class Entry:
             model.compile()
         if self.peer:
             return AmpVariant(workload, model, self.low, device, scaled=self.scaled)
-        plan = customize(level(self.level, "bf16" if self.low == FP32 else self.low), moments=self.moments)
+        plan = level(self.level, "bf16" if self.low == FP32 else self.low)
+        plan = customize(plan, moments=self.moments, products=self.products)
         return SessionVariant(workload, model, plan, loss_scale="dynamic" if self.scaled else None)
 
 
 def entries(
-    levels: Iterable[str], lows: Iterable[Format], facts: DeviceFacts, *, peer: bool, moments: Iterable[str] = ("full",)
+    levels: Iterable[str],
+    lows: Iterable[Format],
+    facts: DeviceFacts,
+    *,
+    peer: bool,
+    moments: Iterable[str] = ("full",),
+    products: Iterable[str] = ("plan",),
 ) -> list[Entry]:
     """Returns the rows of a benchmark: O0 once, then for each format the remaining levels and torch.amp.
 
-    Each row of a level is there once for each of the `moments`.
+    Each row of a level is there once for each of the `moments`; O1 and O2 in bf16 once for each of the `products`.
     """
     # In bf16 it runs on torch's own kernels.
     names, formats, kept = list(dict.fromkeys(levels)), list(dict.fromkeys(lows)), list(dict.fromkeys(moments))
     for name, low, how in product(names, formats, kept):
         customize(level(name, low), moments=how)  # raises for what does not exist
+    ways = list(dict.fromkeys(products))
+    for way in ways:
+        customize(level("O1", BF16), products=way)
     if not names or not formats or not kept:
         raise WorkloadError(
             "a benchmark needs at least one level, format and kind of moments; pass for example --levels O0 --low bf16"
@@ -90,7 +102,13 @@ def entries(
         if peer:
             why = f"{low} must be emulated on this {facts.kind}, and torch.amp cannot emulate"
             rows.append(Entry(PEER, low, peer=True, refused=why if emulated and low == FP16 else None))
-    return [replace(row, moments=how) for row in rows for how in (("full",) if row.peer else kept)]
+    rows = [replace(row, moments=how) for row in rows for how in (("full",) if row.peer else kept)]
+    eight = [row.low == BF16 and row.level in ("O1", "O2") for row in rows]
+    return [
+        replace(row, products=way)
+        for row, can in zip(rows, eight, strict=True)
+        for way in (ways if can else ["plan"])
+    ]
 
 
 class SessionVariant:
