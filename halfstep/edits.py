@@ -60,7 +60,9 @@ class Policy:
         one_of("policy output", self.output, get_args(OutputWidth))
         one_of("policy products", self.products, get_args(ProductsOf))
         if self.compute == "full" and self.products != "plan":
-            raise PlanError(f"policy products is {self.products!r}, but compute 'full' runs products in fp32; leave it out")
+            raise PlanError(
+                f"policy products is {self.products!r}, but compute 'full' runs products in fp32; leave it out"
+            )
         if self.param == "low" and self.compute == "full":
             raise PlanError(
                 "policy has param 'low' and compute 'full': ops would get low-precision weights with fp32 inputs and "

@@ -97,8 +97,8 @@ def initialize(  # noqa: PLR0913  # the one public entry; each keyword is a docu
             are computed in fp32, and `optimizer.state_dict()` is fp32. By default they are kept as without halfstep.
         full_moments: patterns of parameter names, such as "*embed*", whose averages stay as they are.
         rounding: "stochastic" rounds the updates of bf16 weights without masters up or down at random.
-        products: "fp8", "fp8-row", "fp8-mx", "fp8-block" or "nvfp4" rounds the operands of the products of linear layers
-            to 8 bits (4 bits); by default they run in the low format.
+        products: "fp8", "fp8-row", "fp8-mx", "fp8-block" or "nvfp4" rounds the operands of the products of linear
+            layers to 8 bits (4 bits); by default they run in the low format.
         emulate: whether products of the low format are computed in a wider one and rounded exactly; by default on a
             CPU whose native products are less than twice as fast.
         process_group: processes that step together though they hold different models, such as the stages of a pipeline

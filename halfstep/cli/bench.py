@@ -130,7 +130,9 @@ def bench(  # noqa: PLR0913  # each is an option of the command, described above
         )
     name = DEFAULT if workload is None else workload
     formats = [as_format(name) for name in names(low)]
-    rows = entries(names(levels), formats, read_facts(place), peer=peer, moments=names(moments), products=names(products))
+    rows = entries(
+        names(levels), formats, read_facts(place), peer=peer, moments=names(moments), products=names(products)
+    )
     check_writable(json)
     count = STEPS if steps is None else steps
     if model or batch_size or compile != "off" or page is not None or largest_batch is not None:

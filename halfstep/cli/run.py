@@ -45,7 +45,7 @@ class ScriptRaised(BaseException):
         raise self.error
 
 
-def run(
+def run(  # noqa: PLR0913  # each is an option of the command, described above
     script: Script,
     level: Level = None,
     low: Low = None,

@@ -18,7 +18,6 @@ Rounding = Literal["nearest", "stochastic"]
 PlanInput = Literal["keep", "low"]
 PlanOutput = Literal["full", "low", "keep"]
 Products = Literal["plan", "fp8", "fp8-row", "fp8-mx", "fp8-block", "nvfp4"]
-MULTIPLE = 16  # of which both sizes of a weight are, where products run by a recipe: what units for 8 bits multiply
 NARROW = "; for products in 8 bits keep low='bf16' and pass products='fp8'"  # to who asks for e4m3 or e5m2
 
 
@@ -75,7 +74,9 @@ class Plan:
         object.__setattr__(self, "low", as_format(self.low))
         if self.low not in LOW_FORMATS:
             known = " or ".join(fmt.name for fmt in LOW_FORMATS)
-            raise PlanError(f"plan low is {self.low.name}, in which halfstep cannot train; use {known}{narrow(self.low)}")
+            raise PlanError(
+                f"plan low is {self.low.name}, in which halfstep cannot train; use {known}{narrow(self.low)}"
+            )
         one_of("plan param", self.param, get_args(Width))
         one_of("plan ops", self.ops, get_args(Ops))
         one_of("plan norms", self.norms, get_args(Width))
@@ -119,6 +120,11 @@ class Plan:
             else:
                 raise PlanError(f"edit {edit!r} is not an edit; expected a Rule, an OpChange or a Scaling")
         return plan
+
+
+def multiple_of(products: Products) -> int:
+    """Returns what both sizes of a weight must be multiples of for a recipe, as units for 8 bits need it."""
+    return 32 if products == "fp8-mx" else 16
 
 
 def narrow(fmt: Format) -> str:
@@ -166,8 +172,8 @@ CONTRADICTIONS: tuple[tuple[Callable[[Plan], bool], str], ...] = (
     ),
     (
         lambda plan: plan.products == "plan" and any(rule.policy.products != "plan" for rule in plan.rules),
-        "a rule says how products run in 8 bits, but products is 'plan', which has none; pass products='fp8', or remove "
-        "the rule",
+        "a rule says how products run in 8 bits, but products is 'plan', which has none; pass products='fp8', or "
+        "remove the rule",
     ),
     (
         lambda plan: plan.param == "low" and plan.ops == "none",

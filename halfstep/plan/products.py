@@ -12,7 +12,7 @@ from halfstep.edits import ProductsOf, Rule
 from halfstep.errors import PlanError, SetupError
 from halfstep.formats import CASTABLE, FP32
 from halfstep.plan.matching import Site, enterable
-from halfstep.plan.plan import MULTIPLE, Plan
+from halfstep.plan.plan import Plan, multiple_of
 from halfstep.torch_internals import parameters_of
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ def choose_products(
         id(site.module.weight): site.name for site in sites if isinstance(site.module, (nn.Embedding, nn.EmbeddingBag))
     }
     borrowed = {f"{s.name}.out_proj" for s in sites if isinstance(s.module, nn.MultiheadAttention)}
+    multiple = multiple_of(plan.products)
     found: list[str | None] = []
     for site, formats, how in zip(sites, modules, asked, strict=True):
         sizes = [] if site.name in borrowed else sizes_of(site.module)
@@ -52,10 +53,10 @@ def choose_products(
         why = ""
         if formats.compute is FP32:
             why = formats.reason
-        elif not enterable(site.module) or "forward" in site.module.__dict__:
+        elif not enterable(site.module):
             why = "its forward is not its class's"
-        elif not any(all(size % MULTIPLE == 0 for size in shape) for shape in sizes):
-            why = f"{' x '.join(map(str, sizes[0]))} is no multiple of {MULTIPLE}" if sizes else ""
+        elif not any(all(size % multiple == 0 for size in shape) for shape in sizes):
+            why = f"{' x '.join(map(str, sizes[0]))} is no multiple of {multiple}" if sizes else ""
         elif how == "low":
             why = formats.reason
         elif how == "plan" and tied is not None:

@@ -221,7 +221,9 @@ def _assign(
         if path:
             callers[path] = callers[parent] if _is_uncalled(at[parent].module) else decided[parent]
             _check_borrowed(path, decided[path], parent, at[parent].module, callers[path])
-    formats = [_keep(_formats(plan, each, decided, callers, fp32), plan, each, decided, fp32, untrained) for each in sites]
+    formats = [
+        _keep(_formats(plan, each, decided, callers, fp32), plan, each, decided, fp32, untrained) for each in sites
+    ]
     if plan.products == "plan":
         return formats
     asked = [decided[site.name].policy.products for site in sites]

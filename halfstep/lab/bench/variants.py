@@ -105,9 +105,7 @@ def entries(
     rows = [replace(row, moments=how) for row in rows for how in (("full",) if row.peer else kept)]
     eight = [row.low == BF16 and row.level in ("O1", "O2") for row in rows]
     return [
-        replace(row, products=way)
-        for row, can in zip(rows, eight, strict=True)
-        for way in (ways if can else ["plan"])
+        replace(row, products=way) for row, can in zip(rows, eight, strict=True) for way in (ways if can else ["plan"])
     ]
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch import autocast as TorchAutocast  # also where torch.autocast is a drop-in
 from torch.nn.utils.parametrize import ParametrizationList
 
 from halfstep.errors import PlanError
@@ -28,6 +29,8 @@ from halfstep.train.cast.enter import Entrances
 from halfstep.train.cast.functions import patch_functions
 from halfstep.train.cast.gate import Casts, Gate
 from halfstep.train.cast.modules import CastOut, Undo, holds_state, inputs_to, outputs_to, refuse_removal
+from halfstep.train.cast.narrow import MULTIPLIES, Layers
+from halfstep.train.cast.opregistry import REGISTRY
 from halfstep.train.cast.ops import OpEngine, Switch, Token
 from halfstep.train.cast.probabilities import Scope, enter_forward, leave_forward, new_forward, widened
 from halfstep.train.cast.reading import reading_of
@@ -50,6 +53,7 @@ class Casting:
         self._begin: Callable[[], None] | None = None
         self._lent: Callable[[], Mode] = nullcontext
         self._leaves: dict[int, bool] = {}  # places in the code whose probabilities leave the model, and that do not
+        self.layers: Layers | None = None  # that multiply by a recipe
         self._as_written = 0  # how many contexts that ask for it are open
 
     def _made(self, emulate: bool) -> tuple[OpEngine | None, Emulation | None]:
@@ -57,6 +61,8 @@ class Casting:
         device_type = self._device.type
         wide = () if emulate else self._wide_backward  # emulation computes it in fp32 by itself
         engine = OpEngine(effective(self._plan), low.dtype, device_type, wide, emulate=emulate) if table else None
+        if engine is not None:
+            engine.multiply_by(self._plan.products, "fp32" if emulate else "bf16")
         return engine, Emulation(low) if emulate else None  # a mode for who looks at operations
 
     def emulate(self, on: bool) -> None:
@@ -145,6 +151,10 @@ class Casting:
                         outside.cast_out = _called_first(plan.device_type, outside.cast_out, own.cast_out)
                     outside.before, outside.begin = before, self._begin
                     outside.around = self.emulating if self.emulates else None
+                    if formats.products is not None and formats.compute is not FP32:
+                        by_recipe = formats.products == self._plan.products
+                        own, outside = (multiplying(by_recipe, plan, each) for each in (own, outside))
+                        inside = multiplying(by_recipe, plan)
                     self._outermost.append(outside)
                     if formats.boundary:
                         inside = own
@@ -153,7 +163,7 @@ class Casting:
                     continue
                 undo = entrances.install(
                     module,
-                    Gate(plan, full, self._lent, outside, inside),
+                    Gate(plan, full, self._lent, outside, inside, asks=not formats.boundary),
                     door=plan if outside is not None and inside is None else None,
                     explain=plan if stored_low or own_low else None,
                     reading=reading_of(module, formats, plan),
@@ -187,6 +197,11 @@ class Casting:
             cast_in=None if formats.input is None else inputs_to(formats.input.dtype),
             cast_out=_cast_out(formats, look),
         )
+
+    def hold(self, layers: Layers) -> Undo:
+        """Takes the layers that multiply by a recipe; returns a function that lets them go."""
+        self.layers = layers
+        return REGISTRY.hold(layers)
 
     def emulating(self) -> Mode:
         """Returns a context in which each emulated product is one operation, while somebody looks at operations."""
@@ -237,6 +252,8 @@ class Casting:
         """Drops the low copies of weights that autocast keeps for reuse."""
         if self._engine is not None:
             torch.clear_autocast_cache()
+        if self.layers is not None:
+            self.layers.weights_changed()
 
     @contextmanager
     def over_emulation(self, *modes: TorchDispatchMode) -> Iterator[None]:
@@ -284,6 +301,38 @@ class _TellsOfCopies:
     ) -> None:
         if isinstance(error, (RuntimeError, MemoryError)) and is_out_of_memory(error) and self._why not in str(error):
             error.args = (f"{error} ({self._why})", *error.args[1:])
+
+
+def multiplying(by_recipe: bool, plan: Switch, casts: Casts | None = None) -> Casts:
+    """Returns the casts around a layer's forward, with products by a recipe or not; without `casts`, only these."""
+    is_on, turn = torch.is_autocast_enabled, torch.set_autocast_enabled
+
+    def read() -> Any:
+        return casts and casts.read(), is_on(MULTIPLIES), is_on(plan.marker)
+
+    def enter(token: Any) -> None:
+        if casts is None:
+            turn(plan.marker, True)  # off in a checkpoint that is repeated outside of the session's backward pass
+        else:
+            casts.enter(token[0])
+        turn(MULTIPLIES, by_recipe)
+
+    def leave(token: Any) -> None:
+        within, multiplied, was_on = token
+        turn(MULTIPLIES, multiplied)
+        if casts is None:
+            turn(plan.marker, was_on)
+        else:
+            casts.leave(within)
+
+    @contextmanager
+    def region() -> Iterator[None]:
+        with nullcontext() if casts is None else casts.region(), TorchAutocast(MULTIPLIES, enabled=by_recipe):
+            yield
+
+    if casts is None:
+        return Casts(region, read, enter, leave, None, None)
+    return replace(casts, region=region, read=read, enter=enter, leave=leave)
 
 
 def _as_root(formats: ModuleFormats, plan: Plan) -> ModuleFormats:

@@ -135,6 +135,7 @@ class Gate:
     lent: Callable[[], AbstractContextManager[Any]]  # in it the session stores all parameters in fp32
     outside: Casts | None = None  # for calls from outside of the model's forward; without them the gate does nothing
     inside: Casts | None = None  # for calls from inside, if the module computes otherwise than its caller there
+    asks: bool = False  # whether `inside` enters nothing, so that a call from inside is one of a door
     active: bool = field(init=False)
     copies: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)  # they leave the session with it
     calls: Calls = field(default_factory=Calls)
@@ -150,19 +151,20 @@ class Gate:
     def way(self, args: Any, kwargs: Any) -> Casts | None:
         """Returns the casts around a call: `inside`, `outside`, or None for a call that runs as written.
 
-        A call runs as written if the model itself switched autocast off around it; then the plan must not switch it on
-        again. A module with casts of its own inside does not ask: there its caller's rule may have switched it off.
+        A call runs as written, or only as `inside` says, if the model itself switched autocast off around it; then the
+        plan must not switch it on again. A module with casts of its own inside does not ask: there its caller's rule may
+        have switched it off.
         """
         entered = torch.is_autocast_enabled(self.plan.marker)
-        if self.inside is not None or torch.compiler.is_compiling():
+        if (self.inside is not None and not self.asks) or torch.compiler.is_compiling():
             return self.inside if entered else self.outside
         if in_backward():  # the thread's flags cannot tell there, so a call runs as its first run did
             first = self.calls.repeated(args, kwargs)
             if first is not None:
-                return self.outside if first else None
+                return self.outside if first else self.inside
             entered = entered and in_checkpoint()
         self.calls.note(args, kwargs, entered=not entered)
-        return None if entered else self.outside
+        return self.inside if entered else self.outside
 
     def reads_low(self, module: nn.Module, name: str, weight: Tensor) -> bool:
         """Returns whether code inside the plan gets the low form of a module's fp32 weight, and not the weight itself.

@@ -25,6 +25,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from halfstep.errors import PlanError
 from halfstep.machine import WideBackward
@@ -46,6 +47,7 @@ from halfstep.torch_internals import (
     take_kernels_out,
     uncompiled,
 )
+from halfstep.train.cast.narrow import NARROW, Layers, Units, define_products, make_narrow
 from halfstep.train.cast.opkernels import Act, OpSite, is_composite, make_act, wide_attention
 from halfstep.train.cast.probabilities import define_traced
 from halfstep.train.cast.products import ALSO_EMULATED, EMULATED, make_product
@@ -61,13 +63,16 @@ class Table:
     """What an engine casts: the device type, and an action for each aten overload.
 
     `wide_backward` gives the limits within which attention runs its backward pass in fp32. With `emulate`, products of
-    low tensors are computed in fp32 and rounded.
+    low tensors are computed in fp32 and rounded. `products` is the recipe of linear layers, and `units` what multiplies
+    in it.
     """
 
     device_type: str
     actions: frozenset[tuple[str, Action]]
     wide_backward: WideBackward = ()
     emulate: bool = False
+    products: str = "plan"
+    units: Units = "bf16"
 
     @property
     def widens(self) -> bool:
@@ -76,7 +81,7 @@ class Table:
 
     def digest(self) -> str:
         """Returns a short hash of what decides the casts in compiled code: torch keeps such code on disk."""
-        held = (__version__, self.device_type, sorted(self.actions), self.emulate)
+        held = (__version__, self.device_type, sorted(self.actions), self.emulate, self.products, self.units)
         return hashlib.sha256(repr(held).encode()).hexdigest()[:16]
 
 
@@ -235,7 +240,8 @@ class Registry:
         self._passing: dict[str, Any] = {}  # libraries by key
         self._last: dict[str, Table] = {}  # which table had a marker last, in order of use
         self._fast_path = True
-        self._traced: torch.library.Library | None = None
+        self._own: list[torch.library.Library] = []  # with operations of halfstep's
+        self._layers: tuple[Layers, ...] = ()  # of the open sessions that have some
         self._cache_tag: Any = ""
 
     def acquire(self, table: Table) -> str:
@@ -278,12 +284,25 @@ class Registry:
             self._tag_caches()
             if not self._slots:
                 torch.backends.mha.set_fastpath_enabled(self._fast_path)
-                if self._traced is not None:
-                    take_kernels_out(self._traced)
+                for library in self._own:
+                    take_kernels_out(library)
 
     def abandon(self, marker: str) -> None:
         """Gives back the marker of an engine that nobody has closed; called by the engine's finalizer."""
         self._lock.defer(partial(self.release, marker))
+
+    def hold(self, layers: Layers) -> Callable[[], None]:
+        """Lets products find a session's layers; returns a function that ends this."""
+        self._layers = (*self._layers, layers)
+
+        def undo() -> None:
+            self._layers = tuple(each for each in self._layers if each is not layers)
+
+        return undo
+
+    def _layer_of(self, weight: Tensor) -> tuple[Layers, int] | None:
+        found = ((layers, layers.find(weight)) for layers in self._layers)
+        return next(((layers, number) for layers, number in found if number is not None), None)
 
     def repeats(self, marker: str) -> bool:
         """Returns whether a kernel of this table has run in what an activation checkpoint may compute again."""
@@ -320,7 +339,7 @@ class Registry:
 
     def _enter_process(self) -> None:
         self._cache_tag = cache_tag()
-        self._traced = define_traced()
+        self._own = [define_traced(), define_products(self._layer_of)]
         self._fast_path = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(
             False
@@ -344,7 +363,8 @@ class Registry:
             if action == "gather" and table.device_type != "cpu":  # other devices add up in fp32 themselves
                 action = "carry" if name in CARRIED else "pass"
             emulated = table.emulate and (name in ALSO_EMULATED or name.partition(".")[0] in EMULATED)
-            registers = ":" not in name and (emulated or _deviates(name, action, own))
+            narrow = table.products != "plan" and name in NARROW
+            registers = ":" not in name and (emulated or narrow or _deviates(name, action, own))
             if key != place or not registers:
                 self._let_pass(name, key)
             if not registers:
@@ -356,6 +376,7 @@ class Registry:
                     if emulated
                     else make_act(site.site, action)
                 )
+                act = make_narrow(site.site, act, table.products, table.units) if narrow else act
                 site.acts = (*site.acts, (marker, act))
         if table.widens and self._backward is None:
             self._backward = _Device()

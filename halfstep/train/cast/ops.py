@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import BuiltinFunctionType
 from typing import Any
@@ -20,6 +20,7 @@ from torch import autocast as TorchAutocast  # also where torch.autocast is a dr
 from halfstep.errors import SessionError
 from halfstep.machine import WideBackward
 from halfstep.plan.optable import Action
+from halfstep.train.cast.narrow import Units
 from halfstep.train.cast.opregistry import REGISTRY, Table, reach
 
 Token = tuple[bool, torch.dtype, str, bool, tuple[str, ...], int]
@@ -70,6 +71,10 @@ class OpEngine:
         self.device_type = device_type
         self._table = Table(device_type, frozenset(actions.items()), wide_backward, emulate)
         self._marker = ""
+
+    def multiply_by(self, recipe: str, units: Units) -> None:
+        """Has the linear layers multiply by a recipe, with the results of `units`, once the engine is open."""
+        self._table = replace(self._table, products=recipe, units=units)
 
     def open(self) -> None:
         """Registers the kernels of the op table with torch's dispatcher."""

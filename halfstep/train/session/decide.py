@@ -19,6 +19,7 @@ from halfstep.machine import WORTH, DeviceFacts, Processor, emulation_notice, ne
 from halfstep.plan.compatibility import check_closures, check_models, check_optimizers, check_parameters, device_of
 from halfstep.plan.matching import match_parameters, unwrap
 from halfstep.plan.plan import Plan
+from halfstep.plan.products import check_some_products
 from halfstep.plan.resolve import Assignment, check_forwards, resolve
 from halfstep.sharded import is_sharded
 from halfstep.torch_internals import parameters_of
@@ -114,6 +115,7 @@ def decide(  # noqa: PLR0913  # all that it depends on
     resolved = functools.partial(resolve, made_low=made_low, untrained=at_places(roots, untrained))
     assignment = resolved(plan, roots)
     check_forwards(roots, plan)
+    check_some_products(assignment)
     check_functions(plan.op_changes)
     if any(row_of(optimizer) is None for optimizer in optimizers):  # what their own step needs
         plan = replace(plan, master="copy" if plan.master == "split" else plan.master, rounding="nearest")

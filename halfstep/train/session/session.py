@@ -52,6 +52,7 @@ from halfstep.train.cast.modules import (
     keep_parameters,
     mark,
 )
+from halfstep.train.cast.narrow import Layers
 from halfstep.train.optim.hooks import forbid_step, lend_weights, send_step, watch_steps
 from halfstep.train.optim.masters import MasterStore
 from halfstep.train.optim.moments import Moments
@@ -199,6 +200,10 @@ class Session:
         self._parts = [self._make_part(optimizer, self._undo) for optimizer in self._decision.optimizers]
         self._stepping = [part for part in self._parts if not part.needs_closure]
         self._buffers = BufferGuard(self._roots if self._decision.updates else [])
+        if self.plan.products != "plan":
+            named = zip(self.assignment.names(), self.assignment.modules, self._roots_modules(), strict=True)
+            by_recipe = [(name, module) for name, f, module in named if f.products == self.plan.products]
+            self._undo.callback(self._casting.hold(Layers(by_recipe, self._device)))
         caps = self.plan.low.needs_scale and self._scales.active
         gates = self._casting.install(
             pairs,

@@ -1,0 +1,238 @@
+"""Linear layers whose products run by a recipe of 8 or 4 bits, as operations that torch.compile traces.
+
+Each of a layer's three products rounds its operands along the dimension that it sums over, from the tensors as they
+came. The operations here are opaque to torch: below them no cast of a plan, no gradient and no compiler acts. They find
+the layer by its weight, for what is held and counted of it: by the memory of the weight, since compiled code passes no
+names, and FSDP2 puts other tensors in the place of parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.errors import OpError
+from halfstep.formats import CASTABLE
+from halfstep.sharded import is_sharded
+from halfstep.torch_internals import StorageWeakRef, parameters_of, storage_identity, uncompiled, version_of
+from halfstep.train.cast.opkernels import Act, OpSite
+from halfstep.train.cast.recipes import RECIPES, Operand, Product, Rounded, multiply, round_operand
+
+Units = Literal["fp32", "bf16", "own"]
+"""What multiplies the rounded operands: "own" are the device's units for the recipe, the others emulate them."""
+
+MULTIPLIES = "mps"
+"""The device type whose autocast bit is on in a layer that multiplies by a recipe; plans with an op table refuse it."""
+PRODUCTS: tuple[Product, ...] = ("output", "grad_input", "grad_weight")
+TWICE = (
+    "products={recipe!r} has gradients, but no gradients of gradients: keep the layers that a penalty goes through in "
+    "the low format with Rule(name, Policy(param, 'low', 'low', products='low')), or leave products out"
+)
+
+
+class Layers:
+    """The layers of one session that multiply by a recipe: their rounded weights until the next step, and counts.
+
+    `counts` (layers, products, operands, 3) are those of `round_operand`, on the device; `seen` the number of elements.
+    """
+
+    def __init__(self, layers: Iterable[tuple[str, nn.Module]], device: torch.device) -> None:
+        named = dict(layers)
+        self.names, self._modules = tuple(named), list(named.values())
+        self.counts = torch.zeros((len(named), len(PRODUCTS), 2, 3), dtype=torch.int64, device=device)
+        self.seen = [[[0, 0] for _ in PRODUCTS] for _ in named]
+        self.step = torch.zeros((), dtype=torch.int64, device=device)  # seeds random bits
+        sharded = [any(is_sharded(p) for p in each.parameters(recurse=False)) for each in self._modules]
+        self._whole = [not each for each in sharded]  # a rounded weight of the others would take its whole size
+        self._held: dict[tuple[int, Product], tuple[int, int, Rounded]] = {}
+        self._at: dict[tuple[int, int], tuple[int, Any]] = {}  # by a weight's memory
+
+    def find(self, weight: Tensor) -> int | None:
+        """Returns the number of the layer that holds a weight; None if none does."""
+        key = _memory(weight)
+        found = self._at.get(key)
+        if found is None or found[1].expired():
+            self._at = {
+                _memory(p): (number, StorageWeakRef(p.untyped_storage()))  # type: ignore[no-untyped-call]
+                for number, module in enumerate(self._modules)
+                for each in (module, *module.children())
+                for p in parameters_of(each).values()
+                if p is not None and p.dim() == 2 and not is_sharded(p)
+            }
+            found = self._at.get(key)
+        return None if found is None else found[0]
+
+    def weights_changed(self) -> None:
+        """Drops the rounded weights."""
+        self._held.clear()
+
+    def rounded(self, number: int, recipe: str, product: Product, operand: Operand, x: Tensor) -> Rounded:
+        """Rounds an operand of a layer's product, and counts what that loses."""
+        at = PRODUCTS.index(product), "ab".index(operand)
+        self.seen[number][at[0]][at[1]] += x.numel()
+        cast = RECIPES[recipe].casts[product, operand]
+        seed = self.step * 8192 + (number * 4 + at[0]) if cast.stochastic else None
+        return round_operand(x, cast, counts=self.counts[number][at], seed=seed)
+
+    def weight(self, number: int, recipe: str, product: Product, weight: Tensor, w: Tensor, *, keep: bool) -> Rounded:
+        """Returns `w`, a layer's `weight` as an operand, rounded; with `keep` this is done once until it changes."""
+        if not keep or not self._whole[number] or weight.is_inference():
+            return self.rounded(number, recipe, product, "b", w)
+        sign = storage_identity(weight.untyped_storage()), version_of(weight)
+        held = self._held.get((number, product))
+        if held is None or held[:2] != sign:
+            held = self._held[number, product] = (*sign, self.rounded(number, recipe, product, "b", w))
+        return held[2]
+
+
+def _memory(weight: Tensor) -> tuple[int, int]:
+    return storage_identity(weight.untyped_storage()), int(weight.storage_offset())
+
+
+Find = Callable[[Tensor], tuple[Layers, int] | None]
+
+
+def define_products(find: Find) -> torch.library.Library:
+    """Returns a library with the operations of such layers; `find` returns the session's layers and a weight's."""
+    library = torch.library.Library("halfstep", "FRAGMENT")  # type: ignore[no-untyped-call]
+
+    def operand(weight: Tensor, recipe: str, product: Product, name: Operand, x: Tensor, keep: bool) -> Rounded:
+        layer = find(weight)
+        if layer is None:
+            return round_operand(
+                x, RECIPES[recipe].casts[product, name], seed=torch.zeros_like(x, dtype=torch.int64).sum()
+            )
+        layers, number = layer
+        if name == "b" and product != "grad_weight":
+            return layers.weight(number, recipe, product, weight, x, keep=keep)
+        return layers.rounded(number, recipe, product, name, x)
+
+    def output(x: Tensor, w: Tensor, bias: Tensor | None, recipe: str, units: Units, keep: bool) -> Tensor:
+        a = operand(w, recipe, "output", "a", _rows(x), keep)
+        b = operand(w, recipe, "output", "b", w, keep)
+        low = None if bias is None else bias.bfloat16()
+        return multiply(a, b, wide=units == "fp32", bias=low).view(*x.shape[:-1], w.shape[0])
+
+    def grad_input(g: Tensor, w: Tensor, recipe: str, units: Units, keep: bool) -> Tensor:
+        a = operand(w, recipe, "grad_input", "a", _rows(g), keep)
+        b = operand(w, recipe, "grad_input", "b", w.t(), keep)
+        return multiply(a, b, wide=units == "fp32").view(*g.shape[:-1], w.shape[1])
+
+    def grad_weight(g: Tensor, x: Tensor, w: Tensor, recipe: str, units: Units, keep: bool) -> Tensor:
+        a, b = (
+            torch.nn.functional.pad(_rows(t).t(), (0, -(t.numel() // t.shape[-1]) % RECIPES[recipe].multiple))
+            for t in (g, x)
+        )
+        rounded = operand(w, recipe, "grad_weight", "a", a, keep), operand(w, recipe, "grad_weight", "b", b, keep)
+        return multiply(*rounded, wide=units == "fp32")
+
+    how = "str recipe, str units, bool keep) -> Tensor"
+    for name, arguments, run, shape in (
+        ("linear", f"Tensor x, Tensor w, Tensor? bias, {how}", output, lambda x, w, *_: (*x.shape[:-1], w.shape[0])),
+        ("linear_grad_input", f"Tensor g, Tensor w, {how}", grad_input, lambda g, w, *_: (*g.shape[:-1], w.shape[1])),
+        ("linear_grad_weight", f"Tensor g, Tensor x, Tensor w, {how}", grad_weight, lambda g, x, w, *_: w.shape),
+    ):
+        library.define(f"{name}({arguments}")  # type: ignore[no-untyped-call]
+        library.impl(name, uncompiled(_without_autocast(run)), "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+        torch.library.register_fake(f"halfstep::{name}", _empty(shape), lib=library)
+        backward, setup = (_backward, _save) if name == "linear" else (_refuse, _name)
+        torch.library.register_autograd(f"halfstep::{name}", backward, setup_context=setup, lib=library)
+    return library
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+def _without_autocast(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @wraps(run)
+    def call(x: Tensor, *rest: Any) -> Tensor:
+        kind = x.device.type
+        was_on = torch.is_autocast_enabled(kind)
+        torch.set_autocast_enabled(kind, False)
+        try:
+            return run(x, *rest)
+        finally:
+            torch.set_autocast_enabled(kind, was_on)
+
+    return call
+
+
+def _empty(shape: Callable[..., Sequence[int]]) -> Callable[..., Tensor]:
+    return lambda x, *rest: x.new_empty(shape(x, *rest), dtype=torch.bfloat16)
+
+
+def _save(ctx: Any, inputs: Any, output: Tensor) -> None:
+    x, w, bias, *ctx.how = inputs
+    ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, w)
+    ctx.dtypes = x.dtype, w.dtype, None if bias is None else bias.dtype
+
+
+def _backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+    (x, w), ops, needed = ctx.saved_tensors, torch.ops.halfstep, ctx.needs_input_grad
+    dtypes = ctx.dtypes
+    gx = ops.linear_grad_input(g, w, *ctx.how).to(dtypes[0]) if needed[0] else None
+    gw = ops.linear_grad_weight(g, x, w, *ctx.how).to(dtypes[1]) if needed[1] else None
+    gb = _rows(g).sum(0, dtype=torch.float32).to(dtypes[2]) if needed[2] else None
+    return gx, gw, gb, None, None, None
+
+
+def _name(ctx: Any, inputs: Any, output: Tensor) -> None:
+    ctx.recipe = next(each for each in inputs if isinstance(each, str))
+
+
+def _refuse(ctx: Any, g: Tensor) -> None:
+    raise OpError(TWICE.format(recipe=ctx.recipe))
+
+
+def make_narrow(site: OpSite, plain: Act, recipe: str, units: Units) -> Act:
+    """Returns the function that runs a call of a product by a recipe in a layer that does, and else as `plain` does."""
+    read, is_on, multiple = _READERS[site.name], torch.is_autocast_enabled, RECIPES[recipe].multiple
+
+    def act(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if is_on(MULTIPLIES):
+            given = read(*args, **kwargs)
+            if given is not None and _fits(site, multiple, *given):
+                x, w, bias = given
+                keep = torch.is_grad_enabled() and w.requires_grad
+                return torch.ops.halfstep.linear(x, w, bias, recipe, units, keep)
+        return plain(keyset, args, kwargs)
+
+    return act
+
+
+def _fits(site: OpSite, multiple: int, x: Tensor, w: Tensor, bias: Tensor | None) -> bool:
+    """Tells whether a product is one that recipes round, and not one of another kind in the same layer's code."""
+    return (
+        w.dim() == 2
+        and all(size % multiple == 0 for size in w.shape)
+        and all(t.dtype in CASTABLE and site.is_here(t) and not t.is_nested for t in (x, w))
+        and (bias is None or bias.dim() == 1)
+        and x.shape[-1] == w.shape[1]
+    )
+
+
+def _read_linear(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Any:
+    return x, w, bias
+
+
+def _read_product(x: Tensor, w: Tensor) -> Any:
+    return (x, w.t(), None) if w.dim() == 2 and x.dim() > 1 else None
+
+
+def _read_sum(bias: Tensor, x: Tensor, w: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
+    return (x, w.t(), bias) if beta == alpha == 1 else None
+
+
+_READERS: dict[str, Callable[..., Any]] = {
+    "linear": _read_linear,
+    "mm": _read_product,
+    "matmul": _read_product,
+    "addmm": _read_sum,
+}
+NARROW = frozenset(_READERS)
+"""Names of the aten operations that run by a recipe in layers."""
