@@ -116,6 +116,8 @@ def as_format(value: Format | torch.dtype | str) -> Format:
         known = f"{', '.join(FORMATS)} or the torch dtypes {', '.join(map(str, BY_DTYPE))}"
         named = getattr(torch, str(value).removeprefix("torch."), None)  # "half" and "bfloat16" are names of torch's
         hint = next((f"; did you mean {fmt.name!r}?" for dtype, fmt in BY_DTYPE.items() if dtype is named), "")
+        if str(value).startswith(("fp8", "float8", "nvfp4")):
+            hint = "; for products in 8 bits keep low='bf16' and pass products='fp8'"
         raise FormatError(f"unknown format {value!r}; expected one of {known}{hint}")
     return found
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol, runtime_checkable
 
@@ -18,6 +18,7 @@ from halfstep.errors import FormatError, HalfstepError
 from halfstep.formats import Format, as_format
 from halfstep.kinds import Kind
 from halfstep.notebooks import InNotebooks
+from halfstep.validate import named
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,38 @@ class SessionStart:
 
 
 @dataclass(frozen=True)
+class ProductLoss:
+    """What rounding one operand of a layer's product by a recipe lost since the session opened, in elements.
+
+    Attributes:
+        product: "output", "grad_input" or "grad_weight"; each sums over another dimension.
+        operand: what was rounded: "input", "weight" or "gradient".
+        saturated: beyond the largest value of the format at the scale of their block.
+        flushed: not zero before, and zero after.
+        nonfinite: infinite or NaN before.
+    """
+
+    layer: str
+    product: str
+    operand: str
+    elements: int
+    saturated: int
+    flushed: int
+    nonfinite: int
+
+    @property
+    def share(self) -> float:
+        """The share of the elements that became 0 or saturated."""
+        return (self.flushed + self.saturated) / self.elements
+
+    def __str__(self) -> str:
+        """Returns the shares that were lost, in words."""
+        found = {"became 0": self.flushed, "saturated": self.saturated, "were not finite": self.nonfinite}
+        shares = (f"{count / self.elements:.2%} {what}" for what, count in found.items() if count)
+        return f"of the {self.operand} in {self.product} of {self.layer}, {', '.join(shares) or 'nothing was lost'}"
+
+
+@dataclass(frozen=True)
 class Status(InNotebooks):
     """The state of a session, read on the host: plan, scale, skips, non-finite parameters by name, bytes of memory.
 
@@ -84,6 +117,8 @@ class Status(InNotebooks):
         spoiled_by: ranks of processes whose own loss (or a gradient of whose own stage of a pipeline) was not finite
             in the last step; empty if one process trains alone, and inside DistributedDataParallel's `join()`.
         bad_losses: how many of the skipped steps had a loss that was not finite before it was scaled.
+        products: the linear layers by how they multiply, where the plan has a recipe: by it, or why not.
+        lost: what the recipe lost so far, by layer, product and operand.
     """
 
     level: str
@@ -96,6 +131,8 @@ class Status(InNotebooks):
     nonfinite_gradients: tuple[str, ...] = ()
     spoiled_by: tuple[int, ...] = ()
     bad_losses: int = 0
+    products: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    lost: tuple[ProductLoss, ...] = ()
 
     def __str__(self) -> str:
         scales = ", ".join(
@@ -109,8 +146,15 @@ class Status(InNotebooks):
         skips = skips_in_words(f"{self.skipped} skipped", self.bad_losses)
         return (
             f"{self.level} in {self.low}: {self.steps} steps, {skips}, scale {scales or 'unused'}\n"
-            f"non-finite parameters: {bad}{skipped}\nmemory: {memory}"
+            f"non-finite parameters: {bad}{skipped}\nmemory: {memory}{''.join(self._of_products())}"
         )
+
+    def _of_products(self) -> Iterator[str]:
+        if self.products:
+            ways = (f"{how} in {named(names)}" for how, names in self.products.items())
+            yield f"\nproducts: {'; '.join(ways)}"
+        worst = sorted(self.lost, key=lambda each: (each.nonfinite > 0, each.share), reverse=True)
+        yield from (f"\nlost: {each}" for each in worst[:3] if each.share or each.nonfinite)
 
 
 def amount(size: int) -> str:

@@ -783,3 +783,31 @@ def cut_short(rank, folder, how):
     for each in sessions:
         each.close()
     return found, alike
+
+
+def by_recipe(rank, products, kind):
+    """Returns losses and weights of a model whose layers multiply by a recipe; each process has the same batches."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 32), nn.GELU(), nn.Linear(32, 16))
+    if kind == "fsdp":
+        for layer in net[::2]:
+            fully_shard(layer, mp_policy=halfstep.fsdp_policy("O2", low="bf16"))
+        fully_shard(net, mp_policy=halfstep.fsdp_policy("O2", low="bf16"))
+    elif kind == "tp":
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        net = parallelize_module(net, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    session = halfstep.initialize(net, optimizer, "O2", low="bf16", products=products)
+    model = torch.nn.parallel.DistributedDataParallel(net) if kind == "ddp" else net
+    losses = []
+    for step in range(3):
+        optimizer.zero_grad()
+        x = torch.randn(6, 32, generator=torch.Generator().manual_seed(step))
+        try:
+            loss = model(x).square().mean()
+        except HalfstepError as error:
+            return str(error)
+        session.backward(loss)
+        session.step()
+        losses.append(loss.item())
+    return [losses, digest(whole(net))]

@@ -65,10 +65,10 @@ def run(  # noqa: PLR0913  # what the command has
     """Runs a script, or with `module` a module as `python -m` does, and trains its models under a plan.
 
     A `plan` of None means O1; `moments` and `products` replace the plan's. If the script itself uses mixed precision,
-    `plan` has no effect, and `low` only sets the format of the drop-in for apex. When the session opens, `sinks` is called with
-    the rank of the process, and returns the sinks of the session. With `observe` the session observes tensors at every
-    50th step. `ended` is called with the Ran at the end, also after an error; by then the session is closed and the
-    patches of torch are removed.
+    `plan` has no effect, and `low` only sets the format of the drop-in for apex. When the session opens, `sinks` is
+    called with the rank of the process, and returns the sinks of the session. With `observe` the session observes
+    tensors at every 50th step. `ended` is called with the Ran at the end, also after an error; by then the session is
+    closed and the patches of torch are removed.
 
     Raises:
         ScriptError: there is no such script.

@@ -34,6 +34,7 @@ from halfstep.train.cast.opregistry import REGISTRY
 from halfstep.train.cast.ops import OpEngine, Switch, Token
 from halfstep.train.cast.probabilities import Scope, enter_forward, leave_forward, new_forward, widened
 from halfstep.train.cast.reading import reading_of
+from halfstep.train.cast.recipes import RECIPES, Units
 from halfstep.train.cast.tree import map_tensors
 
 Mode = AbstractContextManager[Any]
@@ -62,8 +63,15 @@ class Casting:
         wide = () if emulate else self._wide_backward  # emulation computes it in fp32 by itself
         engine = OpEngine(effective(self._plan), low.dtype, device_type, wide, emulate=emulate) if table else None
         if engine is not None:
-            engine.multiply_by(self._plan.products, "fp32" if emulate else "bf16")
+            engine.multiply_by(self._plan.products, self._units(emulate))
         return engine, Emulation(low) if emulate else None  # a mode for who looks at operations
+
+    def _units(self, emulate: bool) -> Units:
+        """Returns what multiplies operands that a recipe has rounded."""
+        recipe = RECIPES.get(self._plan.products)
+        if recipe is None or recipe.on is None or emulate or self._device.type != "cuda":
+            return "fp32" if emulate else "bf16"
+        return "own" if torch.cuda.get_device_capability(self._device) >= recipe.on else "bf16"
 
     def emulate(self, on: bool) -> None:
         """Emulates low-precision products from here on, or no longer; compiled code is compiled anew."""

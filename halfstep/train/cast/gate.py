@@ -152,8 +152,8 @@ class Gate:
         """Returns the casts around a call: `inside`, `outside`, or None for a call that runs as written.
 
         A call runs as written, or only as `inside` says, if the model itself switched autocast off around it; then the
-        plan must not switch it on again. A module with casts of its own inside does not ask: there its caller's rule may
-        have switched it off.
+        plan must not switch it on again. A module with casts of its own inside does not ask: there its caller's rule
+        may have switched it off.
         """
         entered = torch.is_autocast_enabled(self.plan.marker)
         if (self.inside is not None and not self.asks) or torch.compiler.is_compiling():

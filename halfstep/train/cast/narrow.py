@@ -8,26 +8,33 @@ names, and FSDP2 puts other tensors in the place of parameters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import wraps
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from halfstep.edits import Policy, Rule, spell
 from halfstep.errors import OpError
 from halfstep.formats import CASTABLE
+from halfstep.plan.plan import Plan
+from halfstep.records import Finding, ProductLoss
 from halfstep.sharded import is_sharded
 from halfstep.torch_internals import StorageWeakRef, parameters_of, storage_identity, uncompiled, version_of
 from halfstep.train.cast.opkernels import Act, OpSite
-from halfstep.train.cast.recipes import RECIPES, Operand, Product, Rounded, multiply, round_operand
+from halfstep.train.cast.recipes import RECIPES, Operand, Product, Rounded, Units, multiply, round_operand
 
-Units = Literal["fp32", "bf16", "own"]
-"""What multiplies the rounded operands: "own" are the device's units for the recipe, the others emulate them."""
-
+TELLS = 0.02  # of an operand: a layer that lost more is told when the session ends
 MULTIPLIES = "mps"
-"""The device type whose autocast bit is on in a layer that multiplies by a recipe; plans with an op table refuse it."""
+"""The device type whose autocast bit is on in a layer that multiplies by a recipe; plans with op tables refuse it."""
 PRODUCTS: tuple[Product, ...] = ("output", "grad_input", "grad_weight")
+OPERANDS = {"output": ("input", "weight"), "grad_input": ("gradient", "weight"), "grad_weight": ("gradient", "input")}
+SPLIT = (
+    "products={recipe!r} does not run in layers whose weights tensor parallelism splits: the scale of a whole tensor "
+    "or row would need the parts of all processes. Keep these layers in the low format with Rule(name, Policy('low', "
+    "'low', 'low', products='low')), or leave products out"
+)
 TWICE = (
     "products={recipe!r} has gradients, but no gradients of gradients: keep the layers that a penalty goes through in "
     "the low format with Rule(name, Policy(param, 'low', 'low', products='low')), or leave products out"
@@ -65,6 +72,26 @@ class Layers:
             }
             found = self._at.get(key)
         return None if found is None else found[0]
+
+    def losses(self) -> tuple[ProductLoss, ...]:
+        """Returns what was lost so far; waits for the device."""
+        counts = self.counts.tolist()
+        return tuple(
+            ProductLoss(name, product, OPERANDS[product][at], self.seen[layer][number][at], *counts[layer][number][at])
+            for layer, name in enumerate(self.names)
+            for number, product in enumerate(PRODUCTS)
+            for at in (0, 1)
+            if self.seen[layer][number][at]
+        )
+
+    def findings(self, plan: Plan) -> Iterator[Finding]:
+        """Yields a warning for each of the layers that lost most, if they lost much; waits for the device."""
+        losses = sorted(self.losses(), key=lambda each: each.flushed + each.saturated, reverse=True)
+        for each in {each.layer: each for each in reversed(losses) if each.share > TELLS}.values():
+            rule = Rule(each.layer, Policy(plan.param, "low", "low", products="low"))
+            other = "" if plan.products != "fp8" else ", or take products='fp8-row', which has a scale for each row"
+            advice = f"if the loss is worse than without products: {spell((rule,))}{other}"
+            yield Finding("warning", "products lost", each.layer, f"{plan.products}: {each}", advice, (rule,))
 
     def weights_changed(self) -> None:
         """Drops the rounded weights."""
@@ -115,12 +142,12 @@ def define_products(find: Find) -> torch.library.Library:
         a = operand(w, recipe, "output", "a", _rows(x), keep)
         b = operand(w, recipe, "output", "b", w, keep)
         low = None if bias is None else bias.bfloat16()
-        return multiply(a, b, wide=units == "fp32", bias=low).view(*x.shape[:-1], w.shape[0])
+        return multiply(a, b, units=units, bias=low, fast=True).view(*x.shape[:-1], w.shape[0])
 
     def grad_input(g: Tensor, w: Tensor, recipe: str, units: Units, keep: bool) -> Tensor:
         a = operand(w, recipe, "grad_input", "a", _rows(g), keep)
         b = operand(w, recipe, "grad_input", "b", w.t(), keep)
-        return multiply(a, b, wide=units == "fp32").view(*g.shape[:-1], w.shape[1])
+        return multiply(a, b, units=units).view(*g.shape[:-1], w.shape[1])
 
     def grad_weight(g: Tensor, x: Tensor, w: Tensor, recipe: str, units: Units, keep: bool) -> Tensor:
         a, b = (
@@ -128,7 +155,7 @@ def define_products(find: Find) -> torch.library.Library:
             for t in (g, x)
         )
         rounded = operand(w, recipe, "grad_weight", "a", a, keep), operand(w, recipe, "grad_weight", "b", b, keep)
-        return multiply(*rounded, wide=units == "fp32")
+        return multiply(*rounded, units=units)
 
     how = "str recipe, str units, bool keep) -> Tensor"
     for name, arguments, run, shape in (
@@ -198,6 +225,8 @@ def make_narrow(site: OpSite, plain: Act, recipe: str, units: Units) -> Act:
             given = read(*args, **kwargs)
             if given is not None and _fits(site, multiple, *given):
                 x, w, bias = given
+                if is_sharded(w):  # FSDP2 gathers its shards before
+                    raise OpError(SPLIT.format(recipe=recipe))
                 keep = torch.is_grad_enabled() and w.requires_grad
                 return torch.ops.halfstep.linear(x, w, bias, recipe, units, keep)
         return plain(keyset, args, kwargs)

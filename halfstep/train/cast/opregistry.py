@@ -47,10 +47,11 @@ from halfstep.torch_internals import (
     take_kernels_out,
     uncompiled,
 )
-from halfstep.train.cast.narrow import NARROW, Layers, Units, define_products, make_narrow
+from halfstep.train.cast.narrow import NARROW, Layers, define_products, make_narrow
 from halfstep.train.cast.opkernels import Act, OpSite, is_composite, make_act, wide_attention
 from halfstep.train.cast.probabilities import define_traced
 from halfstep.train.cast.products import ALSO_EMULATED, EMULATED, make_product
+from halfstep.train.cast.recipes import Units
 from halfstep.version import __version__
 
 # torch's own kernels for autocast call these ops, and switch off only the key of the device type.

@@ -20,8 +20,8 @@ from torch import autocast as TorchAutocast  # also where torch.autocast is a dr
 from halfstep.errors import SessionError
 from halfstep.machine import WideBackward
 from halfstep.plan.optable import Action
-from halfstep.train.cast.narrow import Units
 from halfstep.train.cast.opregistry import REGISTRY, Table, reach
+from halfstep.train.cast.recipes import Units
 
 Token = tuple[bool, torch.dtype, str, bool, tuple[str, ...], int]
 _COUNT: tuple[Any, ...] = (torch.autocast_increment_nesting, torch.autocast_decrement_nesting)

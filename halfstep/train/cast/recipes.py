@@ -1,6 +1,6 @@
 """The recipes of products in 8 and 4 bits: how each operand of each product of a linear layer is rounded.
 
-This is the law, in plain tensor operations that torch.compile traces; kernels equal it bit for bit. An operand is
+This is the law, in plain tensor operations. An operand is
 M x K, K the dimension that its product sums over. It is cut into blocks, and each is scaled so that its largest value
 fits the format. Scales are powers of two, so that scaling rounds nothing, but in "nvfp4". A block that has an infinity
 or a NaN becomes NaN as a whole, so that no cast hides one behind its format's largest value.
@@ -12,11 +12,11 @@ import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import ScalingType, pad, scaled_mm
 
 from halfstep.formats import E2M1, E4M3, E5M2, FP32, Format, mix_bits, round_nearest, round_stochastic, saturate
 from halfstep.machine import FIRST_CAPABILITY
@@ -24,6 +24,8 @@ from halfstep.machine import FIRST_CAPABILITY
 Product = Literal["output", "grad_input", "grad_weight"]
 Operand = Literal["a", "b"]
 Scales = Literal["power", "e8m0", "e4m3"]
+Units = Literal["fp32", "bf16", "own"]
+"""What multiplies the rounded operands: "own" are the device's units for the recipe, the others emulate them."""
 
 _ROTATED = 16  # elements that a Hadamard transform mixes
 _SIGNS = 0x5C97  # of these elements, before they are mixed; any will do
@@ -89,7 +91,7 @@ def _recipe(name: str, x: Cast, g: Cast, *, w: Cast | None = None, multiple: int
     return Recipe(name, casts, multiple, _FIRST.get(name))
 
 
-_FIRST = {"fp8": FIRST_CAPABILITY[E4M3], "fp8-row": FIRST_CAPABILITY[E4M3], "fp8-mx": (10, 0)}
+_FIRST = {"fp8": FIRST_CAPABILITY[E4M3], "fp8-row": FIRST_CAPABILITY[E4M3]}
 _ROW, _MX, _BLOCK = Cast(E4M3, (1, None)), Cast(E4M3, (1, 32), "e8m0"), Cast(E4M3, (1, 128))
 _FOUR = Cast(E2M1, (1, 16), "e4m3")
 
@@ -106,19 +108,16 @@ RECIPES: Mapping[str, Recipe] = {
 """The values of `Plan.products` beside "plan". "nvfp4" is that of arXiv 2509.25149."""
 
 
-def round_operand(
-    x: Tensor, cast: Cast, *, amax: Tensor | None = None, counts: Tensor | None = None, seed: Tensor | None = None
-) -> Rounded:
+def round_operand(x: Tensor, cast: Cast, *, counts: Tensor | None = None, seed: Tensor | None = None) -> Rounded:
     """Rounds an operand (M, K).
 
-    `amax` replaces the operand's own, for operands of which this is a part (see `amax_of`). `counts` (3, int64) has
-    added to it the elements that saturated, those that became 0, and those that were not finite. `seed` (0-dim, int64)
-    chooses the random bits of a stochastic cast: the same seed gives the same bits, on every device. Does not sync.
+    `counts` (3, int64) has added to it the elements that saturated, those that became 0, and those that were not
+    finite. `seed` (0-dim, int64) chooses the random bits of a stochastic cast: the same seed gives the same bits, on every
+    device. Does not sync.
     """
     wide = _rotated(x) if cast.rotated else x.float()
     tiles = _tiles(wide, cast.block)
-    given = None if amax is None else amax.view(1, 1, 1, 1) if amax.dim() == 0 else amax[:, None, :, None]
-    encode, inner, outer, is_power = _SCALES[cast.scales](given, tiles, cast)
+    encode, inner, outer, is_power = _SCALES[cast.scales](tiles, cast)
     scaled = tiles * encode
     kept = saturate(scaled, cast.elements)
     if cast.stochastic:
@@ -142,27 +141,30 @@ def product_of(
     a: Tensor,
     b: Tensor,
     *,
-    wide: bool,
+    units: Units,
     counts: Sequence[Tensor | None] = (None, None),
     seed: Tensor | None = None,
 ) -> Tensor:
     """Returns a product of operands (M, K) and (N, K), each rounded as a recipe says, in bf16 (M, N).
 
-    `wide` as in `multiply`; `counts` of each operand and `seed` as in `round_operand`.
+    `units` as in `multiply`; `counts` of each operand and `seed` as in `round_operand`.
     """
     left = round_operand(a, recipe.casts[product, "a"], counts=counts[0], seed=seed)
-    return multiply(left, round_operand(b, recipe.casts[product, "b"], counts=counts[1], seed=seed), wide=wide)
+    return multiply(left, round_operand(b, recipe.casts[product, "b"], counts=counts[1], seed=seed), units=units)
 
 
-def multiply(a: Rounded, b: Rounded, *, wide: bool, bias: Tensor | None = None) -> Tensor:
+def multiply(a: Rounded, b: Rounded, *, units: Units, bias: Tensor | None = None, fast: bool = False) -> Tensor:
     """Returns the product of two rounded operands in bf16: sums in fp32, which are rounded once.
 
-    `wide` is whether bf16 products are emulated on the device. Then the product of "fp8" and "fp8-row" is that of
-    `torch.nn.functional.scaled_mm` on a CPU, bit for bit. Units for bf16 sum in another order: at most some of 10,000
-    elements are another neighbour of the sum.
+    `units` are what multiplies: the device's "own" for 8 bits, with `fast` sums of fewer bits where it has them, or
+    those for "bf16" or "fp32", which emulate them. "fp32" gives the bits of `torch.nn.functional.scaled_mm` on a CPU
+    for "fp8" and "fp8-row". Units for bf16 sum in another order: at most some of 10,000 elements are another neighbour
+    of the sum.
     """
+    if units == "own":
+        return _scaled_mm(a, b, bias, fast=fast)
     factors = (a.factor * b.factor.t()).clamp(max=2.0**127)  # both first, since either alone may overflow the sums
-    if wide or not (a.is_power and b.is_power):
+    if units == "fp32" or not (a.is_power and b.is_power):
         out = (a.grid.float() @ b.grid.float().t()) * factors
         out = out if bias is None else out + bias
     elif bias is None:
@@ -172,23 +174,21 @@ def multiply(a: Rounded, b: Rounded, *, wide: bool, bias: Tensor | None = None) 
     return out.bfloat16()
 
 
-def amax_of(x: Tensor, cast: Cast) -> Tensor:
-    """Returns what `round_operand` takes as `amax`: (blocks of rows, blocks of columns), or (1, 1) for "e4m3" scales.
-
-    Processes that hold parts of a block reduce it by its maximum; it is NaN or infinite if a value is.
-    """
-    found = _amax(_tiles(_rotated(x) if cast.rotated else x.float(), cast.block))
-    return _flat(_whole(found) if cast.scales == "e4m3" else found)
-
-
-Scaling = tuple[
-    Tensor, Tensor | None, Tensor, bool
-]  # what blocks are multiplied by; inner and outer decoding; if powers
+def _scaled_mm(a: Rounded, b: Rounded, bias: Tensor | None, *, fast: bool) -> Tensor:
+    left, right = a.elements, b.elements
+    assert left is not None
+    assert right is not None
+    kinds = [ScalingType.TensorWise if each.decode.numel() == 1 else ScalingType.RowWise for each in (a, b)]
+    how: dict[str, Any] = {"bias": bias, "output_dtype": torch.bfloat16, "use_fast_accum": fast}
+    return scaled_mm(left.contiguous(), right.contiguous().t(), a.decode, kinds[0], b.decode.t(), kinds[1], **how)
 
 
-def _by_powers(amax: Tensor | None, tiles: Tensor, cast: Cast) -> Scaling:
+Scaling = tuple[Tensor, Tensor | None, Tensor, bool]  # what multiplies blocks; inner and outer decoding; if powers
+
+
+def _by_powers(tiles: Tensor, cast: Cast) -> Scaling:
     """Scales each block by the largest power of two with which it fits; 2**126 at most, whose inverse is normal."""
-    bits = (_amax(tiles) if amax is None else amax).float().view(torch.int32)
+    bits = _amax(tiles).view(torch.int32)
     largest = struct.unpack("<i", struct.pack("<f", cast.elements.max))[0]
     exponent = (((largest - bits) >> 23) + 127).clamp(max=253)
     exponent = torch.where(bits == 0, 127, exponent)
@@ -200,17 +200,17 @@ def _by_powers(amax: Tensor | None, tiles: Tensor, cast: Cast) -> Scaling:
     return encode, decode, torch.ones_like(decode[:1, :, :1]), True
 
 
-def _in_two_levels(amax: Tensor | None, tiles: Tensor, cast: Cast) -> Scaling:
+def _in_two_levels(tiles: Tensor, cast: Cast) -> Scaling:
     """Scales each block by an e4m3 number, and these by one fp32 number for the tensor (arXiv 2509.25149)."""
     own = _amax(tiles)
-    whole = _whole(own) if amax is None else amax.float()
+    whole = own.amax((0, 2), keepdim=True)
     outer = (whole / (cast.elements.max * E4M3.max)).clamp(min=FP32.smallest_normal)
     outer = torch.where(whole.isfinite(), outer, math.nan)
     inner = round_nearest(own / (cast.elements.max * outer), E4M3)
     return torch.where(inner == 0, 0.0, 1 / (inner * outer)), inner, outer, False
 
 
-_SCALES: Mapping[Scales, Callable[[Tensor | None, Tensor, Cast], Scaling]] = {
+_SCALES: Mapping[Scales, Callable[[Tensor, Cast], Scaling]] = {
     "power": _by_powers,
     "e8m0": _by_powers,
     "e4m3": _in_two_levels,
@@ -219,10 +219,6 @@ _SCALES: Mapping[Scales, Callable[[Tensor | None, Tensor, Cast], Scaling]] = {
 
 def _amax(tiles: Tensor) -> Tensor:
     return tiles.abs().amax((1, 3), keepdim=True)
-
-
-def _whole(amax: Tensor) -> Tensor:
-    return amax.amax((0, 2), keepdim=True)
 
 
 def _tiles(x: Tensor, block: tuple[int | None, int | None]) -> Tensor:

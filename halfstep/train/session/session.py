@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from numbers import Real
 from types import TracebackType
 from typing import Any, NoReturn, Protocol
@@ -695,6 +696,8 @@ class Session:
                 masters=self._store.bytes(),
                 moments=sum(part.stepper.bytes() for part in self._parts),
             ),
+            products=self.assignment.by_products(),
+            lost=self._casting.layers.losses() if self._casting.layers is not None else (),
         )
 
     def observe(
@@ -854,6 +857,10 @@ class Session:
 
     def close(self) -> None:
         """Undoes all changes of the session: the trained model is an ordinary fp32 model again. Idempotent."""
+        layers = None if self.closed else self._casting.layers
+        if layers is not None and self._recorders:
+            for finding in islice(layers.findings(self.plan), 3):
+                self.tell(finding)
         self.closed = True
         with ordinary_tensors():
             self._undo.close()

@@ -1,0 +1,306 @@
+"""Layers that multiply by a recipe in sessions: which they are, their three products, what is lost, and what broke."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import halfstep
+from halfstep import Policy, Rule
+from halfstep.errors import HalfstepError
+from halfstep.machine import AVX2, AVX512_BF16
+from halfstep.plan.plan import multiple_of
+from halfstep.train.cast.narrow import PRODUCTS
+from halfstep.train.cast.recipes import RECIPES, product_of
+
+EIGHT = Policy("low", "low", "low", products="recipe")
+LOW_PRODUCTS = Policy("low", "low", "low", products="low")
+
+
+def made(norm=True):
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(32, 64), nn.GELU(), nn.LayerNorm(64) if norm else nn.Identity(), nn.Linear(64, 64), nn.ReLU(),
+        nn.Linear(64, 16),
+    )  # fmt: skip
+
+
+def opened(model, products="fp8-row", level="O2", **options):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return optimizer, halfstep.initialize(model, optimizer, level, low="bf16", products=products, **options)
+
+
+def batch(step, rows=10):
+    return torch.randn(rows, 32, generator=torch.Generator().manual_seed(step))
+
+
+def train(model, optimizer, session, steps, *, call=None, shares=1):
+    losses = []
+    for step in steps:
+        optimizer.zero_grad()
+        for share in range(shares):
+            loss = (call or model)(batch(1000 * share + step)).square().mean()
+            session.backward(loss)
+        session.step()
+        losses.append(loss.item())
+    return losses
+
+
+def trained(model, products="fp8-row", steps=3, **options):
+    optimizer, session = opened(model, products, **options)
+    return train(model, optimizer, session, range(steps)), session, optimizer
+
+
+class Layer(nn.Module):
+    def __init__(self, call):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.head, self.call = nn.Linear(64, 32), nn.Linear(32, 16), call
+        self.layer.forward = lambda x: call(x, self.layer.weight, self.layer.bias)
+
+    def forward(self, x):
+        return self.head(self.layer(x))
+
+
+CALLS = {
+    "linear": F.linear,
+    "matmul": lambda x, w, b: x @ w.t() + b,
+    "mm": lambda x, w, b: torch.mm(x.flatten(0, 1), w.t()).unflatten(0, x.shape[:2]) + b,
+    "addmm": lambda x, w, b: torch.addmm(b, x.flatten(0, 1), w.t()).unflatten(0, x.shape[:2]),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("products", RECIPES)
+@pytest.mark.parametrize("processor", [AVX2, AVX512_BF16], ids=lambda each: each.name)
+def test_the_three_products_of_a_layer_are_those_of_the_recipe(products, call, processor, on_processor):
+    """Each operand is rounded along its own summed dimension, from the tensor as it came."""
+    on_processor(processor)
+    model, units = Layer(CALLS[call]), "fp32" if processor is AVX2 else "bf16"
+    _, session = opened(model, products, level="O1")
+    x, g = torch.randn(3, 7, 64, requires_grad=True), torch.randn(3, 7, 16)
+    out = model.layer(x)
+    seen = out.detach()
+    hooked = []
+    out.register_hook(hooked.append)
+    (model.head(out).float() * g).sum().backward()
+    rows, grad = x.detach().flatten(0, 1), hooked[0].flatten(0, 1).bfloat16()
+    layers = session._casting.layers
+    weight, bias = model.layer.weight.detach(), model.layer.bias.detach()
+    recipe, pad = RECIPES[products], -len(rows) % multiple_of(products)
+    seeds = [layers.step * 8192 + number for number in range(3)]
+    operands = {
+        "output": (rows, weight),
+        "grad_input": (grad, weight.t()),
+        "grad_weight": tuple(F.pad(t.t(), (0, pad)) for t in (grad, rows)),
+    }
+    if not any(cast.stochastic for cast in recipe.casts.values()):  # whose seeds have the layer in them
+        expected = {
+            name: product_of(recipe, name, *operands[name], units=units, seed=seed)
+            for name, seed in zip(PRODUCTS, seeds, strict=True)
+        }
+        plain = expected["output"].view(3, 7, 32).float()
+        assert torch.allclose(seen.float(), plain + bias, rtol=2.0**-6, atol=2.0**-8)
+        assert torch.equal(x.grad.flatten(0, 1), expected["grad_input"].float())
+        assert torch.equal(model.layer.weight.grad, expected["grad_weight"].float())
+    assert {(each.product, each.operand) for each in layers.losses()} == {
+        ("output", "input"), ("output", "weight"), ("grad_input", "gradient"), ("grad_input", "weight"),
+        ("grad_weight", "gradient"), ("grad_weight", "input"),
+    }  # fmt: skip
+    session.close()
+
+
+def test_gradients_are_those_of_the_dequantised_operands():
+    """With operands that the formats hold exactly, all three products are exact."""
+    model = nn.Sequential(nn.Linear(32, 16, bias=False), nn.Linear(16, 16, bias=False))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randint(-3, 4, p.shape).float())
+    truth = copy.deepcopy(model).double()
+    _, session = opened(model, "fp8", level="O1", rules=[Rule("1", replace(EIGHT, param="full"))])
+    x = torch.randint(-2, 3, (16, 32)).float().requires_grad_()
+    y = x.detach().double().requires_grad_()
+    model[0](x).sum().backward()
+    truth[0](y).sum().backward()
+    assert torch.equal(x.grad.double(), y.grad)
+    assert torch.equal(model[0].weight.grad.double(), truth[0].weight.grad)
+    session.close()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("products", ["fp8", "nvfp4"])
+def test_checkpoints_repeat_the_same_bits(products, reentrant):
+    def model():
+        net = made()
+        return net, lambda x: net[5](checkpoint(net[:5], x.requires_grad_(), use_reentrant=reentrant))
+
+    plain = trained(made(), products)[0]
+    net, _ = model()
+
+    class Checked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = net
+
+        def forward(self, x):
+            return self.net[5](checkpoint(self.net[:5], x.requires_grad_(), use_reentrant=reentrant))
+
+    assert trained(Checked(), products)[0] == plain
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_compiled_models_have_no_break_and_the_same_first_loss():
+    torch.compiler.reset()
+    eager = trained(made(norm=False), "fp8", level="O1")[0]
+    model = made(norm=False)
+    optimizer, session = opened(model, "fp8", level="O1")
+    compiled = train(model, optimizer, session, range(3), call=torch.compile(model, fullgraph=True))
+    assert compiled == pytest.approx(eager, rel=2e-2)
+    counts = {(each.layer, each.product): each.elements for each in session.status().lost if each.operand != "weight"}
+    assert counts["0", "output"] == 3 * 10 * 32
+    session.close()
+
+
+def test_a_weight_is_rounded_once_until_it_changes():
+    model = made()
+    optimizer, session = opened(model)
+    train(model, optimizer, session, range(2), shares=3)
+    found = {(each.product, each.operand): each.elements for each in session.status().lost if each.layer == "3"}
+    assert found["output", "weight"] == found["grad_input", "weight"] == 2 * 64 * 64
+    assert found["output", "input"] == 2 * 3 * 10 * 64
+
+
+def test_a_resume_and_the_end_are_exact():
+    model = made()
+    optimizer, session = opened(model, "nvfp4")
+    train(model, optimizer, session, range(2))
+    states = copy.deepcopy([each.state_dict() for each in (model, optimizer, session)])
+    expected = train(model, optimizer, session, range(2, 4))
+    other = made()
+    again, resumed = opened(other, "nvfp4")
+    for each, state in zip((other, again, resumed), states, strict=True):
+        each.load_state_dict(state)
+    assert train(other, again, resumed, range(2, 4)) == expected
+    weights = other.state_dict()
+    resumed.close()
+    assert all(torch.equal(value, weights[name]) for name, value in other.state_dict().items())
+    assert all(p.dtype is torch.float32 for p in other.parameters())
+
+
+def test_layers_that_stay_low_are_listed_with_why():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.up, self.odd = nn.Embedding(32, 32), nn.Linear(32, 64), nn.Linear(64, 20)
+            self.down, self.head, self.last = nn.Linear(20, 32), nn.Linear(32, 32, bias=False), nn.Linear(32, 16)
+            self.head.weight = self.embed.weight
+
+    session = halfstep.initialize(Tied(), None, "O2", low="bf16", products="fp8-mx")
+    assert session.status().products == {
+        "fp8-mx": ("up",),
+        "bf16: 20 x 64 is no multiple of 32": ("odd",),
+        "bf16: 32 x 20 is no multiple of 32": ("down",),
+        "bf16: tied to 'embed'": ("head",),
+        "bf16: 16 x 32 is no multiple of 32": ("last",),
+    }
+    session.close()
+    rules = [Rule("last", EIGHT), Rule("up", LOW_PRODUCTS)]
+    session = halfstep.initialize(Tied(), None, "O2", low="bf16", products="fp8", rules=rules)
+    assert session.status().products["fp8"] == ("last",)
+    assert "products: bf16: rule 'up' in up; " in str(session.status())
+    session.close()
+    for name in RECIPES:
+        assert RECIPES[name].multiple == multiple_of(name)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"low": "fp16"}, "results in bf16, but low is fp16; use low='bf16'"),
+        ({"plan": "O0"}, "everything runs as written; use O1 or O2"),
+        ({"plan": "O3"}, "keeps bf16 weights without masters; use O1 or O2"),
+        ({"products": "fp9"}, "did you mean 'fp8'"),
+        ({"low": "e4m3"}, "keep low='bf16' and pass products='fp8'"),
+        ({"low": "fp8"}, "pass products='fp8'"),
+        ({"rules": [Rule("1", LOW_PRODUCTS)]}, "matches no linear layer"),
+        ({"products": "plan", "rules": [Rule("0", EIGHT)]}, "products is 'plan', which has none"),
+    ],
+)
+def test_what_has_no_products_in_8_bits_is_one_sentence(options, message):
+    given = {"plan": "O2", "low": "bf16", "products": "fp8", **options}
+    with pytest.raises(HalfstepError, match=message):
+        halfstep.initialize(made(), None, **given)
+
+
+def test_a_model_without_such_a_layer_is_refused_with_why_for_each():
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 16))
+    with pytest.raises(halfstep.SetupError, match=r"0 is in bf16: 7 x 5 is no multiple of 16; 1 is in bf16: 16 x 7"):
+        halfstep.initialize(model, None, "O2", low="bf16", products="fp8")
+
+
+def test_gradients_of_gradients_are_refused():
+    model = made()
+    _, session = opened(model, "fp8")
+    (gradient,) = torch.autograd.grad(model(x := batch(0).requires_grad_()).sum(), x, create_graph=True)
+    with pytest.raises(halfstep.OpError, match="no gradients of gradients"):
+        session.backward(gradient.square().sum())
+
+
+@pytest.mark.parametrize("products", RECIPES)
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+def test_an_operand_that_is_not_finite_skips_the_step_and_is_counted(products, value):
+    model = made()
+    optimizer, session = opened(model, products)
+    before = copy.deepcopy(model.state_dict())
+    x = batch(0)
+    x[3, 5] = value
+    session.backward(model(x).square().mean())
+    assert bool(session.step().skipped)
+    assert all(torch.equal(p, before[name]) for name, p in model.state_dict().items())
+    first = next(each for each in session.status().lost if each.nonfinite)
+    assert (first.layer, first.product, first.operand, first.nonfinite) == ("0", "output", "input", 1)
+    train(model, optimizer, session, range(1))
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_a_column_of_outliers_is_flushed_by_one_scale_a_tensor_and_told():
+    """A planted column, 1e5 times the others: what is left of them lies below e4m3's smallest value."""
+
+    class Kept(list):
+        def __call__(self, record):
+            pass
+
+        def record(self, record):
+            self.append(record)
+
+    shares = {}
+    for products in ("fp8", "fp8-row", "fp8-mx"):
+        kept = Kept()
+        model = made(norm=False)
+        optimizer, session = opened(model, products, sinks=[kept])
+        optimizer.zero_grad()
+        x = batch(0, rows=64)
+        x[:1] *= 1e6
+        session.backward(model(x).square().mean())
+        lost = next(e for e in session.status().lost if (e.layer, e.product, e.operand) == ("0", "output", "input"))
+        shares[products] = lost.share
+        session.close()
+        told = next(each for each in kept if isinstance(each, halfstep.Finding))  # grad_weight sums over the rows
+        assert (told.code, told.cure[0].policy.products) == ("products lost", "low")
+        assert ("products='fp8-row'" in told.advice) is (products == "fp8")
+    assert shares["fp8"] > 0.9
+    assert shares["fp8-row"] < 1e-3 > shares["fp8-mx"]
+
+
+def test_blame_names_the_layer_of_a_product_that_overflows():
+    model = made(norm=False)
+    with torch.no_grad():
+        model[3].weight.fill_(3e38)
+    _, session = opened(model, "fp8-row", level="O1")
+    verdict = halfstep.blame(session, lambda: model(batch(0)).square().mean())
+    assert verdict.module == "3"
+    assert "linear" in verdict.operator
