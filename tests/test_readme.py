@@ -24,6 +24,7 @@ NAMES = {
     "apex.md": ("apex",),
     "design.md": ("flow", "sweep"),
     "diagnosis.md": ("before", "rotary", "lost precision", "findings", "prediction", "blame", "verdict"),
+    "fp8.md": ("products",),
     "guide.md": ("own workload", "plan", "average", "schedule"),
     "index.md": ("front",),
     "keras.md": ("keras fit", "keras tape", "keras modules"),  # run by tests/keras/test_page.py
@@ -139,6 +140,16 @@ def test_first_lines_train_save_resume_and_close(names):
     assert all(value.dtype == torch.float32 for value in after.values())
     assert not any(torch.equal(after[name], before[name]) for name in before)
     assert type(names["model"]) is Model
+
+
+def test_products_in_8_bits_are_told(names, capsys):
+    model = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 16))
+    names |= {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+    exec(BLOCKS["products"], names)
+    with names["session"] as session:
+        session.backward(model(torch.ones(2, 32)).sum())
+        session.step()
+    assert "products: fp8-row in 0; bf16: the last Linear in 1" in capsys.readouterr().out
 
 
 def test_plan_is_edited_saved_and_read(names):

@@ -78,6 +78,7 @@ SCRIPTS = {
         "--workload char_lm --seed 0 --steps 2 --results .",
         {"load_workload": lambda *_, **__: CharLM(**TINY)},
     ),
+    "fp8": ("--seeds 1 --set d=32 --set layers=1 --set heads=2", {}),
     "inspect_gains": ("", {"WIDTH": 32, "SECONDS": 0.0}),
     "loaded_low": ("--before 1 --steps 1 --width 12 --rows fp32 'halfstep O2'", {}),
     "moments": ("--steps 1", {"SETTINGS": {"d": "64", "layers": "1", "heads": "2", "batch": "2"}, "STALL": 502}),

@@ -112,23 +112,28 @@ def round_operand(x: Tensor, cast: Cast, *, counts: Tensor | None = None, seed: 
     """Rounds an operand (M, K).
 
     `counts` (3, int64) has added to it the elements that saturated, those that became 0, and those that were not
-    finite. `seed` (0-dim, int64) chooses the random bits of a stochastic cast: the same seed gives the same bits, on every
-    device. Does not sync.
+    finite. `seed` (0-dim, int64) chooses the random bits of a stochastic cast: the same seed gives the same bits, on
+    every device. Does not sync.
     """
     wide = _rotated(x) if cast.rotated else x.float()
     tiles = _tiles(wide, cast.block)
     encode, inner, outer, is_power = _SCALES[cast.scales](tiles, cast)
     scaled = tiles * encode
-    kept = saturate(scaled, cast.elements)
+    saturated = None if is_power else torch.count_nonzero(scaled.abs() > cast.elements.max)
     if cast.stochastic:
         assert seed is not None
+        kept = saturate(scaled, cast.elements)
         numbers = round_stochastic(kept, cast.elements, _random_bits(kept, seed))
+    elif is_power:  # then nothing is beyond the format
+        numbers = _rounded_(scaled, cast.elements)
     else:
-        numbers = round_nearest(kept, cast.elements)
+        numbers = round_nearest(saturate(scaled, cast.elements), cast.elements)
     if counts is not None:
-        saturated = torch.count_nonzero(scaled.abs() > cast.elements.max)
-        flushed = torch.count_nonzero(wide) - torch.count_nonzero(numbers)
-        counts += torch.stack([saturated, flushed, wide.numel() - torch.count_nonzero(wide.isfinite())])
+        if saturated is not None:
+            counts[0] += saturated
+        counts[1] += torch.count_nonzero(wide) - torch.count_nonzero(numbers)
+        if wide.device.type != "cpu" or not bool(encode.isfinite().all()):  # of a CPU, nothing waits
+            counts[2] += wide.numel() - torch.count_nonzero(wide.isfinite())
     low = _elements(numbers, wide).bfloat16()
     grid = low if inner is None else _elements(numbers * inner, wide).bfloat16()
     decode = outer if inner is None else inner * outer
@@ -217,8 +222,16 @@ _SCALES: Mapping[Scales, Callable[[Tensor, Cast], Scaling]] = {
 }
 
 
+def _rounded_(values: Tensor, fmt: Format) -> Tensor:
+    """Rounds values within the range of a format in place, to nearest even; what is not finite becomes NaN."""
+    # Next to 1.5 * 2**23 steps of the format the fp32 grid is that of the format: an addition rounds to it.
+    exponents = (values.view(torch.int32) & _INFINITE).view(torch.float32)
+    anchor = exponents.clamp_(min=fmt.smallest_normal).mul_(1.5 * 2.0 ** (FP32.fraction_bits - fmt.fraction_bits))
+    return values.add_(anchor).sub_(anchor)
+
+
 def _amax(tiles: Tensor) -> Tensor:
-    return tiles.abs().amax((1, 3), keepdim=True)
+    return tiles.abs().amax(3, keepdim=True).amax(1, keepdim=True)
 
 
 def _tiles(x: Tensor, block: tuple[int | None, int | None]) -> Tensor:
