@@ -592,6 +592,12 @@ class ScaleRange:
     edit: Scaling
 
 
+ONE_SCALE = (
+    "one static scale for all tensors is assumed, the loss scale; products='fp8' gives each operand its own, and loses "
+    "far less (docs/fp8.md)"
+)
+
+
 @dataclass(frozen=True)
 class WhatIf(InNotebooks):
     """What training in other formats would do, predicted from `steps` steps in fp32.
@@ -638,4 +644,5 @@ class WhatIf(InNotebooks):
             safe = f"{scale.smallest:g} to {scale.largest:g}" if scale.smallest is not None else "none"
             lines.append(f"{scale.format}: safe loss scales {safe}")
             lines += ["  " + str(finding).replace("\n", "\n  ") for finding in self.stay_full[scale.format]]
+            lines += [f"  {ONE_SCALE}"] if scale.format in ("e4m3", "e5m2") else []
         return "\n".join(lines)

@@ -79,6 +79,8 @@ def test_signal_to_noise_by_hand():
 def test_e4m3_saturates_where_fp16_does_not():
     found = weighed([1.0, 1.0], [500.0, 448.0], formats=("fp16", "e4m3"))
     assert row_of(found, "weight", "e4m3").saturated == 0.5
+    assert "e4m3: safe loss scales" in str(found)
+    assert "one static scale for all tensors is assumed" in str(found)
     assert row_of(found, "weight").saturated == 0.0
 
 

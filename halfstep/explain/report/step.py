@@ -12,7 +12,7 @@ from rich.text import Text
 from halfstep.edits import spell
 from halfstep.explain.report.tables import DISTURBED, MIB, Columns, table
 from halfstep.measurements import Inspection
-from halfstep.records import SEVERITIES, TENSOR_KINDS, Finding, Rounded, ScaleRange, WhatIf
+from halfstep.records import ONE_SCALE, SEVERITIES, TENSOR_KINDS, Finding, Rounded, ScaleRange, WhatIf
 
 STYLES = {"error": "bold red", "warning": "yellow", "note": "dim"}
 ROWS, NAMED = 20, 3  # operations of a step, and modules or kernels of one kind
@@ -167,6 +167,8 @@ def _of_whatif(result: WhatIf) -> Iterator[str]:
             yield f"  and {len(findings) - SHOWN} more"
         for finding in others:
             yield f"{fmt}: {finding.code} at {finding.place}: {finding.evidence}; {finding.advice}"
+    if eight := [fmt for fmt in result.formats if fmt in ("e4m3", "e5m2")]:
+        yield f"{' and '.join(eight)}: {ONE_SCALE}"
     yield (
         "Lost: nonzero values that become zero. SNR: squares of the values over squares of their rounding errors;"
         " 20 dB is a ratio of 100. Safe: the largest gradient times the scale is below the format's largest"
