@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from itertools import accumulate, chain
 from operator import or_
 
 import torch
@@ -38,6 +39,10 @@ def groups(grads: list[Tensor], addresses: Sequence[Sequence[int]]) -> Iterator[
     """Yields parameters in groups of one gradient format and one alignment."""
     found: dict[tuple[str, bool], list[int]] = {}
     held = [starts for starts in addresses if starts]
+    kinds = {grad.dtype for grad in grads}
+    if len(kinds) == 1 and reduce(or_, chain.from_iterable(held), 0) % _VECTOR == 0:  # as almost always, and faster
+        yield Group(list(range(len(grads))), KINDS[kinds.pop()], True)
+        return
     for i, (grad, *starts) in enumerate(zip(grads, *held, strict=True)):
         aligned = reduce(or_, starts) % _VECTOR == 0
         found.setdefault((KINDS[grad.dtype], aligned), []).append(i)
@@ -93,11 +98,7 @@ def block_ends(sizes: Sequence[int], length: int) -> array[int]:
     >>> list(block_ends([1, 0, 5], 4))
     [1, 1, 3]
     """
-    ends, total = array("q"), 0
-    for size in sizes:
-        total += -(-size // length)
-        ends.append(total)
-    return ends
+    return array("q", list(accumulate([-(-size // length) for size in sizes])))
 
 
 def filled(values: list[int], device: torch.device) -> Tensor:
