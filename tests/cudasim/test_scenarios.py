@@ -34,6 +34,8 @@ OPTIMIZERS = {
     "Lion": halfstep.Lion,
     "Lamb": halfstep.Lamb,
     "NovoGrad": halfstep.NovoGrad,
+    "Lamb-lr-on-cpu": lambda params: halfstep.Lamb(params, lr=torch.tensor(1e-3)),
+    "NovoGrad-lr-on-cpu": lambda params: halfstep.NovoGrad(params, lr=torch.tensor(1e-3)),
 }
 
 
