@@ -477,9 +477,9 @@ def _read_block(
     if MASKED:
         g = tl.where(mask, g, 0.0)
     largest = tl.max(g.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=0)
-    unit = (tl.maximum(254 - (largest >> 23), 1) << 23).to(tl.float32, bitcast=True)
-    scaled = g * unit
-    one = 1.0 / unit.to(tl.float64)
+    exponent = tl.maximum(254 - (largest >> 23), 1)
+    scaled = g * (exponent << 23).to(tl.float32, bitcast=True)
+    one = ((1150 - exponent).to(tl.int64) << 52).to(tl.float64, bitcast=True)  # 1 over it; to divide takes a stack
     return tl.sum(scaled * scaled, axis=0).to(tl.float64) * one * one, largest >= 0x7F800000
 
 
