@@ -253,7 +253,7 @@ def in_trl(rank, size, path, kind):
 
 
 @pytest.mark.slow_but("SFT")
-@pytest.mark.parametrize("kind", ["SFT", "LoRA", "DPO"])
+@pytest.mark.parametrize("kind", ["SFT", "LoRA", "DPO", "GRPO"])
 def test_trl_shards_trains_and_resumes(kind, tmp_path):
     first, second = (each["trl"] for each in run(tmp_path, 2, {"trl": (in_trl, (kind,))}))
     print(first)
