@@ -118,7 +118,11 @@ def _before_apex_amp(run: Any, listener: Conversion) -> Any:
 
 def _session_made(listener: Conversion, session: Session) -> None:
     frame: FrameType | None = sys._getframe(2)  # that makes the session
-    while frame is not None and frame.f_code in (open_session.__code__, initialize.__code__):
+    while frame is not None and frame.f_code in (
+        open_session.__code__,
+        initialize.__code__,
+        inspect.unwrap(initialize).__code__,
+    ):
         frame = frame.f_back
     file = "" if frame is None else frame.f_code.co_filename
     if file == APEX:
