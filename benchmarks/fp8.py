@@ -24,7 +24,7 @@ from halfstep.lab.workloads.load import load_workload, parse_settings
 from halfstep.timing import take_turns
 from halfstep.train.cast.recipes import RECIPES
 
-SMALL = ["d=128", "layers=4", "heads=4", "length=64", "batch=8"]
+SMALL = {"d": "128", "layers": "4", "heads": "4", "length": "64", "batch": "8"}
 ROWS = ("plan", *RECIPES)
 
 
@@ -66,7 +66,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    work: Any = load_workload("char_lm", parse_settings([*SMALL, *args.set]))
+    settings = {**SMALL, **parse_settings(args.set)}
+    work: Any = load_workload("char_lm", settings)
     rows: dict[str, dict[str, float]] = {}
     for seed in range(args.seeds):
         batches = work.batches(seed)
@@ -88,7 +89,7 @@ def main() -> None:
             f"  {row['time']:5.2f}"
         )
     if args.json is not None:
-        args.json.write_text(json.dumps({"settings": [*SMALL, *args.set], "seeds": args.seeds, "rows": rows}, indent=1))
+        args.json.write_text(json.dumps({"settings": settings, "seeds": args.seeds, "rows": rows}, indent=1))
 
 
 if __name__ == "__main__":

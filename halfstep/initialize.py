@@ -32,7 +32,7 @@ from halfstep.train.session.session import Session, Sink
 from halfstep.validate import as_list, near_miss, short
 
 Given = ParamSpec("Given")
-OPT_LEVEL = ', which is apex\'s: session = halfstep.initialize(model, optimizer, "O1")'
+OPT_LEVEL = ", which is apex's: session = halfstep.initialize(model, optimizer, {!r})"
 
 
 def _with_near_misses(opens: Callable[Given, Session]) -> Callable[Given, Session]:
@@ -43,7 +43,7 @@ def _with_near_misses(opens: Callable[Given, Session]) -> Callable[Given, Sessio
     def opened(*args: Given.args, **kwargs: Given.kwargs) -> Session:
         for name in kwargs:
             if name not in parameters:
-                instead = OPT_LEVEL if name == "opt_level" else near_miss(name, parameters)
+                instead = OPT_LEVEL.format(kwargs[name]) if name == "opt_level" else near_miss(name, parameters)
                 raise TypeError(f"initialize() has no keyword {name!r}{instead}; it has {', '.join(parameters)}")
         return opens(*args, **kwargs)
 
@@ -95,7 +95,7 @@ def initialize(  # noqa: PLR0913  # the one public entry; each keyword is a docu
             that your code can average into them.
         moments: "bf16" or "8bit" keeps the averages of Adam, AdamW, Lion and SGD in 2 bytes or 1 between steps; updates
             are computed in fp32, and `optimizer.state_dict()` is fp32. By default they are kept as without halfstep.
-        full_moments: patterns of parameter names, such as "*embed*", whose averages stay as they are.
+        full_moments: patterns of parameter names, such as `"*embed*"`, whose averages stay as they are.
         rounding: "stochastic" rounds the updates of bf16 weights without masters up or down at random.
         products: "fp8", "fp8-row", "fp8-mx", "fp8-block" or "nvfp4" rounds the operands of the products of linear
             layers to 8 bits (4 bits); by default they run in the low format.

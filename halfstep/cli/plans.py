@@ -28,6 +28,7 @@ def levels() -> None:
 def ops(text: Text = "", plan: PlanName = "O1", low: Low = "bf16") -> None:
     """Print the op table: which op runs low, which in fp32, which in the format of its widest input, and why."""
     chosen, _ = choose_plan(plan, low, read_facts(torch.device("cpu")))
+    text = text.removeprefix("torch.")
     found = op_table(chosen, text)
     if found is not None:
         stdout().print(found)

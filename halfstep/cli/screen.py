@@ -9,7 +9,16 @@ from time import perf_counter
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from halfstep.measurements import BenchRun, Largest
 
@@ -89,14 +98,10 @@ def _lines(console: Console, unit: str) -> Iterator[Update]:
 
 @contextmanager
 def _bar(console: Console, unit: str) -> Iterator[Update]:
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn(unit),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
+    columns: tuple[ProgressColumn, ...] = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    if unit:
+        counted = MofNCompleteColumn(), TextColumn(unit)
+        columns = (columns[1], BarColumn(), *counted, columns[2], TimeRemainingColumn())
     with Progress(
         *columns,
         console=console,

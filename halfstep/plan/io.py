@@ -45,6 +45,8 @@ def _entries(value: Any) -> Any:
             return value.name
         case Policy() if value in _SHORT.values():
             return next(name for name, each in _SHORT.items() if each == value)
+        case Policy(products="plan"):  # as the files of versions that had no such field
+            return {each.name: getattr(value, each.name) for each in fields(value) if each.name != "products"}
         case tuple():
             return [_entries(each) for each in value]
     return (

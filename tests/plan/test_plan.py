@@ -5,7 +5,7 @@ from dataclasses import FrozenInstanceError, fields, replace
 import pytest
 from hypothesis import given
 
-from halfstep.edits import FULL, LOW, OpChange, OpChanges, Rule, Scaling
+from halfstep.edits import FULL, LOW, OpChange, OpChanges, Policy, Rule, Scaling
 from halfstep.errors import PlanError
 from halfstep.formats import BF16, E4M3, FP16, FP32, TF32
 from halfstep.plan.levels import level
@@ -96,6 +96,14 @@ CASES = [
     *(
         (plan, {"rounding": "stochastic"}, "bf16 weights without a master.*or use level O3 in bf16")
         for plan in (O0, O1, O2, level("O2", FP16), level("O3", FP16))
+    ),
+    (O0, {"products": "fp8"}, "products in 8 bits need the op table"),
+    (level("O1", FP16), {"products": "fp8"}, "results in bf16, but low is fp16"),
+    (level("O3", BF16), {"products": "fp8"}, "bf16 weights without masters"),
+    (
+        O1,
+        {"rules": (Rule("head", Policy("full", "low", "low", products="low")),)},
+        "products is 'plan', which has none",
     ),
     (O1, {"norms": "low"}, "the op table decides how norms compute"),
     (O2, {"ops": "none", "output": "keep"}, "weights are in low precision but ops is 'none'"),

@@ -97,7 +97,7 @@ class Conversion:
         sinks: Callable[[int], Sequence[Sink]],
         *,
         observe: bool,
-        changes: Mapping[str, Any],
+        changes: Mapping[str, Any] = {},  # read only
     ) -> None:
         self._given, self._changes = (plan is not None, low), changes
         self._asked = plan or DEFAULT, low

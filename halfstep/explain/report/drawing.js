@@ -21,8 +21,22 @@ const drawing = (() => {
     }};
   }
 
+  // Decodes base 85, which is 6% shorter than base 64: five letters for four bytes. "/" stands for "<" (html.py).
+  function decoded(text) {
+    const letters = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz!#$%&()*+-;/=>?@^_`{|}~";
+    const values = new Uint8Array(128);
+    [...letters].forEach((letter, value) => (values[letter.charCodeAt(0)] = value));
+    const length = Math.floor(text.length * 4 / 5), view = new DataView(new ArrayBuffer(4 * Math.ceil(text.length / 5)));
+    for (let at = 0, to = 0; at < text.length; at += 5, to += 4) {
+      let word = 0;
+      for (let i = at; i < at + 5; i++) word = word * 85 + (i < text.length ? values[text.charCodeAt(i)] : 84);
+      view.setUint32(to, word);
+    }
+    return new Uint8Array(view.buffer, 0, length);
+  }
+
   async function unpack() {
-    const bytes = Uint8Array.from(atob(document.getElementById("plotly").textContent), c => c.charCodeAt(0));
+    const bytes = decoded(document.getElementById("plotly").textContent);
     const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
     const script = document.createElement("script");
     script.textContent = await new Response(stream).text();

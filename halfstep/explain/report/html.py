@@ -37,7 +37,7 @@ def _render(template: str, data: object, **values: object) -> str:
     pages = jinja2.Environment(loader=jinja2.FileSystemLoader(_HERE), autoescape=True, undefined=jinja2.StrictUndefined)
     return pages.get_template(template).render(
         data=msgspec.json.encode(data).decode().replace("<", "\\u003c"),  # so that no name can end the script
-        plotly=base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode(),
+        plotly=base64.b85encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode().replace("<", "/"),
         drawing=(_HERE / "drawing.js").read_text(encoding="utf-8"),
         style=(_HERE / "page.css").read_text(encoding="utf-8"),
         **values,

@@ -123,7 +123,10 @@ inline void load(int32_t format, const void* base, int64_t at, float* to, int64_
 }
 
 void join(const uint16_t* __restrict high, const int16_t* __restrict low, float* __restrict to, int64_t n) {
-  for (int64_t i = 0; i < n; i++) to[i] = number((uint32_t(high[i]) << 16) + uint32_t(int32_t(low[i])));
+  for (int64_t i = 0; i < n; i++) {
+    const int32_t rest = (high[i] & 0x7fff) == 0 && low[i] < 0 ? 0 : low[i];  // a zero that was written past it
+    to[i] = number((uint32_t(high[i]) << 16) + uint32_t(rest));
+  }
 }
 
 double rate(const Common& c) { return c.lr_single ? double(*c.lr_single) : c.lr_double ? *c.lr_double : c.lr; }

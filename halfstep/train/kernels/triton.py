@@ -71,8 +71,9 @@ def _load_weight(weight, extra, start, at, mask, LAYOUT: tl.constexpr, KIND: tl.
         value = _load(extra, start, at, mask, "fp32", ALIGNED)
     elif LAYOUT == "split":
         high = _load_as(weight, start, at, mask, tl.int16, ALIGNED)
-        rest = _load_as(extra, start, at, mask, tl.int16, ALIGNED)
-        value = ((high.to(tl.int32) << 16) + rest.to(tl.int32)).to(tl.float32, bitcast=True)
+        rest = _load_as(extra, start, at, mask, tl.int16, ALIGNED).to(tl.int32)
+        rest = tl.where(((high.to(tl.int32) & 0x7FFF) == 0) & (rest < 0), 0, rest)  # a zero that was written past it
+        value = ((high.to(tl.int32) << 16) + rest).to(tl.float32, bitcast=True)
     else:
         value = _load(weight, start, at, mask, KIND, ALIGNED)
     return value

@@ -126,14 +126,15 @@ class MasterStore:
             layout = self.layout(p)
         if layout == "low" and (p not in self or self.kind != "none"):
             came = (
-                "not trained, and to be stored low, when the session opened"
+                "not trained, and to be stored low, at halfstep.initialize"
                 if p in self
-                else f"frozen and in {p.dtype} when the session opened, or cast to it since"
+                else f"cast to {p.dtype} after halfstep.initialize (model.bfloat16() or model.half()), or frozen and "
+                f"in {p.dtype} before"
             )
             raise SessionError(
                 f"{name()} trains now but has no fp32 value, because it was {came}: its updates would be rounded. "
                 "Unfreeze it, or call model.float(), before halfstep.initialize (inside a trainer: before training "
-                "begins), and leave out model.bfloat16() or model.half() after it"
+                "begins), and cast nothing after it"
             )
         return layout
 

@@ -35,11 +35,15 @@ def split(full: Tensor) -> tuple[Tensor, Tensor]:
 def join(weight: Tensor, remainder: Tensor) -> Tensor:
     """Returns the fp32 value of a bf16 `weight` and its int16 `remainder`.
 
-    >>> join(*split(torch.tensor([3.14159274])))
-    tensor([3.1416])
+    `split` returns no negative remainder with a zero. Where code has written a zero past a remainder (through
+    `p.data`, such as a mask), the sum of the two would be a NaN: the value is the zero.
+
+    >>> join(*split(torch.tensor([3.14159274]))), join(torch.zeros(1).bfloat16(), torch.tensor([-1], dtype=torch.int16))
+    (tensor([3.1416]), tensor([0.]))
     """
     high = weight.view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
-    return high.add_(remainder).view(torch.float32)
+    written = torch.where(weight == 0, remainder.clamp(min=0), remainder)
+    return high.add_(written).view(torch.float32)
 
 
 def round_half_away(full: Tensor, dtype: torch.dtype) -> Tensor:
