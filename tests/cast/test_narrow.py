@@ -1,6 +1,8 @@
 """Layers that multiply by a recipe in sessions: which they are, their three products, what is lost, and what broke."""
 
 import copy
+import gc
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -92,7 +94,7 @@ def test_the_three_products_of_a_layer_are_those_of_the_recipe(products, call, p
     layers = session._casting.layers
     weight, bias = model.layer.weight.detach(), model.layer.bias.detach()
     recipe, pad = RECIPES[products], -len(rows) % multiple_of(products)
-    seeds = [layers.step * 8192 + number for number in range(3)]
+    seeds = [torch.tensor(number) for number in range(3)]
     operands = {
         "output": (rows, weight),
         "grad_input": (grad, weight.t()),
@@ -189,6 +191,41 @@ def test_a_resume_and_the_end_are_exact():
     resumed.close()
     assert all(torch.equal(value, weights[name]) for name, value in other.state_dict().items())
     assert all(p.dtype is torch.float32 for p in other.parameters())
+
+
+def test_random_bits_differ_from_step_to_step_and_come_back_with_a_resume():
+    def gradient(session, model):
+        model.zero_grad()
+        session.backward(model(batch(0)).square().mean())
+        return model[0].weight.grad.clone()
+
+    model = made()
+    optimizer, session = opened(model, "nvfp4", level="O1")
+    optimizer.param_groups[0]["lr"] = 0.0
+    found = []
+    for _ in range(3):
+        found.append(gradient(session, model))
+        session.step()
+    assert not torch.equal(found[0], found[1])
+    state = session.state_dict()
+    session.close()
+    optimizer, resumed = opened(model, "nvfp4", level="O1")
+    optimizer.param_groups[0]["lr"] = 0.0
+    assert torch.equal(gradient(resumed, model), found[0])
+    resumed.step()
+    resumed.load_state_dict({**state, "steps": 2})
+    assert torch.equal(gradient(resumed, model), found[2])
+    resumed.close()
+
+
+def test_a_session_that_is_dropped_frees_its_layers():
+    model = made()
+    optimizer, session = opened(model)
+    layers = weakref.ref(session._casting.layers)
+    train(model, optimizer, session, range(1))
+    del session, model, optimizer
+    gc.collect()
+    assert layers() is None
 
 
 def test_layers_that_stay_low_are_listed_with_why():

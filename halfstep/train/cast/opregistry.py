@@ -17,6 +17,7 @@ import hashlib
 import sys
 import threading
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -242,7 +243,7 @@ class Registry:
         self._last: dict[str, Table] = {}  # which table had a marker last, in order of use
         self._fast_path = True
         self._own: list[torch.library.Library] = []  # with operations of halfstep's
-        self._layers: tuple[Layers, ...] = ()  # of the open sessions that have some
+        self._layers: tuple[weakref.ref[Layers], ...] = ()  # of the open sessions that have some
         self._cache_tag: Any = ""
 
     def acquire(self, table: Table) -> str:
@@ -294,15 +295,16 @@ class Registry:
 
     def hold(self, layers: Layers) -> Callable[[], None]:
         """Lets products find a session's layers; returns a function that ends this."""
-        self._layers = (*self._layers, layers)
+        held = weakref.ref(layers)
+        self._layers = (*(each for each in self._layers if each() is not None), held)
 
         def undo() -> None:
-            self._layers = tuple(each for each in self._layers if each is not layers)
+            self._layers = tuple(each for each in self._layers if each is not held)
 
         return undo
 
     def _layer_of(self, weight: Tensor) -> tuple[Layers, int] | None:
-        found = ((layers, layers.find(weight)) for layers in self._layers)
+        found = ((layers, layers.find(weight)) for held in self._layers if (layers := held()) is not None)
         return next(((layers, number) for layers, number in found if number is not None), None)
 
     def repeats(self, marker: str) -> bool:

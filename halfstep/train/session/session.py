@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
@@ -204,7 +205,9 @@ class Session:
         if self.plan.products != "plan":
             named = zip(self.assignment.names(), self.assignment.modules, self._roots_modules(), strict=True)
             by_recipe = [(name, module) for name, f, module in named if f.products == self.plan.products]
-            self._undo.callback(self._casting.hold(Layers(by_recipe, self._device)))
+            own = weakref.ref(self)
+            layers = Layers(by_recipe, self._device, lambda: own()._steps)  # type: ignore[union-attr]  # it holds them
+            self._undo.callback(self._casting.hold(layers))
         caps = self.plan.low.needs_scale and self._scales.active
         gates = self._casting.install(
             pairs,
