@@ -797,17 +797,17 @@ def by_recipe(rank, products, kind):
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         net = parallelize_module(net, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-    session = halfstep.initialize(net, optimizer, "O2", low="bf16", products=products)
-    model = torch.nn.parallel.DistributedDataParallel(net) if kind == "ddp" else net
-    losses = []
-    for step in range(3):
-        optimizer.zero_grad()
-        x = torch.randn(6, 32, generator=torch.Generator().manual_seed(step))
-        try:
-            loss = model(x).square().mean()
-        except HalfstepError as error:
-            return str(error)
-        session.backward(loss)
-        session.step()
-        losses.append(loss.item())
-    return [losses, digest(whole(net))]
+    with halfstep.initialize(net, optimizer, "O2", low="bf16", products=products) as session:
+        model = torch.nn.parallel.DistributedDataParallel(net) if kind == "ddp" else net
+        losses = []
+        for step in range(3):
+            optimizer.zero_grad()
+            x = torch.randn(6, 32, generator=torch.Generator().manual_seed(step))
+            try:
+                loss = model(x).square().mean()
+            except HalfstepError as error:
+                return str(error)
+            session.backward(loss)
+            session.step()
+            losses.append(loss.item())
+        return [losses, digest(whole(net))]

@@ -53,6 +53,8 @@ CASES |= {
 }
 CODED = (0,), (1,)
 CASES |= {f"coded {dims}": (sharded.coded, ("8bit", *dims)) for dims in CODED}
+RECIPES = ("fp8", "fsdp"), ("nvfp4", "fsdp"), ("fp8-row", "ddp"), ("fp8", "tp")
+CASES |= {f"recipe {how}": (sharded.by_recipe, how) for how in RECIPES}
 CASES |= {f"muon {dims}": (sharded.coded, ("muon", *dims)) for dims in CODED}
 CASES |= {f"{level} summed": (sharded.summed, (level,)) for level in LEVELS}
 CASES |= {f"unfrozen {what}": (sharded.unfrozen, ("O2", what == "group")) for what in ("weight", "group")}
@@ -440,6 +442,23 @@ def assert_coded(found, dims):
 @pytest.mark.parametrize("dims", CODED)
 def test_moments_in_codes_give_the_same_bits_however_weights_are_split(dims, found):
     assert_coded(found, dims)
+
+
+@pytest.mark.parametrize("how", RECIPES)
+def test_products_in_8_bits_have_the_same_bits_in_all_processes_or_are_refused(how, found):
+    came = [each[f"recipe {how}"] for each in found]
+    if how[1] == "tp":
+        assert all("products='fp8' does not run in layers whose weights tensor parallelism splits" in e for e in came)
+    else:
+        assert came == [sharded.by_recipe(0, how[0], "alone")] * len(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("products", ["fp8", "fp8-row", "nvfp4"])
+def test_products_in_8_bits_have_the_same_bits_in_three_processes(products, tmp_path):
+    cases = {kind: (sharded.by_recipe, (products, kind)) for kind in ("fsdp", "ddp")}
+    alone = sharded.by_recipe(0, products, "alone")
+    assert replicas.run(tmp_path, 3, cases) == [dict.fromkeys(cases, alone)] * 3
 
 
 @pytest.mark.parametrize("dims", CODED)

@@ -41,9 +41,9 @@ def join(weight: Tensor, remainder: Tensor) -> Tensor:
     >>> join(*split(torch.tensor([3.14159274]))), join(torch.zeros(1).bfloat16(), torch.tensor([-1], dtype=torch.int16))
     (tensor([3.1416]), tensor([0.]))
     """
-    high = weight.view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
-    written = torch.where(weight == 0, remainder.clamp(min=0), remainder)
-    return high.add_(written).view(torch.float32)
+    bits = weight.view(torch.int16)  # a comparison of numbers would take subnormals for zeros where they are flushed
+    written = torch.where((bits & 0x7FFF) == 0, remainder.clamp(min=0), remainder)
+    return bits.to(torch.int32).bitwise_left_shift_(16).add_(written).view(torch.float32)
 
 
 def round_half_away(full: Tensor, dtype: torch.dtype) -> Tensor:
