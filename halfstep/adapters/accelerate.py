@@ -144,6 +144,7 @@ class SessionScaler:
 
     def __init__(self) -> None:
         self.records: dict[Optimizer, StepRecord] = {}
+        self._stepping: Optimizer | None = None
         self._device = None
 
     def _lazy_init_scale_growth_tracker(self, device: Any) -> None:
@@ -161,11 +162,15 @@ class SessionScaler:
                 "prepare(accelerator, ...), and do not replace it afterwards"
             )
         self._stepping = optimizer
-        optimizer.step(closure=closure)  # with torch.distributed.checkpoint's words, by which a session knows its call
+        try:
+            optimizer.step(closure=closure)  # with torch.distributed.checkpoint's words, by which a session knows it
+        finally:
+            self._stepping = None
 
     def keep(self, record: StepRecord) -> None:
         """Keeps the record of the optimizer that steps; it is a sink of the session."""
-        self.records[self._stepping] = record
+        if self._stepping is not None:  # else a loop has called the optimizer that Accelerate wraps
+            self.records[self._stepping] = record
 
     def update(self) -> None:
         """Does nothing, since `step` has already adapted the loss scale."""

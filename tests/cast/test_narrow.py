@@ -333,6 +333,23 @@ def test_a_column_of_outliers_is_flushed_by_one_scale_a_tensor_and_told():
     assert shares["fp8-row"] < 1e-3 > shares["fp8-mx"]
 
 
+def test_a_sink_that_raises_at_the_end_leaves_an_ordinary_model():
+    class Raises:
+        def __call__(self, record):
+            pass
+
+        def record(self, record):
+            if isinstance(record, halfstep.Finding):
+                raise OSError("full")
+
+    model = made(norm=False)
+    _, session = opened(model, "nvfp4", sinks=[Raises()])
+    session.backward(model(batch(0)).square().mean())
+    with pytest.raises(OSError, match="full"):
+        session.close()
+    assert all(type(each) in (nn.Sequential, nn.Linear, nn.GELU, nn.ReLU, nn.Identity) for each in model.modules())
+
+
 def test_blame_names_the_layer_of_a_product_that_overflows():
     model = made(norm=False)
     with torch.no_grad():

@@ -74,6 +74,25 @@ def test_a_batch_that_no_plan_casts_is_named(level, dtype):
         step(session, model, torch.ones(3, 8, dtype=dtype))
 
 
+def test_ids_are_not_blamed_for_formats_that_meet_inside():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.table = nn.Embedding(8, 4), torch.ones(4, 4)
+
+        def forward(self, ids):
+            with torch.autocast("cpu", enabled=False):
+                return self.embed(ids).bfloat16() @ self.table
+
+    model = Model()
+    session = halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "O1", low="bf16")
+    with pytest.raises(RuntimeError) as raised:
+        model(torch.arange(4))
+    assert "pass x.float()" not in str(raised.value)
+    assert "halfstep.check(session, closure)" in str(raised.value)
+    session.close()
+
+
 @pytest.mark.parametrize(
     ("keyword", "words"),
     [

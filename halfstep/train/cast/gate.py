@@ -44,7 +44,13 @@ GIVEN = (
     "the model was given a {dtype} tensor, which no plan casts, and an operation met it with a weight: pass x.float(); "
     f"{more(MISMATCH)}"
 )
-_NO_PLAN_CASTS = {torch.float64, torch.int64, torch.int32, torch.uint8}
+# As torch's errors name the formats that no plan casts: a model may be given ids too, which are not at fault.
+_NO_PLAN_CASTS = {
+    torch.float64: re.compile("Double|float64"),
+    torch.int64: re.compile("Long|int64"),
+    torch.int32: re.compile(r"\bInt\b|\bint32"),
+    torch.uint8: re.compile("Byte|uint8"),
+}
 # How torch words errors about formats that do not go together.
 MIXED = re.compile(
     r"same (dtype|type|scalar type)|equal to src\.dtype|expected (scalar type|dtype)|should be the same|mixed dtype"
@@ -194,15 +200,16 @@ def run_eager(casts: Casts, call: Callable[..., Any], module: nn.Module, args: A
             out = _entered(casts, call, module, *args, **kwargs)
         except RuntimeError as error:
             if _LOW.search(str(error)):  # else it may be of integers, which no plan casts
-                explain(error, type(module).__name__, _why_mixed(given))
+                explain(error, type(module).__name__, _why_mixed(given, str(error)))
             raise
         return out if casts.cast_out is None else casts.cast_out(out, *given)
 
 
-def _why_mixed(given: Any) -> str:
-    """Returns why an operation got two formats in a call with the arguments `given`."""
-    wide = {leaf.dtype for leaf in tree_leaves(given) if isinstance(leaf, Tensor)} & _NO_PLAN_CASTS
-    return GIVEN.format(dtype=wide.pop()) if wide else INSIDE
+def _why_mixed(given: Any, error: str) -> str:
+    """Returns why an operation got two formats in a call with the arguments `given`, after which torch said `error`."""
+    came = {leaf.dtype for leaf in tree_leaves(given) if isinstance(leaf, Tensor)}
+    wide = [dtype for dtype, words in _NO_PLAN_CASTS.items() if dtype in came and words.search(error)]
+    return GIVEN.format(dtype=wide[0]) if wide else INSIDE
 
 
 def _entered(casts: Casts, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

@@ -861,12 +861,12 @@ class Session:
     def close(self) -> None:
         """Undoes all changes of the session: the trained model is an ordinary fp32 model again. Idempotent."""
         layers = None if self.closed else self._casting.layers
-        if layers is not None and self._recorders:
-            for finding in islice(layers.findings(self.plan), 3):
-                self.tell(finding)
         self.closed = True
         with ordinary_tensors():
             self._undo.close()
+        if layers is not None and self._recorders:  # at last: a sink that raises must not keep the model changed
+            for finding in islice(layers.findings(self.plan), 3):
+                self.tell(finding)
 
     def forget(self) -> None:
         """Closes the session and drops all that it refers to, so that models and optimizers are freed at once.
