@@ -176,6 +176,16 @@ def test_a_weight_is_rounded_once_until_it_changes():
     assert found["output", "input"] == 2 * 3 * 10 * 64
 
 
+def test_a_weight_that_code_writes_is_rounded_anew():
+    model = made()
+    _, session = opened(model, level="O1")
+    before = model(batch(0)).detach()
+    with torch.no_grad():
+        model[3].weight.mul_(3.0)
+    assert not torch.equal(model(batch(0)).detach(), before)
+    session.close()
+
+
 def test_a_resume_and_the_end_are_exact():
     model = made()
     optimizer, session = opened(model, "nvfp4")
