@@ -32,7 +32,7 @@ from halfstep.train.cast.modules import CastOut, Undo, holds_state, inputs_to, o
 from halfstep.train.cast.narrow import MULTIPLIES, Layers
 from halfstep.train.cast.opregistry import REGISTRY
 from halfstep.train.cast.ops import OpEngine, Switch, Token
-from halfstep.train.cast.probabilities import Scope, enter_forward, leave_forward, new_forward, widened
+from halfstep.train.cast.probabilities import Learned, Scope, enter_forward, leave_forward, new_forward, widened
 from halfstep.train.cast.reading import reading_of
 from halfstep.train.cast.recipes import RECIPES, Units
 from halfstep.train.cast.tree import map_tensors
@@ -53,7 +53,7 @@ class Casting:
         self._outermost: list[Casts] = []
         self._begin: Callable[[], None] | None = None
         self._lent: Callable[[], Mode] = nullcontext
-        self._leaves: dict[int, bool] = {}  # places in the code whose probabilities leave the model, and that do not
+        self._learned = Learned()  # of the probabilities that leave the model
         self.layers: Layers | None = None  # that multiply by a recipe
         self._as_written = 0  # how many contexts that ask for it are open
 
@@ -186,7 +186,7 @@ class Casting:
             engine.enter(token, enabled=low and not self._as_written)
 
         def read_both() -> tuple[Scope, Token]:
-            return new_forward(self._leaves), engine.read()
+            return new_forward(self._learned), engine.read()
 
         def enter_both(token: tuple[Scope, Token]) -> None:
             enter_forward(token[0])
