@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+import halfstep
 from halfstep.errors import DataError
 from halfstep.lab.workloads.cifar_resnet import normalize, read_images
 
@@ -43,6 +44,14 @@ def imdb(folder: Path, *, words: int = 5000, length: int = 100) -> tuple[torch.T
     rows = [[numbers.get(word, 0) for word in review[-length:]] for review in tokens]
     padded = [[0] * (length - len(row)) + row for row in rows]
     return torch.tensor(padded), torch.tensor([float(verdict) for verdict in verdicts])
+
+
+def shakespeare() -> tuple[torch.Tensor, int]:
+    """Returns the plays that halfstep brings as numbers of their characters, and how many characters there are."""
+    (shipped,) = (Path(halfstep.__file__).parent / "lab" / "workloads" / "data").glob("*shakespeare*")
+    text = gzip.decompress(shipped.read_bytes()).decode()
+    numbers = {character: number for number, character in enumerate(sorted(set(text)))}
+    return torch.tensor([numbers[character] for character in text]), len(numbers)
 
 
 def _read(file: Path, source: str) -> bytes:

@@ -4,13 +4,13 @@ Goes on from the checkpoint where there is one, which any number of processes ma
 """
 
 import argparse
-import gzip
 import os
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from data import shakespeare
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
@@ -53,14 +53,6 @@ class GPT(nn.Module):
     def forward(self, x):
         x = self.tokens(x) + self.places(torch.arange(x.shape[1], device=x.device))
         return self.head(self.norm(self.blocks(x)))
-
-
-def shakespeare():
-    (shipped,) = (Path(halfstep.__file__).parent / "lab" / "workloads" / "data").glob("*shakespeare*")
-    text = gzip.decompress(shipped.read_bytes()).decode()
-    characters = sorted(set(text))
-    numbers = {character: number for number, character in enumerate(characters)}
-    return torch.tensor([numbers[character] for character in text]), len(characters)
 
 
 def main():

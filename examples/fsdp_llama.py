@@ -1,77 +1,55 @@
 """A small Llama as torchtitan trains large ones: torchrun --nproc-per-node 2 examples/fsdp_llama.py --out checkpoint
 
-Made on the meta device, sharded by block, over tensor parallel processes too with `--tensor 2`; blocks are checkpointed
-and, with `--compile inductor`, compiled; checkpoints are written while it trains. `--moments 8bit` keeps Adam's
-averages in a byte each. `--level torch` is the same loop with torch's MixedPrecisionPolicy alone. Goes on from the
-checkpoint where there is one.
+Made on the meta device, sharded by block, over `--tensor 2` processes a layer too; blocks are checkpointed and, with
+`--compile inductor`, compiled; checkpoints are written while it trains, which goes on from one that is there.
+`--moments 8bit` keeps Adam's averages in a byte each; `--level torch` is torch's MixedPrecisionPolicy alone.
 """
 
 import argparse
-import gzip
-import os
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from data import shakespeare
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 import halfstep
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--steps", type=int, default=100)
+for name, default in {"steps": 100, "width": 128, "layers": 4, "tensor": 1}.items():
+    parser.add_argument(f"--{name}", type=int, default=default)
 parser.add_argument("--level", default="O2", help="or torch")
 parser.add_argument("--moments", default="full", help="full, bf16 or 8bit")
-parser.add_argument("--width", type=int, default=128)
-parser.add_argument("--layers", type=int, default=4)
-parser.add_argument("--tensor", type=int, default=1, help="how many processes share each layer")
 parser.add_argument("--compile", help="a backend of torch.compile, such as inductor")
 parser.add_argument("--out", type=Path, help="the folder of checkpoints")
 args = parser.parse_args()
 LENGTH, HEAD = 64, 16
 
 
-class Attention(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.wq, self.wk, self.wv, self.wo = (nn.Linear(width, width, bias=False) for _ in range(4))
-
-    def forward(self, x, turns):
-        q, k, v = (w(x).unflatten(-1, (-1, HEAD)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
-        q, k = (torch.view_as_real(torch.view_as_complex(t.float().unflatten(-1, (-1, 2))) * turns) for t in (q, k))
-        q, k = (t.flatten(-2).to(v.dtype) for t in (q, k))
-        return self.wo(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-
-
-class MLP(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.w1, self.w3 = (nn.Linear(width, 3 * width, bias=False) for _ in range(2))
-        self.w2 = nn.Linear(3 * width, width, bias=False)
-
-    def forward(self, x):
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))
-
-
 class Block(nn.Module):
     def __init__(self, width):
         super().__init__()
         self.norm1, self.norm2 = nn.RMSNorm(width, eps=1e-5), nn.RMSNorm(width, eps=1e-5)
-        self.attention, self.mlp = Attention(width), MLP(width)
+        self.wq, self.wk, self.wv, self.wo = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.w1, self.w3 = (nn.Linear(width, 3 * width, bias=False) for _ in range(2))
+        self.w2 = nn.Linear(3 * width, width, bias=False)
 
-    def run(self, x, turns):
-        x = x + self.attention(self.norm1(x), turns)
-        return x + self.mlp(self.norm2(x))
+    def attend(self, x, turns):
+        q, k, v = (w(x).unflatten(-1, (-1, HEAD)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        q, k = (torch.view_as_real(torch.view_as_complex(t.float().unflatten(-1, (-1, 2))) * turns) for t in (q, k))
+        q, k = (t.flatten(-2).to(v.dtype) for t in (q, k))
+        return self.wo(nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
 
     def forward(self, x, turns):
-        return checkpoint(self.run, x, turns, use_reentrant=False) if self.training else self.run(x, turns)
+        x = x + self.attend(self.norm1(x), turns)
+        normed = self.norm2(x)
+        return x + self.w2(nn.functional.silu(self.w1(normed)) * self.w3(normed))
 
 
 class Llama(nn.Module):
@@ -82,17 +60,15 @@ class Llama(nn.Module):
         self.norm, self.head = nn.RMSNorm(width, eps=1e-5), nn.Linear(width, characters, bias=False)
 
     def forward(self, ids):
-        angles = (
-            torch.arange(ids.shape[1], device=ids.device)[:, None] / 1e4 ** torch.linspace(0, 1, HEAD // 2 + 1)[:-1]
-        )
+        angles = torch.arange(ids.shape[1])[:, None] / 1e4 ** torch.linspace(0, 1, HEAD // 2 + 1)[:-1]
         turns, x = torch.polar(torch.ones_like(angles), angles).to(ids.device), self.tokens(ids)
         for block in self.blocks:
             x = block(x, turns)
         return self.head(self.norm(x))
 
 
-LAYERS = {f"attention.w{name}": ColwiseParallel() for name in "qkv"} | {"attention.wo": RowwiseParallel()}
-LAYERS |= {"mlp.w1": ColwiseParallel(), "mlp.w3": ColwiseParallel(), "mlp.w2": RowwiseParallel()}
+LAYERS = {name: ColwiseParallel() for name in ("wq", "wk", "wv", "w1", "w3")}
+LAYERS |= {name: RowwiseParallel() for name in ("wo", "w2")}
 
 
 def shards(mesh, characters, policy):
@@ -103,6 +79,7 @@ def shards(mesh, characters, policy):
     for block in model.blocks:
         if args.tensor > 1:
             parallelize_module(block, mesh["tensor"], LAYERS)
+        block.forward = partial(torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=False)
         if args.compile:
             block.compile(backend=args.compile)
         shard(block)
@@ -122,71 +99,52 @@ def held(model, optimizer):
     return {kind: sum(getattr(t, "_local_tensor", t).nbytes for t in tensors) for kind, tensors in kinds.items()}
 
 
-def shakespeare():
-    (shipped,) = (Path(halfstep.__file__).parent / "lab" / "workloads" / "data").glob("*shakespeare*")
-    text = gzip.decompress(shipped.read_bytes()).decode()
-    numbers = {character: number for number, character in enumerate(sorted(set(text)))}
-    return torch.tensor([numbers[character] for character in text]), len(numbers)
+def state(steps):
+    weights, states = get_state_dict(model, optimizer)
+    return {"model": weights, "optimizer": states, "session": session.state_dict() if session else {"steps": steps}}
 
 
-def main():  # noqa: C901  # a script reads from top to bottom
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
-    shape = (dist.get_world_size() // args.tensor, args.tensor)
-    mesh = init_device_mesh(device, shape, mesh_dim_names=("data", "tensor"))
-    data, characters = shakespeare()
-    plain = args.level == "torch"
-    low = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model = shards(mesh, characters, low if plain else halfstep.fsdp_policy(args.level, low="bf16"))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    session = None if plain else halfstep.initialize(model, optimizer, args.level, low="bf16", moments=args.moments)
+device = "cuda" if torch.cuda.is_available() else "cpu"
+dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
+mesh = init_device_mesh(device, (dist.get_world_size() // args.tensor, args.tensor), mesh_dim_names=("data", "tensor"))
+data, characters = shakespeare()
+plain, low = args.level == "torch", MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+model = shards(mesh, characters, low if plain else halfstep.fsdp_policy(args.level, low="bf16"))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+session = None if plain else halfstep.initialize(model, optimizer, args.level, low="bf16", moments=args.moments)
 
-    def state(steps):
-        weights, states = get_state_dict(model, optimizer)
-        return {"model": weights, "optimizer": states, "session": session.state_dict() if session else {"steps": steps}}
-
-    start, saving, apart = 0, None, dist.new_group(backend="gloo")
-    if args.out is not None and args.out.exists():
-        dcp.load(saved := state(0), checkpoint_id=args.out)
-        set_state_dict(model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"])
-        start = saved["session"]["steps"]
-        if session:
-            session.load_state_dict(saved["session"])
-
-    batches = torch.Generator().manual_seed(1 + mesh["data"].get_local_rank() + 1000 * start)
-    for step in range(start, start + args.steps):
-        starts = torch.randint(len(data) - LENGTH - 1, (16, 1), generator=batches)
-        windows = data[starts + torch.arange(LENGTH + 1)].to(device)
-        loss = F.cross_entropy(model(windows[:, :-1]).flatten(0, 1).float(), windows[:, 1:].flatten())
-        optimizer.zero_grad()
-        if session:
-            session.backward(loss)
-            session.step(max_norm=1.0)
-        else:
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-        if dist.get_rank() == 0 and step % 25 == 0:
-            print(f"step {step}: loss {loss.item():.4f}")
-        if args.out is not None and step == start + args.steps // 2:
-            saving = dcp.async_save(
-                state(step + 1), checkpoint_id=args.out, process_group=apart
-            )  # the training goes on
-
-    if saving is not None:
-        saving.result()
-        dcp.save(state(start + args.steps), checkpoint_id=args.out)
-    here = sum(p.to_local().numel() for p in model.parameters())
-    bytes_of = session.status().memory if session else held(model, optimizer)
-    if dist.get_rank() == 0:
-        each = ", ".join(f"{kind} {count / here:.2f}" for kind, count in bytes_of.items())
-        print(f"step {start + args.steps}: loss {loss.item():.4f}; bytes for each weight: {each}")
+start, saving, apart = 0, None, dist.new_group(backend="gloo")
+if args.out is not None and args.out.exists():
+    dcp.load(saved := state(0), checkpoint_id=args.out)
+    set_state_dict(model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"])
+    start = saved["session"]["steps"]
     if session:
-        session.close()
-    dist.destroy_process_group()
+        session.load_state_dict(saved["session"])
+batches = torch.Generator().manual_seed(1 + mesh["data"].get_local_rank() + 1000 * start)
+for step in range(start, start + args.steps):
+    windows = data[torch.randint(len(data) - LENGTH, (16, 1), generator=batches) + torch.arange(LENGTH + 1)].to(device)
+    loss = nn.functional.cross_entropy(model(windows[:, :-1]).flatten(0, 1).float(), windows[:, 1:].flatten())
+    optimizer.zero_grad()
+    if session:
+        session.backward(loss)
+        session.step(max_norm=1.0)
+    else:
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    if dist.get_rank() == 0 and step % 25 == 0:
+        print(f"step {step}: loss {loss.item():.4f}")
+    if args.out is not None and step == start + args.steps // 2:
+        saving = dcp.async_save(state(step + 1), checkpoint_id=args.out, process_group=apart)
 
-
-if __name__ == "__main__":
-    main()
+if saving is not None:
+    saving.result()
+    dcp.save(state(start + args.steps), checkpoint_id=args.out)
+here = sum(p.to_local().numel() for p in model.parameters())
+bytes_of = session.status().memory if session else held(model, optimizer)
+if dist.get_rank() == 0:
+    each = ", ".join(f"{kind} {count / here:.2f}" for kind, count in bytes_of.items())
+    print(f"step {start + args.steps}: loss {loss.item():.4f}; bytes for each weight: {each}")
+if session:
+    session.close()
+dist.destroy_process_group()
