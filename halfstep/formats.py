@@ -151,13 +151,7 @@ def count_overflows(before: Tensor, after: Tensor, fmt: Format) -> Tensor:
 
 
 def saturate(t: Tensor, fmt: Format) -> Tensor:
-    """Returns `t` clamped to the finite range of `fmt`: infinities become its largest finite values.
-
-    NaN stays NaN. Rounding the result to `fmt` never overflows. Saturating casts to 8-bit formats clamp in this way.
-
-    >>> saturate(torch.tensor([1e6, float("-inf"), 0.1]), E5M2)
-    tensor([ 5.7344e+04, -5.7344e+04,  1.0000e-01])
-    """
+    """Returns `t` clamped to the finite range of `fmt`, as saturating casts to 8-bit formats do; NaN stays NaN."""
     return t.clamp(-fmt.max, fmt.max)
 
 

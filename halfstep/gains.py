@@ -19,13 +19,7 @@ Call = Callable[[Tensor, Tensor], Tensor]
 
 
 def weighed(product: float, convolution: float) -> float:
-    """Returns the speed-up of a matrix product and a convolution together, which take the same time before.
-
-    One that is much slower outweighs the other, as it does in a model.
-
-    >>> weighed(3.0, 1.5)
-    2.0
-    """
+    """Returns the speed-up of a product and a convolution together, which take the same time before."""
     return 2.0 / (1.0 / product + 1.0 / convolution) if product and convolution else 0.0
 
 

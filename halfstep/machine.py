@@ -195,11 +195,7 @@ def table_row() -> Processor:
 
 
 def processor_of(architecture: str, flags: frozenset[str], *, vectors: str, low_products: bool = True) -> Processor:
-    """Returns the class of a processor with the instruction sets named in `flags`.
-
-    `vectors` is the instruction set that torch's own kernels are limited to (`ATEN_CPU_CAPABILITY`); `low_products`
-    says whether torch's oneDNN computes low-precision products (`ONEDNN_MAX_CPU_ISA`). Flags that torch does not use
-    are ignored.
+    """Returns the class of a processor with these `flags`, as far as the settings of torch and oneDNN let them be used.
 
     >>> processor_of("x86_64", frozenset({"avx2", "avx512_f", "avx512_bf16"}), vectors="AVX2").name
     'x86 AVX2'
@@ -214,22 +210,12 @@ def processor_of(architecture: str, flags: frozenset[str], *, vectors: str, low_
 
 
 def cpu_flags(capabilities: Mapping[str, Any]) -> frozenset[str]:
-    """Returns the names of the instruction sets that are True in `torch.cpu.get_capabilities()`.
-
-    Its other entries, such as cache sizes, are left out.
-
-    >>> cpu_flags({"avx512_bf16": True, "amx_bf16": False, "l2_cache_size": 1})
-    frozenset({'avx512_bf16'})
-    """
+    """Returns the instruction sets that are True in `torch.cpu.get_capabilities()`, which also has sizes of caches."""
     return frozenset(name for name, value in capabilities.items() if value is True)
 
 
 def units(fmt: Format, facts: DeviceFacts) -> str | None:
-    """Returns the name of the units that compute matrix products of a format fast, or None if none are known.
-
-    >>> units(FP16, DeviceFacts("cuda", capability=(7, 5)))
-    'sm75'
-    """
+    """Returns the name of the units that compute products of a format fast, such as "sm75"; None if none are known."""
     if fmt == FP32:
         return facts.kind
     if facts.kind == "cpu":

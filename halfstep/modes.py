@@ -101,11 +101,9 @@ def _autocast_as_called(func: OpOverload) -> Iterator[None]:
 
 
 def take_off(mode: TorchDispatchMode, thread: int) -> None:
-    """Removes `mode` from the mode stack of `thread`, also if other modes are above it; does nothing in other threads.
-
-    If the `with` block of an earlier mode has ended, torch has popped the top of the stack, which may have been `mode`
-    instead of the earlier mode. In that case the earlier mode is still on the stack, and is removed here.
-    """
+    """Removes `mode` from `thread`'s mode stack, also from below other modes; does nothing in other threads."""
+    # When an earlier mode's `with` block ends, torch pops the top of the stack, which may have been `mode`: then the
+    # earlier one is still there, and goes now.
     stack = mode_stack()
     if threading.get_ident() != thread or not stack:
         return
@@ -223,10 +221,7 @@ def put_on_top(mode: OpMode) -> Callable[[], None]:
 
 @contextmanager
 def uncompiled(*modes: TorchDispatchMode) -> Iterator[None]:
-    """Puts modes on the stack for a `with`, the last on top, and makes compiled code run eagerly inside.
-
-    A Ctrl-C anywhere leaves none of this on.
-    """
+    """Puts modes on the stack, the last on top, and makes compiled code run eagerly; Ctrl-C leaves none of it on."""
     holder, before = object(), mode_stack()
 
     def leave() -> None:

@@ -6,11 +6,7 @@ import html
 
 
 def preformatted(text: str) -> str:
-    """Returns text as HTML that keeps its lines.
-
-    >>> preformatted("a < b")
-    '<pre style="white-space: pre-wrap">a &lt; b</pre>'
-    """
+    """Returns text as HTML that keeps its lines."""
     return f'<pre style="white-space: pre-wrap">{html.escape(text)}</pre>'
 
 

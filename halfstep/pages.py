@@ -24,9 +24,5 @@ SUPPORT = "docs/support.md"
 
 
 def more(page: str) -> str:
-    """Returns the words that refer to a page.
-
-    >>> more(NAN)
-    'more: docs/nan.md'
-    """
+    """Returns the words that refer to a page, such as "more: docs/nan.md"."""
     return f"more: {page}"

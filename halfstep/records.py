@@ -158,11 +158,7 @@ class Status(InNotebooks):
 
 
 def amount(size: int) -> str:
-    """Returns a number of bytes in words.
-
-    >>> amount(3 * 2**20), amount(1600)
-    ('3.0 MiB', '1.6 KiB')
-    """
+    """Returns a number of bytes in words, such as "3.0 MiB"."""
     return f"{size / 2**20:.1f} MiB" if size >= 2**20 else f"{size / 2**10:.1f} KiB"
 
 

@@ -70,11 +70,7 @@ def _turn(call: Callable[[], object], repeats: int, device: torch.device) -> flo
 
 
 def spread(values: Sequence[float]) -> Spread | None:
-    """Returns the median and quartiles of the values; None if there are none.
-
-    >>> spread([4.0, 1.0, 3.0, 2.0])
-    Spread(median=2.5, low=1.75, high=3.25, count=4)
-    """
+    """Returns the median and quartiles of the values; None if there are none."""
     if not values:
         return None
     if len(values) == 1:
@@ -84,15 +80,10 @@ def spread(values: Sequence[float]) -> Spread | None:
 
 
 def speedup(baseline: Sequence[float], times: Sequence[float]) -> float | None:
-    """Returns the median of the ratios of baseline to time, for calls that took turns; above 1 is faster.
+    """Returns the median of the ratios of baseline to time in rounds; of fewer than five rounds, the ratio of medians.
 
-    The two times of a ratio come from the same round, so that a slowdown of the machine affects both; entries without a
-    partner are left out. Of fewer than five pairs it is the ratio of the medians, as so few ratios are unreliable.
-
-    >>> speedup([2.0, 4.0, 30.0], [1.0, 2.0, 10.0])
-    2.0
-    >>> speedup([9.0, 4.0, 4.0, 4.0], [2.0, 2.0])
-    2.0
+    >>> speedup([2.0, 4.0, 30.0], [1.0, 2.0, 10.0]), speedup([9.0, 4.0, 4.0, 4.0], [2.0, 2.0])
+    (2.0, 2.0)
     """
     if len(times) != len(baseline) and 0 < min(len(times), len(baseline)) < _PAIRS:
         return median(baseline) / median(times)

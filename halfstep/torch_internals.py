@@ -345,12 +345,10 @@ class OpenGradScaler(torch.amp.GradScaler):
 
 
 class OpenAutocast(TorchAutocast):
-    """`torch.autocast` that can make another instance with the same settings.
+    """`torch.autocast` that can make another instance with the same settings."""
 
-    In code that torch.compile traces, this class makes plain `torch.autocast` instances, since instances of a subclass
-    cannot be nested with them there: the tracer ends a `torch.autocast` at the end of its `with` block, but a subclass
-    only at the end of the traced code.
-    """
+    # In code that torch.compile traces, it makes plain `torch.autocast` instances: the tracer ends these at the end of
+    # their `with` block, but a subclass only at the end of the traced code.
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Makes an instance; in code that torch.compile traces, makes a plain `torch.autocast` instead."""
@@ -620,11 +618,8 @@ _APPLY = getattr(torch.autograd.Function.apply, "__code__", None)  # from torch 
 
 
 def in_function(frame: FrameType | None) -> bool:
-    """Returns whether a frame runs in the forward of a custom autograd function.
-
-    Where `apply` is not python code, a forward is known by the name of its first argument: a call that is taken for one
-    by mistake costs time alone.
-    """
+    """Returns whether a frame runs in the forward of a custom autograd function."""
+    # Where `apply` is not python code, a forward is known by its first argument: a mistake costs time alone.
     while frame is not None:
         code = frame.f_code
         if code is _APPLY or (_APPLY is None and code.co_argcount and code.co_varnames[0] == "ctx"):

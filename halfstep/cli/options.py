@@ -41,20 +41,12 @@ Seed = Annotated[int, typer.Option("--seed", min=0, help="The seed of weights an
 
 
 def names(text: str) -> list[str]:
-    """Returns the names in a comma-separated list.
-
-    >>> names("O1, O2")
-    ['O1', 'O2']
-    """
+    """Returns the names in a comma-separated list, such as "O1, O2"."""
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def sizes(text: str) -> tuple[int, ...]:
-    """Returns the sizes in a comma-separated list.
-
-    >>> sizes("16, 32")
-    (16, 32)
-    """
+    """Returns the sizes in a comma-separated list, such as "16, 32"."""
     found = names(text)
     wrong = [each for each in found or [text] * bool(text) if not each.isdecimal() or int(each) < 1]
     if wrong:
@@ -65,11 +57,7 @@ def sizes(text: str) -> tuple[int, ...]:
 
 
 def bytes_of(text: str) -> int:
-    """Returns the bytes in an amount of memory with a unit.
-
-    >>> bytes_of("1.5GiB"), bytes_of("300 MiB")
-    (1610612736, 314572800)
-    """
+    """Returns the bytes in an amount of memory with a unit, such as "1.5GiB" or "300 MiB"."""
     amount, unit = text[:-3].strip(), text[-3:]
     if unit not in UNITS or not amount.replace(".", "", 1).isdecimal():
         raise WorkloadError(f"{text!r} is not an amount of memory; pass for example 512MiB or 2GiB")

@@ -30,11 +30,7 @@ _TABLES = (Plan, OpChanges, Rule, Policy, OpChange, Scaling)
 
 
 def to_dict(plan: Plan) -> dict[str, Any]:
-    """Returns the plan as a dict of strings, numbers, lists and dicts, with every field and the schema version.
-
-    >>> to_dict(level("O2", "bf16"))["master"]
-    'split'
-    """
+    """Returns the plan as a dict of strings, numbers, lists and dicts, with every field and the schema version."""
     return {"schema": SCHEMA, **_entries(plan)}
 
 
@@ -238,15 +234,7 @@ def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
 def choose_plan(
     plan: Plan | str, low: Format | torch.dtype | str | None, facts: DeviceFacts
 ) -> tuple[Plan, str | None]:
-    """Returns the plan for a level, a Plan or the path of a plan file, and a notice about the chosen format (or None).
-
-    If `low` is None and no Plan or plan file sets the format, it is one that the device of `facts` computes fast. The
-    notice then says which.
-
-    Raises:
-        PlanError: an unknown level, a value that is not a plan, or a plan file that cannot be read.
-        FormatError: an unknown format.
-    """
+    """Returns the plan for a level, a Plan or a plan file, and a notice if the device decided its format."""
     wanted = None if low is None else as_format(low)
     if isinstance(plan, Plan):
         return (plan if wanted is None else customize(plan, low=wanted)), None
@@ -267,11 +255,7 @@ def choose_plan(
 
 
 def choose_low(facts: DeviceFacts) -> tuple[Format, str]:
-    """Returns the low-precision format for a device, bf16 if possible and else fp16, and a notice that names it.
-
-    >>> choose_low(DeviceFacts("cuda", capability=(7, 5)))[0].name
-    'fp16'
-    """
+    """Returns the low-precision format for a device, bf16 if possible and else fp16, and a notice that names it."""
     for fmt in LOW_FORMATS:
         found = units(fmt, facts)
         if found is not None:

@@ -119,12 +119,7 @@ def customize(
     """Returns the plan with the keywords of `initialize` applied; None and () leave it as it is.
 
     Another `low` also changes fields such as master and scale: those that still have the value of the plan's level get
-    the level's value for the new format. `loss_scale` is "dynamic", "none", a number (also as text) or a Scaling.
-    `rules` and `ops` are added as edits; if two contradict each other, the later one wins. `changes` are other fields.
-
-    Raises:
-        PlanError: an invalid value, or one that contradicts the plan.
-        FormatError: an unknown format.
+    the level's value for the new format. Of `rules` and `ops` that contradict the plan's, the later win.
 
     >>> customize(level("O2", "bf16"), low="fp16", loss_scale=128).scale.init
     128.0
@@ -156,14 +151,7 @@ def _for_format(plan: Plan, low: Format) -> dict[str, Any]:
 
 
 def as_scaling(value: str | float | Scaling) -> Scaling:
-    """Returns a Scaling for "dynamic", "none", a number, a number as text, or a Scaling.
-
-    Raises:
-        PlanError: the value is none of these.
-
-    >>> as_scaling("128").init
-    128.0
-    """
+    """Returns a Scaling for "dynamic", "none", a number, a number as text, or a Scaling."""
     if isinstance(value, Scaling):
         return value
     if isinstance(value, str):

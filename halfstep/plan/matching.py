@@ -53,11 +53,7 @@ class Site:
 
 
 def uncompiled(path: str) -> str:
-    """Returns a module's path without the names that torch.compile adds.
-
-    >>> uncompiled("blocks._orig_mod.attn")
-    'blocks.attn'
-    """
+    """Returns a module's path without the `_orig_mod` that torch.compile adds."""
     return ".".join(part for part in path.split(".") if part != COMPILED)
 
 
@@ -186,13 +182,9 @@ def first_device(models: Sequence[nn.Module]) -> torch.device:
 def norm_kind(module: nn.Module) -> NormKind | None:
     """Returns "torch" or "own", depending on whose code normalises in the module; None if the module is not a norm.
 
-    "torch" means torch's own kernels, which take low inputs with fp32 weights. "own" means the model's own code, in
-    which low and fp32 values would mix. A norm is "own" if its class is named like a norm or is a subclass of one of
-    torch's norms, and its forward is not torch's. A class that contains other layers with weights (PreNorm with its
+    Torch's own kernels take low inputs with fp32 weights; in the model's own code low and fp32 values would mix. Such a
+    class is named like a norm, or a subclass of torch's. One that contains other layers with weights (PreNorm with its
     attention) is not a norm itself, but its parts may be.
-
-    >>> norm_kind(nn.GroupNorm(1, 4))
-    'torch'
     """
     by_torch = isinstance(module, _TORCH_NORMS)
     named = _NAMED_NORM.fullmatch(type(module).__name__) is not None

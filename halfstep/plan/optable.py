@@ -270,14 +270,7 @@ def stock_action(overload: str, device_type: str) -> Action | None:
 
 
 def device_note(row: ListedOp, device_type: str) -> str:
-    """Returns what casts the overloads of a table row on a device at O1.
-
-    This is "torch" if torch's autocast casts all overloads, "halfstep" if it casts none, and "torch, halfstep" if it
-    casts some.
-
-    >>> device_note(next(row for row in ROWS if row.op == "linear"), "cpu")
-    'torch'
-    """
+    """Returns what casts the overloads of a row on a device at O1: "torch", "halfstep" or "torch, halfstep"."""
     does = BY_CALL.get(row.op, _BY_CATEGORY[row.category])
     own = [stock_action(overload, device_type) == does for overload in row.overloads]
     return "torch" if all(own) else "torch, halfstep" if any(own) else "halfstep"
@@ -313,16 +306,7 @@ def effective(plan: Plan) -> Mapping[str, Action]:
 
 
 def find(public_name: str) -> tuple[str, ...]:
-    """Returns the names of those aten overloads of a public torch function that can be cast.
-
-    Raises:
-        PlanError: no such op (with near misses), or one that cannot be cast, with the reason.
-
-    >>> find("softmax")
-    ('softmax.int',)
-    >>> find("torch.linalg.inv")
-    ('linalg_inv',)
-    """
+    """Returns the aten overloads of a public torch function that can be cast: ("softmax.int",) for "softmax"."""
     name = public_name
     for prefix, instead in _NAMESPACES:
         if name.startswith(prefix):
@@ -338,11 +322,7 @@ def find(public_name: str) -> tuple[str, ...]:
 
 
 def check_op_changes(changes: OpChanges) -> None:
-    """Checks every op name against the dispatcher; functions ("module:function") are looked up when a session starts.
-
-    Raises:
-        PlanError: a name is not an op or cannot be cast (with near misses), or two lists have one op under two names.
-    """
+    """Refuses names that are no op, cannot be cast or are in two lists; leaves functions ("module:function") alone."""
     listed: dict[str, tuple[str, str]] = {}
     for category, op in changes.listed():
         for overload in () if ":" in op else find(op):

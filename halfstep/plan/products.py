@@ -22,11 +22,7 @@ _NAMED = re.compile("Linear|^Conv1D$")  # layers of a model's own, and those of 
 
 
 def sizes_of(module: nn.Module) -> list[tuple[int, ...]]:
-    """Returns the shapes of the weights that a module multiplies with as a linear layer does; none if it is no layer.
-
-    >>> sizes_of(nn.Linear(2, 3)), sizes_of(nn.Embedding(2, 3))
-    ([(3, 2)], [])
-    """
+    """Returns the shapes of the weights that a module multiplies with as a linear layer does; [] if it is none."""
     own = [p for p in parameters_of(module).values() if p is not None]
     if any(p.dtype not in CASTABLE for p in own):
         return []

@@ -26,11 +26,8 @@ class Backend:
         optimizer.adapt(found, norm)
 
     def gradients(self, run: Run, variables: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Returns two lists of gradients of `run(tap)`: of the tensors passed to `tap`, and of the variables.
-
-        `run` must compute with the tensors that `tap` returns. It is called in a `StatelessScope`, so that its
-        assignments do not last. It must not open a second `StatelessScope`, which would hide the first one.
-        """
+        """Returns the gradients of `run(tap)`: of the tensors that `run` passes to `tap`, and of the variables."""
+        # `run` is called in a `StatelessScope`, so that assignments do not last; a second one inside would hide it.
         raise NotImplementedError
 
     def hand_out_batches(self, model: Any, take: Callable[[Any], None]) -> None:

@@ -71,11 +71,9 @@ def loss_of_batch(model: keras.Model, x: Any, y: Any, sample_weight: Any) -> Any
 
 
 def find_cause(model: keras.Model, x: Any, y: Any, sample_weight: Any, *, scale: float) -> Verdict | None:
-    """Returns the verdict of `find_broken` on a compiled model; on torch with the operation that `blame` finds.
-
-    A cast between two layers counts as part of the second in `find_broken`, of the first in `blame`: the layer is from
-    `blame` only if it is inside that of `find_broken`.
-    """
+    """Returns the verdict of `find_broken` on a compiled model; on torch with the operation that `blame` finds."""
+    # A cast between two layers counts as part of the second in `find_broken`, of the first in `blame`: the layer is
+    # from `blame` only if it is inside that of `find_broken`.
 
     def loss() -> Any:
         with keras.StatelessScope(collect_losses=True):

@@ -153,10 +153,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         return keras.StatelessScope(state_mapping=list(zip(self.variables, optimizer_variables, strict=True)))
 
     def adapt(self, found: Any, norm: Any) -> None:
-        """Updates the scale and the counters after a step.
-
-        `found` tells whether the step overflowed, and `norm` is the norm of its unscaled gradients.
-        """
+        """Updates scale and counters after a step that overflowed if `found`, with unscaled gradients of this norm."""
         self.grad_norm.assign(norm)
         self.skipped.assign_add(ops.cast(found, self.skipped.dtype))
         if not self.scaling.adapts:

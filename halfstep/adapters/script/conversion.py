@@ -79,15 +79,10 @@ class _Made:
 class Conversion:
     """Finds what a script trains, and trains it in one session; `patches.install` makes torch call its methods.
 
-    The session opens when the script first calls a model that an optimizer trains: by then the model is on its device
-    and wrapped. If the script makes another optimizer later, or copies one, the next call of a model that it trains
-    reopens the session for all models and optimizers that are still there, with the same scales and counts. So no loss
-    is ever scaled by two sessions. The session holds aliases of the optimizers: it closes when the script has dropped
-    them all, and reopens without those that are gone. A script that uses mixed precision itself gets no session.
-    Whenever the session opens, `sinks` is called with the rank of this process, and returns the sinks of the session.
-
-    Raises:
-        PlanError: `plan`, `low` or one of `changes`, keywords of `initialize` by name, is unknown.
+    The session opens when the script first calls a model that an optimizer trains, which by then is on its device and
+    wrapped. Another optimizer, or a copy of one, reopens it for all that are still there, with the same scales and
+    counts, so no loss is scaled by two sessions. It holds aliases of the optimizers, and closes when the script has
+    dropped them all. A script that uses mixed precision itself gets none. `sinks` makes a session's sinks of the rank.
     """
 
     def __init__(

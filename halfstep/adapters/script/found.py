@@ -18,11 +18,9 @@ from halfstep.train.scale.loss import leaves_of, pair_outputs
 
 
 class CallWatch:
-    """While on, calls `called` with each module that is about to be called; while off, it costs nothing.
+    """While on, calls `called` with each module that is about to be called; while off, it costs nothing."""
 
-    A forward pre-hook would run too late: by then torch has looked up the module's `forward`, and a session, which
-    changes the class of the module, would have no effect on this call.
-    """
+    # A forward pre-hook would run too late: torch has looked up `forward` by then, and a session changes the class.
 
     def __init__(self, called: Callable[[nn.Module], None]) -> None:
         self.on = False

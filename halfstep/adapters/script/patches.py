@@ -46,10 +46,7 @@ EXPORTS = (  # what writes a model as a program, with the formats that it finds
 
 
 def install(listener: Conversion, apex_low: Format | str) -> Callable[[], None]:
-    """Patches torch to call `listener`, and installs the drop-ins for torch.amp and apex.
-
-    `apex_low` is the low-precision format of the drop-in for apex. Returns a function that undoes all of this.
-    """
+    """Patches torch to call `listener`, and apex with the format `apex_low`; returns a function that undoes this."""
     with ExitStack() as stack:
         stack.callback(torch_amp.install())
         stack.callback(_put(amp, "initialize", lambda run: _before_apex_amp(run, listener)))

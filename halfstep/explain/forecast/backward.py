@@ -61,12 +61,8 @@ def step(model: nn.Module, closure: Callable[[], Any], see: See, *, backward: Ca
 
 @contextmanager
 def watching(model: nn.Module, see: See) -> Iterator[None]:
-    """Passes to `see` the weights at once, then each module's output and, in the backward pass, the output's gradient.
-
-    If a container returns a tensor of a module inside it, the tensor counts for the inner module. Outputs that a
-    checkpoint recomputes in the backward pass are not passed again. Compiled code runs eagerly meanwhile, because
-    torch.compile would leave out the hooks.
-    """
+    """Passes to `see` the weights at once, then each module's output and, in the backward pass, its gradient."""
+    # Compiled code runs eagerly meanwhile, because torch.compile would leave out the hooks.
     for place, parameter in parameters(model):
         see(place, parameter.detach())
     seen: WeakValueDictionary[tuple[int, int], Tensor] = WeakValueDictionary()
@@ -209,11 +205,7 @@ def _is_product(func: Any) -> bool:
 
 
 class RoundedBackward(OpMode):
-    """A mode that rounds fp32 results of the backward pass to a format.
-
-    It rounds each product of the model, and each result inside recurrent layers, where an error passes through hundreds
-    of operations. Results of modules that compute full are not rounded.
-    """
+    """A mode that rounds products of the backward pass to a format, and all results inside of recurrent layers."""
 
     def __init__(self, nodes: Nodes, fmt: Format) -> None:
         super().__init__()
@@ -246,15 +238,7 @@ def _is_in(number: int, ranges: Sequence[range]) -> bool:
 
 
 def rounded(values: Tensor, fmt: Format) -> Tensor:
-    """Returns an fp32 tensor rounded to a format.
-
-    The values are the same as from `round_nearest`, but torch's own cast computes them many times faster.
-
-    >>> import torch
-    >>> from halfstep.formats import E4M3
-    >>> rounded(torch.tensor([3.14159, 1e6]), E4M3)
-    tensor([  3.2500, 448.0000])
-    """
+    """Returns an fp32 tensor as `round_nearest` rounds it, by torch's own cast, which is many times faster."""
     if fmt is TF32:  # no dtype is TF32
         return round_nearest(values, fmt)
     if not fmt.has_inf:  # else some releases turn values beyond the format into NaN

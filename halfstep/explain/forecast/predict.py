@@ -279,11 +279,7 @@ class _Sum:
         self._signal, self._noise = (torch.zeros((), dtype=torch.float64, device=device) for _ in range(2))
 
     def count(self, values: Tensor, fmt: Format | None, *, arrived: bool = False) -> Tensor:
-        """Rounds fp32 values to `fmt` (None: not at all), counts the zeros and overflows in the result, and returns it.
-
-        With `arrived`, values that were non-finite before the rounding count as overflows too, because they overflowed
-        earlier in the same pass.
-        """
+        """Rounds fp32 values to `fmt`, if one is given, and counts zeros and, with those that `arrived`, overflows."""
         result = values if fmt is None else rounded(values, fmt)
         self._zeros += values.numel() - result.count_nonzero()
         if not _largest(values) <= (fmt or FP32).max:  # NaN too
@@ -321,11 +317,7 @@ def _largest(values: Tensor) -> float:
 
 
 def decibels(signal: float, noise: float) -> float:
-    """Returns a ratio of energies in decibels; infinite if there is no noise.
-
-    >>> decibels(100.0, 1.0), decibels(1.0, 0.0)
-    (20.0, inf)
-    """
+    """Returns a ratio of energies in decibels; infinite if there is no noise."""
     if noise == 0:
         return math.inf
     return 10 * math.log10(signal / noise) if signal else -math.inf

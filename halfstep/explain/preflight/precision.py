@@ -136,12 +136,10 @@ def _damage(low: StepResult, exact: StepResult) -> Damage:
 
 
 def precision_findings(rehearsal: Rehearsal, low: StepResult) -> list[Finding]:
-    """Returns what a rehearsal loses without an overflow, or a note of what was compared; `low` is a step that it made.
-
-    The same step in fp32 tells how far outputs and gradients are off. If they are, calls of modules are made again in
-    fp32 with their own inputs, and modules that give something else are suspects. A suspect becomes a finding if an
-    edit that keeps it in fp32, tried on copies, divides the error by 3.
-    """
+    """Returns what a rehearsal, of which `low` is a step, loses without an overflow, or a note of what was compared."""
+    # The same step in fp32 tells how far outputs and gradients are off. If they are, calls of modules are made again in
+    # fp32 with their own inputs. A suspect, which gives something else then, becomes a finding if an edit that keeps it
+    # in fp32, tried on copies, divides the error by 3.
     check = _Check(rehearsal, low)
     try:
         return check.findings()

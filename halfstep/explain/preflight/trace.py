@@ -44,10 +44,7 @@ BLAME = "halfstep.blame(session, closure) finds the operation and a cure"
 
 
 def trace_step(session: Session, closure: Callable[[], Any], *, precision: bool) -> tuple[list[Finding], set[int]]:
-    """Returns the findings of one forward and backward pass, and the ids of the weights that the pass casts to low.
-
-    With `precision` the pass is compared with one in fp32.
-    """
+    """Returns the findings of a forward and backward pass (`precision`: what it loses too), and ids of weights cast."""
     scale = session.last_step().scale
     with rehearsing(session, closure) as rehearsal:
         tracer = StepTracer(rehearsal.roots, rehearsal.plan)
@@ -70,10 +67,7 @@ def trace_step(session: Session, closure: Callable[[], Any], *, precision: bool)
 
 
 class StepTracer(OpRecorder):
-    """Records the operations of a step, as blame does, and examines their constants, casts and failures.
-
-    `rounded` has the ids of the weights that the step cast to the plan's low format.
-    """
+    """Records a step as blame does, and examines constants, casts and failures; `rounded`: ids of weights it cast."""
 
     def __init__(self, roots: Sequence[torch.nn.Module], plan: Plan) -> None:
         super().__init__(roots)

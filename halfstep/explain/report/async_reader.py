@@ -19,10 +19,7 @@ COLUMNS = tuple(each.name for each in fields(StepValues) if each.name not in ("s
 
 
 class AsyncReader:
-    """Reads the tensors of StepRecords on the host, as StepValues; no step waits for the device.
-
-    Steps that are captured into a CUDA graph are left out, since replays of the graph make no records.
-    """
+    """Reads StepRecords on the host without waiting for the device; what a CUDA graph captures is left out."""
 
     def __init__(self) -> None:
         self._coming: deque[tuple[StepRecord, float, Later]] = deque()

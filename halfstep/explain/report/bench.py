@@ -53,9 +53,7 @@ def _width(column: Sequence[str]) -> int:
 
 
 def over_seeds(values: Sequence[float], digits: int = 4) -> str:
-    """Returns the mean over seeds as text, with the standard deviation if there are several seeds.
-
-    If some values are not finite, returns how many of them instead, such as "1 of 3 diverged".
+    """Returns the mean over seeds as text, with the standard deviation if there are several, or how many diverged.
 
     >>> over_seeds([1.0, 3.0]), over_seeds([2.0]), over_seeds([])
     ('2.0000 ± 1.4142', '2.0000', '-')
@@ -135,17 +133,12 @@ LevelRun = tuple[BenchResult, BenchRun]
 
 
 def recommendation(results: Sequence[BenchResult], *, losses: bool = False) -> str:
-    """Returns one sentence that recommends what to train with, with the figures that support it.
+    """Returns one sentence that recommends what to train with, and why; with `losses`, of one result, the final ones.
 
-    Each result is a benchmark of one model and batch size. Its rows are configurations, such as "O1 bf16"; rows with
-    the same name are taken together over all results. The fastest O0 row, compiled or not, is compared with the fastest
-    other row, and O0 is recommended unless the other row is clearly faster.
-
-    A row is left out if one of its losses was not finite, or if, after at least `JUDGED` steps, its final loss was
-    clearly higher than O0's. An O3 row with fewer steps is recommended only if there is no other choice, since O3 has
-    no masters and its loss cannot be judged yet. The sentence also says in how many results one or both of the
-    compared rows ran out of memory; these results do not enter the comparison. `losses` adds the final losses; it is
-    for a single result only.
+    Rows with the same name, such as "O1 bf16", are taken together over all results. The fastest O0 row is compared with
+    the fastest other row, and recommended unless the other is clearly faster. Left out are rows with a loss that is not
+    finite or, after `JUDGED` steps, clearly higher than O0's, and points where one ran out of memory. An O3 row with
+    fewer steps, whose loss cannot be judged yet, is recommended only if there is no other choice.
     """
     rows = _compared(results)
     if not rows:

@@ -31,28 +31,20 @@ CHUNK = 512
 MOVED = 126  # a loss scale moves the exponents of true values out of a histogram by at most this much
 FIRST = -149 - MOVED  # the exponent of the first entry of a histogram of true values, each of which is one octave
 OCTAVES = 129 + MOVED - FIRST
+# Of values as they were observed: lost ones are rounded to zero by the low format (or an update is too small for its
+# weight), small ones lie below its smallest normal value, lost ones included, saturated ones beyond its largest value.
 MEASURES = ("nonzero", "lost", "small", "count", "zeros", "saturated")
 _SUBNORMAL = 23  # octaves that share entry 0 of a histogram
 
 
 @dataclass
 class Sums:
-    """Statistics of all tensors of one kind: a row for each module, named in `modules`; row 0 is the whole network.
-
-    `histogram` (row, exponent) counts true values, which are values without the loss scale, by exponent from `FIRST`
-    on. `largest` (row) is the largest true magnitude. `formats` are the formats in which the tensors were stored.
-    `sampled` says that only some elements of a tensor were read.
-
-    `shares` (row, group of steps, measure) counts values as they were observed, multiplied by the loss scale. The
-    measures, in the order of `MEASURES`, are: nonzero values; lost values, which the low format rounds to zero; small
-    values, which are below the format's smallest normal value (lost values included); all values; zeros; and saturated
-    values, which are beyond the format's largest value (infinities and NaN included). An update is lost if adding it
-    does not change the stored weight.
-    """
+    """Statistics of all tensors of one kind: a row for each module, named in `modules`; row 0 is the whole network."""
 
     modules: list[str] = field(default_factory=lambda: [NETWORK])
-    formats: set[str] = field(default_factory=set)
-    sampled: bool = False
+    formats: set[str] = field(default_factory=set)  # in which the tensors were stored
+    sampled: bool = False  # only some elements of a tensor were read
+    # (row, exponent from FIRST on) without the loss scale; (row, group of steps, measure); (row) without it
     histogram: Array = field(default_factory=lambda: np.zeros((0, OCTAVES)))
     shares: Array = field(default_factory=lambda: np.zeros((0, 0, len(MEASURES))))
     largest: Array = field(default_factory=lambda: np.zeros(0))
@@ -104,11 +96,7 @@ class Gathered:
 def gather(
     observations: Iterable[Observation], steps: Sequence[int], low: Format, modules: Sequence[str] = ()
 ) -> Gathered:
-    """Returns the sums of `observations`; the range of `low` decides which values are lost, small or saturated.
-
-    Small values are below the smallest normal value of `low`. `steps` are the observed steps, sorted. The rows of the
-    sums are in the order of `modules`; other modules follow in the order in which they were observed.
-    """
+    """Returns the sums of `observations` at the sorted `steps`, judged by `low`; rows are ordered as `modules`."""
     groups = np.array_split(np.asarray(steps, dtype=np.int64), min(len(steps), COLUMNS)) if steps else []
     column = {int(step): index for index, group in enumerate(groups) for step in group}
     kinds: dict[str, Sums] = {}

@@ -32,32 +32,24 @@ CAST_TOO_HIGH = "casting gradients to {format} overflows: the loss scale is too 
 
 @dataclass(frozen=True)
 class Headline:
-    """How a run went, in one sentence: `text`, with a `tone` of "good", "warning" or "bad".
+    """How a run went, in one sentence."""
 
-    `verdict` is the verdict that `text` reports, or None if it reports none. `details` are further lines, for example
-    on other verdicts.
-    """
-
-    tone: str
+    tone: str  # "good", "warning" or "bad"
     text: str
-    verdict: Event | None = None
-    details: tuple[str, ...] = ()
+    verdict: Event | None = None  # what `text` reports, if it is a verdict
+    details: tuple[str, ...] = ()  # further lines, such as on other verdicts
 
 
 @dataclass(frozen=True)
 class _Course:
-    """What the rules of `headline` know of a run: its log, the sums of its observations, its plan and its verdicts.
-
-    `now` is the current time in seconds since 1970. `floor` is the minimum of a dynamic loss scale, None for other
-    scales. `skipped` is the number of skipped steps.
-    """
+    """What the rules of `headline` know of a run: its log, the sums of its observations, its plan and its verdicts."""
 
     run: Run
     gathered: Gathered
-    now: float
+    now: float  # seconds since 1970
     plan: dict[str, Any]
-    floor: float | None
-    skipped: int
+    floor: float | None  # the minimum of a dynamic loss scale, None for others
+    skipped: int  # steps
     verdicts: tuple[Event, ...]
 
     @property
@@ -414,11 +406,7 @@ def _pace(steps: Sequence[StepValues]) -> float:
 
 
 def _percent(share: float) -> str:
-    """Returns a share in percent, with two digits.
-
-    >>> _percent(0.314), _percent(0.00004), _percent(1.0)
-    ('31%', 'under 0.01%', '100%')
-    """
+    """Returns a share in percent with two digits, such as "31%", or "under 0.01%"."""
     return "under 0.01%" if share < 0.0001 else f"{float(f'{100 * share:.2g}'):g}%"
 
 

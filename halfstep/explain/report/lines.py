@@ -65,12 +65,9 @@ class Event:
 
 
 def _line_of(record: type, tag: str, changed: dict[str, Any], absent: dict[str, Any] | None = None) -> type[Struct]:
-    """Returns the struct type for log lines that hold records of the class `record`; `tag` is the `type` of such lines.
-
-    The struct has the fields of the class. `changed` maps names of fields to types: it gives a field another type, adds
-    a field, or, if the type is None, leaves the field out. `absent` has default values for fields that a line may lack,
-    in addition to the defaults of the class.
-    """
+    """Returns the struct for log lines of the `type` `tag` that hold records of a class."""
+    # It has the fields of the class. `changed` gives a field another type, adds one, or leaves one out if the type is
+    # None; `absent` has defaults of fields that a line may lack, besides those of the class.
     types = {name: kind for name, kind in (get_type_hints(record) | changed).items() if kind is not None}
     absent = {each.name: each.default for each in fields(record) if each.default is not MISSING} | (absent or {})
     given = [(name, kind, absent[name]) if name in absent else (name, kind) for name, kind in types.items()]
@@ -155,11 +152,7 @@ def _observation(given: dict[str, Any]) -> Observation:
 
 
 def plain(value: Any) -> Any:
-    """Returns a value as plain JSON types: a record as its fields, an edit as in plan files.
-
-    >>> plain({"a": (0.5, float("-inf"))})
-    {'a': [0.5, '-inf']}
-    """
+    """Returns a value as plain JSON types: a record as its fields, an edit as in plan files, infinity as text."""
     if isinstance(value, (int, str)):
         return value
     if isinstance(value, float):

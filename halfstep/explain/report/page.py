@@ -114,9 +114,7 @@ def _charts(run: Run, gathered: Gathered, found: Headline) -> dict[str, Any]:
 def thin(values: Array, points: int = POINTS) -> npt.NDArray[np.int64]:
     """Returns the indices of at most `points` values that, drawn as a line, look like all values.
 
-    They are the first and last value, and the smallest and largest value of each group of neighbouring values.
-
-    >>> thin(np.array([3.0, 1.0, 2.0, 9.0, 5.0, 5.0, 5.0, 4.0]), points=6)
+    >>> thin(np.array([3.0, 1.0, 2.0, 9.0, 5.0, 5.0, 5.0, 4.0]), points=6)  # of each group the smallest and the largest
     array([0, 1, 3, 4, 7])
     """
     if len(values) <= points:
@@ -166,10 +164,8 @@ def _some(steps: Sequence[float], points: int = POINTS // 2) -> list[int]:
 
 
 def _shift(steps: Sequence[StepValues]) -> int:
-    """Returns log2 of the loss scale that the page's histogram starts with: the most frequent one of unskipped steps.
-
-    Not the last one, as a failing run ends with lower and lower scales; but of equally frequent ones the last.
-    """
+    """Returns log2 of the most frequent loss scale of unskipped steps, of equally frequent ones the last."""
+    # The last scale would not do: a failing run ends with lower and lower scales.
     made = [values.scale for values in steps if 0 < values.scale < math.inf and not values.skipped]
     tried = [values.scale for values in steps if 0 < values.scale < math.inf] or [1.0]
     count = Counter(reversed(made or tried[-1:]))
@@ -197,10 +193,7 @@ def _saturated(sums: Sums, module: str | None) -> bool:
 
 
 def _nearest(name: str, modules: Sequence[str]) -> tuple[int, str | None]:
-    """Returns (distance, module) of the module `name` in `modules`, or else of the closest module around or inside it.
-
-    The distance is 0 for the module itself, the difference in depth for a module around it, 100 for a module inside it,
-    and 10000 if there is none.
+    """Returns (distance, module) of a module in `modules`, or of the closest around it, or of one inside it.
 
     >>> _nearest("h.1.attn", ["h", "h.1"]), _nearest("h", ["h.0", "h.1"]), _nearest("h.1", ["h.10"])
     ((1, 'h.1'), (100, 'h.0'), (10000, None))
@@ -307,15 +300,11 @@ def _imprecise(each: PrecisionOf) -> TableRow:
 
 
 def _parted(advice: str, cure: Sequence[Edit]) -> tuple[str, str]:
-    """Splits advice into the code that makes the edits and the remaining text.
+    """Splits advice into the code that makes the edits, one line or "", and the remaining text.
 
-    Returns (code, text); the code is one line, or "" if there are no edits.
-
-    >>> from halfstep.edits import FULL, Rule, Scaling
-    >>> _parted("plan.edit(Rule('a', FULL)); tried: it trains", [Rule("a", FULL)])
-    ("plan = plan.edit(Rule('a', FULL))", 'tried: it trains')
-    >>> _parted("take less", [Scaling("static", init=2.0)]), _parted("take less", [])
-    (("plan = plan.edit(Scaling('static', init=2))", 'take less'), ('', 'take less'))
+    >>> from halfstep.edits import FULL, Rule
+    >>> _parted("plan.edit(Rule('a', FULL)); tried: it trains", [Rule("a", FULL)]), _parted("take less", [])
+    (("plan = plan.edit(Rule('a', FULL))", 'tried: it trains'), ('', 'take less'))
     """
     if not cure:
         return "", advice
@@ -374,11 +363,7 @@ def _plan(entries: dict[str, Any]) -> str:
 
 
 def _duration(seconds: float) -> str:
-    """Returns a duration in seconds as text.
-
-    >>> _duration(3.25), _duration(125), _duration(7500)
-    ('3.2 s', '2 min 5 s', '2 h 5 min')
-    """
+    """Returns a duration in seconds as text, such as "3.2 s", "2 min 5 s" or "2 h 5 min"."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)

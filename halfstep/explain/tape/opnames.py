@@ -56,15 +56,10 @@ _RECURRENT: tuple[tuple[type[nn.Module], str], ...] = (
 
 
 def public_name(aten: str, *, call: Collection[str] = (), function: str = "", module: nn.Module | None = None) -> str:
-    """Returns the name of the torch function that users call to run an operation.
+    """Returns the torch function that users call to run `aten`, as `module` calls it inside of torch's `function`.
 
-    `aten` is the operation's name in the dispatcher, `call` has the names of all operations of the same C++ call,
-    `function` is the Python function of torch around the operation, and `module` is the module that called it.
-
-    >>> public_name("addmm", call=["t", "addmm"])
-    'linear'
-    >>> public_name("_softmax")
-    'softmax'
+    >>> public_name("addmm", call=["t", "addmm"]), public_name("_softmax")  # `call`: the operations of one C++ call
+    ('linear', 'softmax')
     """
     recurrent = next((name for kind, name in _RECURRENT if isinstance(module, kind)), None)
     if recurrent is not None:
@@ -95,21 +90,13 @@ _MOVES = ("_to_copy", "t", "view", "expand", "transpose", "unsqueeze", "clone", 
 
 
 def of_node(node: str) -> str:
-    """Returns the dispatcher's name of the operation to which a backward node belongs.
-
-    >>> of_node("LogSoftmaxBackward0")
-    'log_softmax'
-    """
+    """Returns the dispatcher's name of a backward node's operation: "log_softmax" for "LogSoftmaxBackward0"."""
     name = re.sub(r"Backward\d*$", "", node.rpartition("::")[2])
     return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
 
 
 def is_backward_of(node: str, aten: str) -> bool:
-    """Tells whether an autograd node is the backward of an operation.
-
-    >>> is_backward_of("SoftmaxBackward0", "_softmax")
-    True
-    """
+    """Tells whether an autograd node is the backward of an operation, as "SoftmaxBackward0" of "_softmax"."""
     return of_node(node).replace("_", "") == aten.replace("_", "")
 
 

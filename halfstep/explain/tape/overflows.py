@@ -36,14 +36,13 @@ class _Here:
 
 
 class AbsorbedWatch(OpMode):
-    """Reports overflows that are absorbed in training forwards.
-
-    Only overflows that a loss depends on are reported; `end` says what the losses are. Gradients can be off in parts of
-    a training forward: in a `no_grad` block, a custom function, a reentrant checkpoint. While all models are in eval
-    mode, operations without gradients are ignored.
+    """Reports overflows that are absorbed in training forwards and that one of the losses given to `end` depends on.
 
     Each low result is examined, which waits for the device. An error in the watch ends the watch, never the step.
     """
+
+    # Gradients can be off in parts of a training forward: in a `no_grad` block, a custom function, a reentrant
+    # checkpoint. While all models are in eval mode, operations without gradients are ignored.
 
     def __init__(self, roots: Sequence[nn.Module]) -> None:
         super().__init__()

@@ -1,8 +1,4 @@
-"""The recorder: a dispatch mode that records each operation of a forward and backward pass, and its origin.
-
-It examines each result, which waits for the device. Therefore it runs for one step at a time, and only to explain a
-failure or to check a model.
-"""
+"""The recorder: a dispatch mode that records each operation of a forward and backward pass, and waits for results."""
 
 from __future__ import annotations
 
@@ -136,9 +132,8 @@ class _Read:
 
 
 class OpRecorder(OpMode):
-    """A dispatch mode that records the operations of one forward and backward pass of the models `roots`.
+    """A dispatch mode that records the operations of one forward and backward pass of the models `roots`, while `on`.
 
-    While `on` is False it does nothing. `trail` follows values that overflowed until an operation absorbs the overflow.
     With `examine=False` it looks at no values: it records only where operations ran, and what wrote their arguments.
     """
 

@@ -80,10 +80,7 @@ def inspect(session: Session, closure: Callable[[], Any]) -> Inspection:
 
 
 def _least(metered: Callable[[], Meter]) -> tuple[Meter, float]:
-    """Returns a meter with the least time of each operation over passes, and how many times that the median pass took.
-
-    A step of which a pass differs, such as one that chooses experts at random, is metered once.
-    """
+    """Returns a meter with the least times of operations over passes, and how many times these the median pass took."""
     meter, start = metered(), perf_counter()
     times = [[call.seconds for call in meter.calls]]
     while len(times) < _PASSES and (len(times) < 2 or perf_counter() - start < _SECONDS):

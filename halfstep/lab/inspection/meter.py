@@ -75,10 +75,10 @@ class Call:
 
 
 class Meter(OpRecorder):
-    """A dispatch mode that records each operation of a step with its place and cost.
+    """Records each operation of a step with its place and cost.
 
-    It also changes the step at the places in `low_at`: if a forward operation there has low and fp32 inputs, its fp32
-    inputs are cast to low. This shows what the step would cost if these operations did not return fp32 values.
+    It also casts fp32 inputs to low where a forward operation at a place in `low_at` has both: this shows what the step
+    would cost if these operations did not return fp32 values.
     """
 
     def __init__(self, roots: Sequence[nn.Module], device: torch.device, low_at: Collection[Place] = ()) -> None:

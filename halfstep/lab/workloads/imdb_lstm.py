@@ -128,29 +128,19 @@ class ImdbLSTM(Workload):
 
 
 def tokenize(text: str) -> list[str]:
-    """Returns the lower-case words and punctuation marks (.,!?) of a review, without its line-break tags.
-
-    >>> tokenize("Don't go!<br />Really")
-    ["don't", 'go', '!', 'really']
-    """
+    """Returns the lower-case words and punctuation marks (.,!?) of a review, without its line-break tags."""
     return re.findall(r"[a-z0-9']+|[.,!?]", text.lower().replace("<br />", " "))
 
 
 def vocabulary(tokens: Iterable[list[str]], limit: int) -> dict[str, int]:
-    """Returns ids, from 2 on, for the `limit` most frequent words; ties are ordered alphabetically.
-
-    >>> vocabulary([["b", "a", "b"], ["c"]], 2)
-    {'b': 2, 'a': 3}
-    """
+    """Returns ids, from 2 on, for the `limit` most frequent words; ties are ordered alphabetically."""
     counts = Counter(word for words in tokens for word in words)
     ranked = sorted(counts, key=lambda word: (-counts[word], word))[:limit]
     return {word: i for i, word in enumerate(ranked, start=2)}
 
 
 def encode(tokens: Iterable[list[str]], ids: dict[str, int], length: int) -> Tensor:
-    """Returns the ids of the last `length` words of each review, as a tensor of shape (N, length).
-
-    Unknown words get the id 1. Reviews with fewer words are padded on the left with 0.
+    """Returns the ids of the last `length` words of each review (N, length): 1 for unknown ones, padded left with 0.
 
     >>> encode([["a", "x"], ["x", "x", "a", "a"]], {"a": 2}, 3).tolist()
     [[0, 2, 1], [1, 2, 2]]

@@ -28,12 +28,8 @@ TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0":
 def load_workload(name: str, settings: Mapping[str, str] | None = None, *, data: Path | None = None) -> Workload:
     """Returns the workload `name` with settings given as text, as on a command line.
 
-    `name` is one of `WORKLOADS`, one of `MODELS`, whose own settings `settings` override, or `path.py:function`. The
-    function gets the settings as keyword arguments, as text, and `data` if that is not None; it must return a
-    `Workload`.
-
-    >>> load_workload("resnet50", {"width": "8"}).depth
-    50
+    `name` is one of `WORKLOADS`, one of `MODELS`, whose settings `settings` override, or `path.py:function`, which gets
+    the settings as keywords, as text, and `data` if that is not None, and returns a `Workload`.
     """
     name, own = MODELS.get(name, (name, {}))
     settings = {**own, **(settings or {})}
@@ -57,11 +53,7 @@ def load_workload(name: str, settings: Mapping[str, str] | None = None, *, data:
 
 
 def parse_settings(pairs: list[str]) -> dict[str, str]:
-    """Returns a dict of the settings in `key=value` strings.
-
-    >>> parse_settings(["d=64", "lr=1e-3"])
-    {'d': '64', 'lr': '1e-3'}
-    """
+    """Returns the settings in `key=value` strings as a dict."""
     settings: dict[str, str] = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")

@@ -107,11 +107,7 @@ def to_device_of(model: nn.Module, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def weighted_mean(values: list[Tensor], weights: list[int]) -> float:
-    """Returns the weighted mean of 0-dim tensors, computed in float64.
-
-    >>> weighted_mean([torch.tensor(1.0), torch.tensor(4.0)], [2, 1])
-    2.0
-    """
+    """Returns the weighted mean of 0-dim tensors, computed in float64."""
     return float(sum(float(v) * w for v, w in zip(values, weights, strict=True)) / sum(weights))
 
 
@@ -123,20 +119,12 @@ def seeded(seed: int, make: Callable[[], nn.Module]) -> nn.Module:
 
 
 def chunks(values: Tensor, size: int) -> list[Tensor]:
-    """Returns `values` split along the first dimension into pieces of `size`; the last one may be shorter.
-
-    >>> [len(piece) for piece in chunks(torch.zeros(5), 2)]
-    [2, 2, 1]
-    """
+    """Returns `values` split along the first dimension into pieces of `size`; the last one may be shorter."""
     return [values[i : i + size] for i in range(0, len(values), size)]
 
 
 def shuffled(count: int, batch: int, seed: int) -> Iterator[Tensor]:
-    """Yields the indices of full batches without end, in a new random order each epoch.
-
-    >>> [len(i) for i, _ in zip(shuffled(10, 4, 0), range(3))]
-    [4, 4, 4]
-    """
+    """Yields the indices of full batches without end, in a new random order each epoch."""
     if count < batch:
         raise WorkloadError(f"batch={batch} is more than the {count} training examples; set a smaller batch")
     generator = torch.Generator().manual_seed(seed)

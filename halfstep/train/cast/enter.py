@@ -213,15 +213,10 @@ def make_class(
 
 @functools.cache
 def _writing_through(metaclass: Any) -> Any:
-    """Returns a metaclass for the classes that halfstep makes, which equal the user's class and pass writes on to it.
-
-    Code that compares the class of a layer, or looks it up in a table, as Opacus does, finds what it would find without
-    a session.
-    User code, such as `type(self).count += 1`, and torch's parametrizations write to the class of a module. An
-    attribute that halfstep's class defines itself, such as `forward`, is an exception: it is written to halfstep's
-    class. Otherwise, code that restores a method would put one of halfstep's functions into the user's class. A pickle
-    of a class that halfstep made refers to the user's class.
-    """
+    """Returns a metaclass for classes that halfstep makes, which equal the user's class and pass writes on to it."""
+    # Code that looks up a layer's class in a table, as Opacus does, finds what it would find without a session. User
+    # code (`type(self).count += 1`) and parametrizations write to a module's class. What halfstep's class defines
+    # itself, such as `forward`, is written there: code that restores a method must not put ours into the user's class.
 
     def own(cls: type, name: str) -> bool:
         return BASE not in vars(cls) or name in vars(cls) or name == "__bases__"

@@ -173,11 +173,9 @@ class Gate:
         return self.inside if entered else self.outside
 
     def reads_low(self, module: nn.Module, name: str, weight: Tensor) -> bool:
-        """Returns whether code inside the plan gets the low form of a module's fp32 weight, and not the weight itself.
-
-        Code that has switched gradients off since the forward began is about to write weights, not to compute with
-        them; so has code that has replaced the weight.
-        """
+        """Returns whether code inside the plan gets the low form of a module's fp32 weight, not the weight itself."""
+        # Code that has switched gradients off since the forward began is about to write weights; so is what has
+        # replaced one.
         if name in self.written or (self.began_with_grad is not False and not torch.is_grad_enabled()):
             return False
         return self.kept.get(name) is weight or module in self.copies

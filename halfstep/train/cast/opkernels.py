@@ -66,11 +66,7 @@ def is_composite(name: str) -> bool:
 
 
 class OpSite:
-    """One aten overload on one device type: runs it with or without autocast, and casts its arguments.
-
-    `place` is the dispatch key under which the overload has a kernel of halfstep's; by default that of autocast for the
-    device type.
-    """
+    """One aten overload on one device type, whose kernel has the dispatch key `place`, by default that of autocast."""
 
     in_one = False  # whether a recurrent layer is one operation, to which autocast does not apply inside
 
@@ -101,10 +97,8 @@ class OpSite:
         return self._redispatch(keyset & self._after, *args, **kwargs)
 
     def _below_with_number(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Does what `below` does for an argument like that of `x * 2.0`: a Python number where the schema has a tensor.
-
-        Torch's dispatcher passes such a number to a Python kernel as it is, but does not take it in a redispatch.
-        """
+        """Does what `below` does where the schema has a tensor and a call, such as `x * 2.0`, a Python number."""
+        # Torch's dispatcher passes such a number to a Python kernel as it is, but does not take it in a redispatch.
         if not self._composite:
             return self.excluded(args, kwargs)
         return call_by_key(self.overload)(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
@@ -223,11 +217,7 @@ def _product(site: OpSite) -> Act:
 
 @cache
 def contracts(equation: str) -> bool:
-    """Tells whether an einsum sums products: over an index that two operands share and that its result lacks.
-
-    >>> [contracts(equation) for equation in ("ij,jk->ik", "bi,bi", "i,j->ij", "bi,bj->bij", "ij,k->ik", "ii->")]
-    [True, True, False, False, False, False]
-    """
+    """Tells whether an einsum sums products: over an index that two operands share and that its result lacks."""
     given, arrow, kept = equation.replace(" ", "").replace("...", ".").partition("->")
     shared = {i for one, other in combinations(given.split(","), 2) for i in one if i in other}
     return not shared.issubset(kept if arrow else ".")
@@ -274,10 +264,7 @@ def _full_of_logits(site: OpSite) -> Act:
 
 
 def _full_by_dtype(site: OpSite) -> Act:
-    """Returns a function that makes an op compute in fp32 by passing the op's argument `dtype`, if the caller does not.
-
-    Unlike a cast, this makes no fp32 copy of the input.
-    """
+    """Returns a function that makes an op compute in fp32 by its argument `dtype`, without a copy of its input."""
     position = site.arguments.index("dtype")
 
     def act(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -447,14 +434,7 @@ def wide_attention(stock: Any, limits: Callable[[], WideBackward]) -> Callable[.
 
 
 def goes_wide(limits: WideBackward, width: int, length: int) -> bool:
-    """Returns whether attention with this head width and length runs its backward pass in fp32.
-
-    `length` is the number of queries or of keys, whichever is larger. `limits` are pairs (largest width, largest
-    length) in the order of their widths.
-
-    >>> [goes_wide(((32, 512), (64, 256)), width, 300) for width in (32, 33, 65)]
-    [True, False, False]
-    """
+    """Returns whether attention of this head width and longest side runs its backward pass in fp32, by these limits."""
     return length <= next((longest for widest, longest in limits if width <= widest), -1)
 
 

@@ -62,19 +62,14 @@ MARKERS = ("ipu", "hpu", "xla", "mtia", "maia")
 
 @dataclass(frozen=True)
 class Table:
-    """What an engine casts: the device type, and an action for each aten overload.
-
-    `wide_backward` gives the limits within which attention runs its backward pass in fp32. With `emulate`, products of
-    low tensors are computed in fp32 and rounded. `products` is the recipe of linear layers, and `units` what multiplies
-    in it.
-    """
+    """What an engine casts: the device type, and an action for each aten overload."""
 
     device_type: str
     actions: frozenset[tuple[str, Action]]
-    wide_backward: WideBackward = ()
-    emulate: bool = False
-    products: str = "plan"
-    units: Units = "bf16"
+    wide_backward: WideBackward = ()  # within which attention runs its backward pass in fp32
+    emulate: bool = False  # products of low tensors are computed in fp32 and rounded
+    products: str = "plan"  # the recipe of linear layers
+    units: Units = "bf16"  # what multiplies in it
 
     @property
     def widens(self) -> bool:
@@ -89,14 +84,11 @@ class Table:
 
 @dataclass
 class _Slot:
-    """A table whose marker is in use, and by how many engines.
-
-    `repeats` tells whether a kernel has run in what an activation checkpoint may compute again.
-    """
+    """A table whose marker is in use, and by how many engines."""
 
     table: Table
     users: int = 0
-    repeats: bool = False
+    repeats: bool = False  # a kernel has run in what an activation checkpoint may compute again
 
 
 _site_of = cache(OpSite)  # to read 200 schemas takes a third of the time in which a session opens
@@ -104,19 +96,13 @@ _site_of = cache(OpSite)  # to read 200 schemas takes a third of the time in whi
 
 @dataclass
 class _Site:
-    """One of halfstep's kernels in the dispatcher.
-
-    `acts` has pairs (marker, function): the function runs the op while the marker is on. A kernel with the key of a
-    marker has that marker's slot in `alone`. Another has the key of its device type: if no marker is on, torch's own
-    autocast kernel `stock` runs there, None if torch has none. `own` is the action that torch's autocast takes, None if
-    it takes none.
-    """
+    """One of halfstep's kernels in the dispatcher."""
 
     site: OpSite
-    stock: Any
-    own: Action | None
-    alone: _Slot | None = None
-    acts: tuple[tuple[str, Act], ...] = ()
+    stock: Any  # torch's own autocast kernel, for when no marker is on; None if torch has none
+    own: Action | None  # what torch's autocast does, None if nothing
+    alone: _Slot | None = None  # of a kernel with the key of a marker
+    acts: tuple[tuple[str, Act], ...] = ()  # what runs the op while a marker is on
 
     def kernel(self) -> Any:
         """Returns the function to register with the dispatcher: a closure, which costs less per call than a method."""
@@ -193,12 +179,10 @@ def place_of(name: str, marker: str, device_type: str) -> str:
 
 
 class DeferringLock:
-    """A reentrant lock, used in a `with` statement; finalizers pass their work to `defer`, which never waits.
+    """A reentrant lock; finalizers pass their work to `defer`, which never waits: it is done at the release."""
 
-    Work passed to `defer` while the lock is held is done just before the lock is released. A finalizer can run at any
-    point of any thread. If it waited for the lock, it could wait forever. If its own thread held the lock, it could
-    enter the lock again and change what the thread is using.
-    """
+    # A finalizer can run at any point of any thread. If it waited for the lock, it could wait forever; in the thread
+    # that holds the lock, it could change what that thread is using.
 
     def __init__(self) -> None:
         self._lock = threading.RLock()

@@ -29,12 +29,11 @@ _COUNT: tuple[Any, ...] = (torch.autocast_increment_nesting, torch.autocast_decr
 
 @dataclass(frozen=True)
 class Switch:
-    """The autocast settings by which a thread tells that it is inside a plan; keeps no engine alive.
+    """The autocast settings by which a thread tells that it is inside a plan; keeps no engine alive."""
 
-    The autocast bit `marker` alone is not enough, because in a backward pass it is also on outside of forwards. The
-    format is needed where an activation checkpoint restores the caller's own autocast, which may be on for
-    `device_type` in another format.
-    """
+    # The marker's bit alone is not enough: in a backward pass it is also on outside of forwards. The format is needed
+    # where an activation checkpoint restores the caller's own autocast, which may be on for `device_type` in another
+    # format.
 
     marker: str
     device_type: str
@@ -51,12 +50,7 @@ class Switch:
 
 
 class OpEngine:
-    """Casts ops by a table inside its regions; one per session, and engines with equal tables share their kernels.
-
-    `actions` maps aten overloads to actions, `low` is bf16 or fp16, and `device_type` is where the tensors are.
-    `wide_backward` gives the limits within which attention on a CPU runs its backward pass in fp32. With `emulate`,
-    products of low tensors are computed in fp32 and rounded.
-    """
+    """Casts ops by a table inside its regions; one per session, and engines with equal tables share their kernels."""
 
     def __init__(
         self,

@@ -25,11 +25,7 @@ def map_tensors(fn: Change, obj: Any) -> Any:
     """Returns `obj` with `fn` applied to each tensor in it; `obj` itself if `fn` changed none.
 
     Tensors are found at any depth in lists, tuples, named tuples, mappings, dataclasses (frozen ones too) and custom
-    batches, which are objects with a `to` method. A container with a changed tensor is copied; the caller's object is
-    not modified. Modules, strings, arrays and other objects are returned as they are.
-
-    >>> map_tensors(torch.neg, {"x": torch.ones(1), "name": "a"})
-    {'x': tensor([-1.]), 'name': 'a'}
+    batches, which are objects with a `to` method. A container with a changed tensor is copied, never modified.
     """
     if isinstance(obj, Tensor):
         return fn(obj)
@@ -39,14 +35,8 @@ def map_tensors(fn: Change, obj: Any) -> Any:
 
 @compiled_inside
 def cast_floats(obj: Any, dtype: torch.dtype) -> Any:
-    """Returns `obj` with its fp32, fp16 and bf16 tensors cast to `dtype`; float64, complex, integer and bool stay.
-
-    A custom batch with a `to` method is copied and its attributes are cast; if no attribute holds a tensor, its own
-    `to(dtype)` is called.
-
-    >>> cast_floats((torch.ones(1), torch.ones(1, dtype=torch.int64), "a"), torch.bfloat16)
-    (tensor([1.], dtype=torch.bfloat16), tensor([1]), 'a')
-    """
+    """Returns `obj` with its fp32, fp16 and bf16 tensors cast to `dtype`; float64, complex, integer and bool stay."""
+    # A custom batch is copied and its attributes are cast; if none holds a tensor, its own `to(dtype)` is called.
     if isinstance(obj, Tensor):  # `t.to(t.dtype)` costs 0.7 us
         given = obj.dtype
         return cast_at_boundary(obj, dtype) if given is not dtype and given in CASTABLE else obj
@@ -66,11 +56,7 @@ def cast_floats(obj: Any, dtype: torch.dtype) -> Any:
 
 
 def first_float_dtype(args: Any, kwargs: Any = None) -> torch.dtype | None:
-    """Returns the dtype of the first fp32, fp16 or bf16 tensor in `args`, then in `kwargs`; None if there is none.
-
-    >>> first_float_dtype((torch.tensor(1), torch.ones(1).bfloat16()), {"x": torch.ones(1)})
-    torch.bfloat16
-    """
+    """Returns the dtype of the first fp32, fp16 or bf16 tensor in `args`, then in `kwargs`; None if there is none."""
     return next((t.dtype for t in tensors_of((args, kwargs)) if t.dtype in CASTABLE), None)
 
 

@@ -19,10 +19,7 @@ _LAYOUTS = (torch.strided, torch.sparse_coo, torch.sparse_csr, torch.sparse_csc,
 
 
 def tensors_in(output: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yields (place, tensor) for the floating-point and complex tensors in an output, each tensor once.
-
-    Searches lists, tuples, mappings, dataclasses and the attributes of other objects that a model defines, at any
-    depth. The place has the keys and indices that lead to the tensor, joined by dots; it is "" for a bare tensor.
+    """Yields (place, tensor) for each floating-point and complex tensor in an output, at any depth, once.
 
     >>> [place for place, _ in tensors_in({"logits": torch.ones(1), "hidden": (torch.ones(1), torch.ones(1).int())})]
     ['logits', 'hidden.0']

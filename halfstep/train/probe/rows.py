@@ -130,11 +130,7 @@ class Pending:
 
 
 def format_name(dtype: torch.dtype) -> str:
-    """Returns halfstep's name of a dtype, or torch's name if halfstep has none.
-
-    >>> format_name(torch.bfloat16), format_name(torch.complex64)
-    ('bf16', 'complex64')
-    """
+    """Returns halfstep's name of a dtype, or torch's name if halfstep has none."""
     return _NAMES.get(dtype, str(dtype).removeprefix("torch."))
 
 

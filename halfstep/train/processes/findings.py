@@ -15,35 +15,22 @@ SCALE_BITS, WEIGHT_BITS = 32, 19  # of what processes are compared by
 
 @dataclass(frozen=True)
 class Findings:
-    """What one process found in a step's gradients and losses, or, once summed, what all processes found together.
+    """What one process found in a step's gradients and losses, or, once summed, what all processes found together."""
 
-    `square` (0-dim float64) is this process's share of the squared L2 norm of the unscaled gradients; the shares of all
-    processes add up to it. `gradients` (bool) tells for each parameter of the step whether its gradient is not finite.
-    `losses` (bool, `LOSSES` long) tells for each loss whether its gradients overflowed, and at `NOT_FINITE` whether any
-    loss was not finite itself. `processes` (bool) tells for each process whether one of its losses set a flag, and
-    `stops` (bool) whether it requests all processes to stop.
-
-    `same` (2 x processes) compares what must be the same in all processes: its first row is about the loss scales that
-    the gradients carry, its second row about the weights. Before the sum it is float64: each row has a number computed
-    from these values in the column of this process, and 0 in the other columns. After the sum it is bool: each row
-    tells for each process whether its number differs from the number of process 0.
-    """
-
-    square: Tensor
-    gradients: Tensor
-    losses: Tensor
-    processes: Tensor
-    stops: Tensor
+    square: Tensor  # its share of the squared norm of the unscaled gradients (0-dim float64)
+    gradients: Tensor  # (bool) of each parameter: is its gradient not finite
+    losses: Tensor  # (bool, `LOSSES`) of each: did its gradients overflow; at `NOT_FINITE`: was any loss not finite
+    processes: Tensor  # (bool) of each process: did one of its losses set a flag
+    stops: Tensor  # (bool) of each process: does it ask all to stop
+    # (2, processes): of the scales that gradients carry, and of the weights, a number of each process (float64); once
+    # summed, whether it differs from that of process 0 (bool)
     same: Tensor
 
     def packed(self) -> Tensor:
-        """Returns one float64 vector to sum over the processes: the share of the squared norm, the flags, and `same`.
-
-        The first entry is `square`. All others are whole numbers below 2**53, also after the sum, so they stay exact.
-        For each flag of `gradients` and `losses` the sum counts the processes that set it; a count takes few bits, so
-        several flags share one entry. At the end there is one entry for each process, which only that process sets: it
-        holds the process's flags in `processes` and `stops`, and hashes of its two numbers in `same`.
-        """
+        """Returns one float64 vector to sum over the processes: the share of the squared norm, the flags, `same`."""
+        # All entries but the first are whole numbers below 2**53, also after the sum, so they stay exact. A flag of
+        # `gradients` or `losses` becomes a count of processes, of which several share an entry; each process sets one
+        # entry at the end.
         flags = torch.cat((self.gradients, self.losses))
         bits, room = _room(len(self.processes))
         rows = pad(flags.double(), (0, -len(flags) % room)).view(-1, room)

@@ -22,24 +22,19 @@ from halfstep.train.scale.norm import read
 class Collected:
     """The gradients of one step as stored in `p.grad`: each gradient times `inverse` is the true gradient.
 
-    `scale` is the loss scale of the last backward pass (0-dim fp32), `scales` maps a loss id to the scale of that
-    loss's last backward pass, and `losses` are the ids of the losses that contributed. `flags` says of losses, by id,
-    whether they are known to have overflowed, even if their gradients no longer show it, and at `NOT_FINITE` whether a
-    loss was not finite itself; `found` is true if any of them is (0-dim bool, None if nothing was noted). The step must
-    be skipped if `found` is true or a present gradient is non-finite. `absent` are parameters without a gradient.
-    `changed` is one whose scaled gradient other code has changed since the last backward pass.
+    The step must be skipped if `found` is true or a present gradient is not finite.
     """
 
     params: list[Parameter]
     grads: list[Tensor]
-    scale: Tensor
-    found: Tensor | None
-    losses: tuple[int, ...]
-    flags: Mapping[int, Tensor] = field(repr=False)
-    scales: Mapping[int, Tensor] = field(repr=False)
+    scale: Tensor  # of the last backward pass (0-dim fp32)
+    found: Tensor | None  # any of `flags` (0-dim bool), None if there are none
+    losses: tuple[int, ...]  # ids of those that contributed
+    flags: Mapping[int, Tensor] = field(repr=False)  # of losses: overflowed; at `NOT_FINITE`: not finite
+    scales: Mapping[int, Tensor] = field(repr=False)  # of each loss's last backward pass
     true: bool = field(repr=False)
-    absent: Sequence[Parameter] = field(default=(), repr=False)
-    changed: Parameter | None = None
+    absent: Sequence[Parameter] = field(default=(), repr=False)  # without a gradient
+    changed: Parameter | None = None  # by other code while its gradient was scaled
 
     @property
     def inverse(self) -> Tensor:
@@ -338,11 +333,9 @@ class GradientAccumulator:
             self._widened.discard(param)
 
     def _narrow(self) -> None:
-        """Makes autograd produce gradients in a parameter's own dtype again, if the parameter has no fp32 gradient now.
-
-        Sets `p.grad_dtype` to that dtype, because None would let a gradient keep the dtype in which the backward pass
-        computes it, which is fp32 for an LSTM.
-        """
+        """Makes autograd produce gradients in a parameter's own dtype again, if it has no fp32 gradient now."""
+        # With None as `p.grad_dtype` a gradient would keep the dtype in which it is computed, which is fp32 for an
+        # LSTM.
         for param in [param for param in self._widened if param.grad is None or param.grad.dtype is param.dtype]:
             param.grad_dtype = param.dtype
             self._named.add(param)

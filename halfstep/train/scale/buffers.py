@@ -50,12 +50,8 @@ class BufferGuard:
         self._current = False
 
     def restore(self, found: Tensor) -> None:
-        """Restores every buffer from the snapshot if `found` (0-dim bool) is true, and changes nothing if it is false.
-
-        Ends the step: the next `refresh` takes a new snapshot. Until then the present snapshot is kept, so that a
-        second optimizer that steps after the same forward can restore from it too. Call `after_step` after the last
-        optimizer.
-        """
+        """Restores every buffer from the snapshot if `found` (0-dim bool) is true; changes nothing if it is false."""
+        # The snapshot is kept until the next `refresh`, so that a second optimizer can restore from it too.
         for group in self._groups:
             group.restore(found)
         self._current = False
@@ -94,15 +90,11 @@ class BufferGuard:
 
 
 class _Slot:
-    """One buffer of one module, looked up by its name.
+    """One buffer of one module, looked up by its name."""
 
-    `alias` is a second tensor on the memory of the buffer last seen here, or None if that buffer is not guarded. While
-    `alias` exists, the memory is not reused for another buffer.
-
-    Restoring writes through `alias`, which does not share the buffer's version counter. BatchNorm saves its statistics
-    for the backward pass. If one optimizer's step moved their version counters, a later backward pass of another loss
-    would raise an error.
-    """
+    # `alias` is a second tensor on the memory of the buffer last seen here (None: not guarded), so that no other gets
+    # it. Restoring writes through it, since a write would move the buffer's version counter: BatchNorm saves its
+    # statistics, and a later backward pass of another loss would raise an error.
 
     __slots__ = ("alias", "buffers", "name")
 

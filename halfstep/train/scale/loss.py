@@ -95,11 +95,7 @@ def check_losses(losses: Iterable[Any]) -> None:
 
 
 def overflowed(loss: Tensor) -> Tensor:
-    """Returns whether any element of a detached loss is infinite or NaN (0-dim bool), with two small operations.
-
-    >>> overflowed(torch.tensor(float("-inf"))), overflowed(torch.tensor(3.0))
-    (tensor(True), tensor(False))
-    """
+    """Returns whether any element of a detached loss is infinite or NaN (0-dim bool), with two small operations."""
     nothing = loss - loss  # 0 for a finite number, else NaN, which is not equal to itself
     bad = nothing.ne(nothing)
     return bad.any() if bad.dim() else bad
@@ -135,13 +131,7 @@ def unscaled_leaves(outputs: Collection[Tensor], scale: Tensor, but: Collection[
 
 
 def leaves_of(outputs: Collection[Tensor]) -> list[Tensor]:
-    """Returns the leaf tensors that get a gradient in a backward pass from `outputs`, each once.
-
-    >>> import torch
-    >>> w = torch.ones(2, requires_grad=True)
-    >>> [leaf is w for leaf in leaves_of([(w * w).sum() + w.sum()])]
-    [True]
-    """
+    """Returns the leaf tensors that get a gradient in a backward pass from `outputs`, each once."""
     leaves = [out for out in outputs if out.is_leaf and out.requires_grad]
     leaves += [leaf for node in graph_nodes(outputs) if (leaf := leaf_of(node)) is not None]
     return list({id(leaf): leaf for leaf in leaves}.values())

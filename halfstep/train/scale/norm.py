@@ -23,22 +23,17 @@ _WIDE_SUMS = ("cuda",)
 
 @dataclass(frozen=True)
 class Reading:
-    """The result of reading gradients once.
+    """The result of reading gradients once."""
 
-    `norm` is the L2 norm over all elements (0-dim fp32), `found` says whether any element is infinite or NaN (0-dim
-    bool), and `flags` says the same for each gradient (bool, in the order of the gradients).
-    """
-
-    norm: Tensor
-    found: Tensor
-    flags: Tensor
+    norm: Tensor  # L2, of all elements (0-dim fp32)
+    found: Tensor  # is any element not finite (0-dim bool)
+    flags: Tensor  # the same of each gradient (bool)
 
 
 class Clip:
-    """Clips by the global norm, bit for bit as `torch.nn.utils.clip_grad_norm_` does, without a host sync.
+    """Clips by the global norm, bit for bit as `torch.nn.utils.clip_grad_norm_` does, without a host sync."""
 
-    Its constants are tensors on the device: an operation on a Python number takes three times as long on a CPU.
-    """
+    # Its constants are tensors on the device: an operation on a Python number takes three times as long on a CPU.
 
     def __init__(self, device: torch.device) -> None:
         self._epsilon = torch.tensor(1e-6, dtype=torch.float32, device=device)
@@ -54,14 +49,10 @@ class Clip:
 
 @dataclass(frozen=True)
 class Reader:
-    """One implementation of `read`: `fits` says whether it supports the gradients, `read` reads them.
+    """One implementation of `read`, which never waits and may keep in the Scratch what speeds up the next read."""
 
-    `read` returns the three tensors of a `Reading`, and never waits for the device. It may keep in the Scratch what
-    speeds up the next read of the same memory.
-    """
-
-    fits: Callable[[list[Tensor]], bool]
-    read: Callable[[list[Tensor], Scratch], tuple[Tensor, Tensor, Tensor]]
+    fits: Callable[[list[Tensor]], bool]  # whether it supports these gradients
+    read: Callable[[list[Tensor], Scratch], tuple[Tensor, Tensor, Tensor]]  # the three tensors of a Reading
 
 
 def read(grads: list[Tensor], *, device: torch.device | None = None, scratch: Scratch | None = None) -> Reading:
@@ -111,13 +102,7 @@ def _stack(flags: list[Tensor], device: torch.device) -> Tensor:
 
 
 def elements(grad: Tensor) -> Tensor:
-    """Returns the elements of a gradient as a dense real tensor.
-
-    For a sparse gradient these are its values; values with the same index are summed first, low ones in fp32.
-
-    >>> elements(torch.tensor([[1.0, 0.0]]).to_sparse())
-    tensor([1.])
-    """
+    """Returns a gradient's elements as a dense real tensor; sparse ones of one index are summed first, low in fp32."""
     if grad.layout is not torch.strided:
         wide = grad.float() if is_low(grad.dtype) else grad
         grad = wide.coalesce().values()

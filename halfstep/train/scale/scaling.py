@@ -186,14 +186,7 @@ def _times(value: Tensor, factor: float) -> Tensor:
 
 
 def make_scale(scaling: Scaling, device: torch.device) -> Scale:
-    """Returns the scale that `scaling` describes, with its state on `device`.
-
-    >>> from halfstep.edits import Scaling
-    >>> scale = make_scale(Scaling("dynamic", init=8.0), torch.device("cpu"))
-    >>> scale.update(torch.tensor(True))
-    >>> scale.value
-    tensor(4.)
-    """
+    """Returns the scale that `scaling` describes, with its state on `device`."""
     return DynamicScale(scaling, device) if scaling.adapts else FixedScale(scaling, device)
 
 

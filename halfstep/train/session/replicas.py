@@ -216,11 +216,7 @@ class Replicas:
         return naming_who_is_gone(self._stepping, what, f"halfstep/failed/{self._meeting}")
 
     def sampled(self, device: torch.device) -> Tensor:
-        """Returns a number (0-dim float64) computed from the bits of a few weights, the same weights in all processes.
-
-        Each call takes the next of the parameters that must be the same in all processes. It uses the whole parameter,
-        or if that is large, one row of it or a part of a row.
-        """
+        """Returns a number (0-dim float64) from the bits of a few weights, the same weights in all processes."""
         number, self._samples = self._samples, self._samples + 1
         if not self._alike or self.staged:
             return torch.zeros((), dtype=torch.float64, device=device)

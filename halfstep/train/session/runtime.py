@@ -42,10 +42,7 @@ class Runtime:
         return switch is not None and torch.is_autocast_enabled(switch.marker)
 
     def backward(self, loss: Tensor, scale: float | None) -> float:
-        """Runs the backward pass of a loss times `scale` (None: unscaled), as training would, and keeps the graph.
-
-        Returns the scale that the gradients carry: that of an fp16 loss cannot be as high as asked for.
-        """
+        """Runs a loss's backward pass times `scale`, keeping its graph; returns the scale: an fp16 loss limits it."""
         if scale is None:
             with self.casting.backward():
                 begin_pass(lambda: loss.backward(retain_graph=True))  # type: ignore[no-untyped-call]
