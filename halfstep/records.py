@@ -565,6 +565,27 @@ class Rounded:
 
 
 @dataclass(frozen=True)
+class Foreseen:
+    """What a recipe of products would lose in one operand of a layer's product, over all steps.
+
+    Attributes:
+        recipe: a value of `Plan.products`.
+        loss: which operand it is, and how many of its elements would be lost.
+        error: the norm of its rounding errors over its own.
+        product_error: likewise of the product, with both operands rounded and the result in bf16.
+    """
+
+    recipe: str
+    loss: ProductLoss
+    error: float
+    product_error: float
+
+    def __str__(self) -> str:
+        """Returns how far the product is off, in words."""
+        return f"{self.loss.product} of {self.loss.layer} is off by {self.product_error:.1%} of its norm"
+
+
+@dataclass(frozen=True)
 class ScaleRange:
     """Which constant loss scales are safe in a format, and where a dynamic one settles.
 
@@ -590,7 +611,7 @@ class ScaleRange:
 
 ONE_SCALE = (
     "one static scale for all tensors is assumed, the loss scale; products='fp8' gives each operand its own, and loses "
-    "far less (docs/fp8.md)"
+    "far less: pass whatif products='fp8' too (docs/fp8.md)"
 )
 
 
@@ -600,7 +621,8 @@ class WhatIf(InNotebooks):
 
     `plan` names the plan that decides which tensors are low. `rows` has an entry per format, module and kind, `scales`
     one per format. `stay_full` has, by format, findings on modules that should be fp32, whose `cure` is the edit that
-    does so. For fp16 it also has findings on overflows that would be absorbed.
+    does so. For fp16 it also has findings on overflows that would be absorbed. `products` has an entry per recipe,
+    layer, product and operand; by recipe, `stay_full` has findings on layers that lose much, to be kept in bf16.
     """
 
     plan: str
@@ -609,6 +631,7 @@ class WhatIf(InNotebooks):
     rows: tuple[Rounded, ...]
     scales: tuple[ScaleRange, ...]
     stay_full: dict[str, tuple[Finding, ...]]
+    products: tuple[Foreseen, ...] = ()
 
     def scale(self, fmt: Format | torch.dtype | str) -> ScaleRange:
         """Returns the safe loss scales of a format.
@@ -641,4 +664,9 @@ class WhatIf(InNotebooks):
             lines.append(f"{scale.format}: safe loss scales {safe}")
             lines += ["  " + str(finding).replace("\n", "\n  ") for finding in self.stay_full[scale.format]]
             lines += [f"  {ONE_SCALE}"] if scale.format in ("e4m3", "e5m2") else []
+        for recipe in dict.fromkeys(row.recipe for row in self.products):
+            rows = [row for row in self.products if row.recipe == recipe]
+            lines.append(f"products {recipe}: at worst {max(rows, key=lambda row: row.product_error)}")
+            lines.append(f"  most is lost {max(rows, key=lambda row: row.loss.share).loss}")
+            lines += ["  " + str(finding).replace("\n", "\n  ") for finding in self.stay_full[recipe]]
         return "\n".join(lines)

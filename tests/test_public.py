@@ -34,8 +34,9 @@ FUNCTIONS = {
 FORMATS = {"BF16", "E4M3", "E5M2", "FP16", "FP32", "TF32"}
 EDITS = {"FULL", "LOW", "Edit", "OpChange", "OpChanges", "Policy", "Rule", "Scaling"}
 RESULTS = {
-    "AbsorbedOverflow", "Assignment", "Finding", "Inspection", "ModuleFormats", "Observation", "OpCall", "Plan",
-    "Rounded", "Run", "ScaleRange", "SessionStart", "Status", "StepRecord", "TensorStats", "Verdict", "WhatIf",
+    "AbsorbedOverflow", "Assignment", "Finding", "Foreseen", "Inspection", "ModuleFormats", "Observation", "OpCall",
+    "Plan", "ProductLoss", "Rounded", "Run", "ScaleRange", "SessionStart", "Status", "StepRecord", "TensorStats",
+    "Verdict", "WhatIf",
 }  # fmt: skip
 CLASSES = {
     "Format", "GradScaler", "Kind", "Lamb", "Lion", "NovoGrad", "Probe", "Recorder", "RunLog", "Session", "autocast",

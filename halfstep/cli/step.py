@@ -44,6 +44,9 @@ LowOf = Annotated[str, typer.Option("--plan", help="The level, or plan file, who
 Modules = Annotated[
     bool, typer.Option("--modules", help="Show every module, not only totals and what should stay full.")
 ]
+Ways = Annotated[
+    str, typer.Option("--products", help="Recipes of linear layers' products, separated by commas: fp8, fp8-row, ...")
+]
 LossScale = Annotated[float | None, typer.Option("--loss-scale", help="Predict for this loss scale.")]
 
 
@@ -110,6 +113,7 @@ def whatif(  # noqa: PLR0913  # each is an option of the command, described abov
     steps: Steps = 3,
     plan: LowOf = "O2",
     loss_scale: LossScale = None,
+    products: Ways = "",
     modules: Modules = False,
     settings: Settings = [],  # noqa: B006  # read only; typer's way
     data: Data = None,
@@ -133,7 +137,8 @@ def whatif(  # noqa: PLR0913  # each is an option of the command, described abov
 
     with activity(f"training {steps} steps in fp32, and measuring what formats would lose", quiet=quiet):
         result = predict(
-            closure, model, names(formats), steps=steps, optimizer=optimizer, plan=plan, loss_scale=loss_scale
-        )
+            closure, model, names(formats), steps=steps, optimizer=optimizer, plan=plan, loss_scale=loss_scale,
+            products=names(products),
+        )  # fmt: skip
     stdout().print(whatif_report(result, modules=modules), crop=False)  # a figure is better broken than cut
     write_json(json, to_json(result))

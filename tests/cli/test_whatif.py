@@ -23,3 +23,15 @@ def test_formats_plan_scale_and_modules_are_taken(halfstep):
     rows = [line.split() for line in out.splitlines() if " weight_grad " in line]
     assert rows[0][:3] == ["fp16", "weight_grad", "4"]
     assert [row[0] for row in rows[1:]] == ["0", "2"]
+
+
+def test_products_have_rows_of_their_own(halfstep, tmp_path):
+    wide = ["--set", "d_in=16", "--set", "d_out=16", "--set", "batch=4", "--steps", 1, "--products", "fp8,nvfp4"]
+    code, out, err = halfstep("whatif", "regression", *wide, "--modules", "--json", tmp_path / "x.json")
+    assert (code, err) == (0, "")
+    rows = [line.split() for line in out.splitlines() if line.split()[:1] in (["fp8"], ["nvfp4"])]
+    assert [row[1:3] for row in rows[:2]] == [["output", "input"], ["output", "weight"]]
+    assert rows[0][-1] == "0"
+    assert "products nvfp4: 1 layer would lose much" in out
+    read = json.loads((tmp_path / "x.json").read_text(encoding="utf-8"))
+    assert {row["recipe"] for row in read["products"]} == {"fp8", "nvfp4"}

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.optim import Optimizer
 
 from halfstep.edits import LARGEST_SCALE, SMALLEST_SCALE, Scaling
@@ -25,6 +26,7 @@ from halfstep.explain.forecast.backward import (
     show_weight_grads,
     watching,
 )
+from halfstep.explain.forecast.operands import CallsSeen, Recast
 from halfstep.formats import FP32, Format, count_overflows, saturate
 from halfstep.records import Rounded, ScaleRange, TensorStats
 from halfstep.train.probe.rows import measure
@@ -56,7 +58,7 @@ class Prediction:
     products: Mapping[str, float]
 
 
-def predict(
+def predict(  # noqa: PLR0913  # what a prediction is made from
     closure: Callable[[], Any],
     model: nn.Module,
     formats: Sequence[Format],
@@ -65,27 +67,34 @@ def predict(
     optimizer: Optimizer | None,
     scouted: Scouted,
     loss_scale: float | None = None,
+    recasts: Sequence[Recast] = (),
 ) -> Prediction:
-    """Runs training steps in fp32 and returns what rounding all their results to each format would do."""
+    """Runs training steps in fp32 and returns what rounding all their results to each format would do.
+
+    `recasts` see the operands of products.
+    """
     suited = {fmt: _recommended(fmt, _limit(fmt, scouted.largest_gradient), scouted.ceiling) for fmt in formats}
     given = suited if loss_scale is None else dict.fromkeys(formats, loss_scale)
     tally = RoundingTotals(given, scouted, fixed=loss_scale is not None)
     for number in range(1, steps + 1):
         for parameter in model.parameters():
             parameter.grad = None
-        _step(closure, model, tally, number)
+        _step(closure, model, tally, number, recasts)
         if optimizer is not None:
             optimizer.step()
     return tally.prediction()
 
 
-def _step(closure: Callable[[], Any], model: nn.Module, tally: RoundingTotals, number: int) -> None:
+def _step(
+    closure: Callable[[], Any], model: nn.Module, tally: RoundingTotals, number: int, recasts: Sequence[Recast]
+) -> None:
     """Runs one step in fp32, then repeats its backward pass in each format; `p.grad` keeps the fp32 gradients."""
-    params = list(model.parameters())
+    params, calls = list(model.parameters()), CallsSeen(recasts)
+    looking = calls if recasts else nullcontext()
     with ExitStack() as undo:
         undo.enter_context(watching(model, tally.see))
         nodes = undo.enter_context(noting_nodes(model, tally.full_modules))
-        with ProductsSeen(model, tally.see_product):
+        with ProductsSeen(model, tally.see_product), looking:
             loss = compute_loss(closure, params)
         if not bool(loss.isfinite()):
             raise SessionError(
@@ -94,7 +103,9 @@ def _step(closure: Callable[[], Any], model: nn.Module, tally: RoundingTotals, n
             )
         undo.enter_context(leaves_kept(loss, params))
         nodes.forward_ended()
-        loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+        with looking:  # also where a checkpoint repeats its forward: a function of a tensor would leave the mode
+            torch.autograd.backward(get_gradient_edge(loss), retain_graph=True)
+        calls.end_step()
         show_weight_grads(model, tally.see)
         if tally.end_step():  # at loss scales that the gradients of this step need
             for parameter in params:

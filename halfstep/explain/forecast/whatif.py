@@ -20,6 +20,7 @@ from halfstep.explain.diagnose.raised import error_of
 from halfstep.explain.diagnose.rehearsal import check_closure, compute_loss, leaves_kept
 from halfstep.explain.diagnose.rewind import untouched
 from halfstep.explain.forecast.backward import TensorName, parameters, rounded, step, watching_gradients
+from halfstep.explain.forecast.operands import Recast
 from halfstep.explain.forecast.predict import GRADIENTS, LEAST_SNR_DB, Prediction, Scouted, predict
 from halfstep.explain.tape.overflows import AbsorbedWatch
 from halfstep.formats import BF16, FP16, FP32, NARROW, Format, as_format
@@ -30,7 +31,7 @@ from halfstep.plan.levels import customize, loss_scale_of
 from halfstep.plan.matching import first_device, uncompiled
 from halfstep.plan.plan import Plan
 from halfstep.plan.resolve import resolve
-from halfstep.records import Finding, Observation, Rounded, WhatIf, absorbed_finding
+from halfstep.records import Finding, Foreseen, Observation, Rounded, WhatIf, absorbed_finding
 from halfstep.torch_internals import mark_stepped, was_stepped
 from halfstep.train.cast.modules import owners
 from halfstep.train.optim.steppers import needs_closure
@@ -47,7 +48,7 @@ START = 1 + 2.0**-12
 _NOT_FINITE = "not finite"  # the code of a finding
 
 
-def whatif(
+def whatif(  # noqa: PLR0913  # the settings of a prediction
     closure: Callable[[], Any],
     model: nn.Module,
     formats: Format | torch.dtype | str | Iterable[Format | torch.dtype | str] = FORMATS,
@@ -56,6 +57,7 @@ def whatif(
     optimizer: Optimizer | None = None,
     plan: Plan | str = "O2",
     loss_scale: float | None = None,
+    products: str | Iterable[str] = (),
 ) -> WhatIf:
     """Predicts from fp32 training steps what each format would lose, which loss scales are safe, and what to keep full.
 
@@ -63,6 +65,10 @@ def whatif(
     in bf16, to learn what that plan stores low, and then `steps` times in fp32. With an `optimizer` the weights are
     updated between these steps. Gradients are multiplied by `loss_scale` before rounding; by default each format has a
     suitable scale.
+
+    `products` names one or several recipes, as in `initialize(products=)`: of the layers that `plan` would run by each,
+    `products` of the result has what the scaled casts of each operand lose, `stay_full` a finding for those that lose
+    much. Weights that the plan stores low, and gradients, are rounded to bf16 before, as there.
 
     If `formats` include fp16, the closure is called once more at the end, under `plan` in fp16, to find overflows that
     a later operation makes finite again. `stay_full` has a finding "overflow absorbed" for each of them, and a finding
@@ -77,10 +83,11 @@ def whatif(
     Raises:
         SessionError: the closure fails under `plan` and under all edits tried, or returns no scalar loss; the loss is
             not finite in fp32 or has no gradient; or the backward pass cannot run twice over one forward.
-        SetupError: the model is in a session, has no floating-point parameters, or is wrapped in
-            DistributedDataParallel and `plan` stores weights low; or `steps` is not a positive integer.
+        SetupError: the model is in a session, has no floating-point parameters or no layer for `products`, or is
+            wrapped in DistributedDataParallel and `plan` stores weights low; or `steps` is not a positive integer.
         FormatError: `formats` is empty, or has an unknown format or fp32.
-        PlanError: `plan` is unknown or stores nothing low, or `loss_scale` is invalid.
+        PlanError: `plan` is unknown or stores nothing low, `loss_scale` is invalid, or `products` names no recipe, or
+            contradicts the plan.
     """
     if loss_scale is not None:
         loss_scale = loss_scale_of(loss_scale)
@@ -99,19 +106,28 @@ def whatif(
             "the model is wrapped in DistributedDataParallel, which stops reducing gradients when weights are stored "
             f"low for a while, as {low_plan.name} does; call whatif before wrapping, or with plan='O1'"
         )
+    recipes = dict.fromkeys([products] if isinstance(products, str) else products)
+    for name in recipes:
+        customize(low_plan, products=name)  # raises for what does not exist
     closure = _fed(closure, steps, calls=steps + (2 if FP16 in chosen else 1))
     with untouched([model], list(model.parameters())) as rewind, _kept(optimizer), alone():
         scouted, low_plan, failed = _scouted(closure, model, low_plan)
         rewind()
+        recasts = [Recast(customize(low_plan, products=name), model) for name in recipes if name != "plan"]
         prediction = predict(
-            closure, model, chosen, steps=steps, optimizer=optimizer, scouted=scouted, loss_scale=loss_scale
-        )
+            closure, model, chosen, steps=steps, optimizer=optimizer, scouted=scouted, loss_scale=loss_scale,
+            recasts=recasts,
+        )  # fmt: skip
         for parameter in model.parameters():
             parameter.grad = None
         absorbed = _absorbed_in_fp16(closure, model, low_plan) if FP16 in chosen else ()
     findings = {fmt.name: (*failed, *_stay_full(fmt, prediction, model, low_plan)) for fmt in chosen}
     if absorbed:
         findings[FP16.name] = (*findings[FP16.name], *_about_absorbed(absorbed, findings[FP16.name], model, low_plan))
+    foreseen: list[Foreseen] = []
+    for recast in recasts:
+        found, findings[recast.recipe] = recast.read()
+        foreseen += found
     return WhatIf(
         plan=low_plan.name,
         steps=steps,
@@ -119,6 +135,7 @@ def whatif(
         rows=prediction.rows,
         scales=prediction.scales,
         stay_full=findings,
+        products=tuple(foreseen),
     )
 
 

@@ -12,7 +12,7 @@ from rich.text import Text
 from halfstep.edits import spell
 from halfstep.explain.report.tables import DISTURBED, MIB, Columns, table
 from halfstep.measurements import Inspection
-from halfstep.records import ONE_SCALE, SEVERITIES, TENSOR_KINDS, Finding, Rounded, ScaleRange, WhatIf
+from halfstep.records import ONE_SCALE, SEVERITIES, TENSOR_KINDS, Finding, Foreseen, Rounded, ScaleRange, WhatIf
 
 STYLES = {"error": "bold red", "warning": "yellow", "note": "dim"}
 ROWS, NAMED = 20, 3  # operations of a step, and modules or kernels of one kind
@@ -138,7 +138,20 @@ MODULES: Columns = {
     "saturated": lambda row: _percent(row.saturated),
     "SNR dB": lambda row: _decibels(row.snr_db),
 }
-WORDS = ("loss scale", "set by", "format", "tensors", "lowest SNR at", "module", "stored")
+PRODUCTS: Columns = {
+    "products": lambda rows: rows[0].recipe,
+    "product": lambda rows: rows[0].loss.product,
+    "operand": lambda rows: rows[0].loss.operand,
+    "lost": lambda rows: _percent(_share(rows, "flushed")),
+    "saturated": lambda rows: _percent(_share(rows, "saturated")),
+    "error": lambda rows: f"{_farthest(rows).error:.1%}",
+    "product's": lambda rows: f"{_farthest(rows).product_error:.1%}",
+    "largest at": lambda rows: _farthest(rows).loss.layer,
+}
+WORDS = (
+    "loss scale", "set by", "format", "tensors", "lowest SNR at", "module", "stored", "products", "product", "operand",
+    "largest at",
+)  # fmt: skip
 
 
 def whatif_report(result: WhatIf, *, modules: bool = False) -> Group:
@@ -149,6 +162,11 @@ def whatif_report(result: WhatIf, *, modules: bool = False) -> Group:
         for kind in TENSOR_KINDS
     )
     shown: list[tuple[Iterable[object], Columns]] = [(result.scales, SCALES), (filter(None, kinds), KINDS)]
+    recast: dict[object, list[Foreseen]] = {}
+    for row in result.products:
+        key = row.recipe, row.loss.product, row.loss.operand, row.loss.layer if modules else ""
+        recast.setdefault(key, []).append(row)
+    shown += [(recast.values(), PRODUCTS)] if recast else []
     shown += [(result.rows, MODULES)] if modules else []
     steps = "1 step" if result.steps == 1 else f"{result.steps} steps"
     parts: list[RenderableType] = [Text(f"predicted from {steps} in fp32, for what plan {result.plan} stores low")]
@@ -169,6 +187,10 @@ def _of_whatif(result: WhatIf) -> Iterator[str]:
             yield f"{fmt}: {finding.code} at {finding.place}: {finding.evidence}; {finding.advice}"
     if eight := [fmt for fmt in result.formats if fmt in ("e4m3", "e5m2")]:
         yield f"{' and '.join(eight)}: {ONE_SCALE}"
+    for recipe in dict.fromkeys(row.recipe for row in result.products):
+        much = result.stay_full[recipe]
+        yield f"products {recipe}: {len(much) or 'no'} layer{'' if len(much) == 1 else 's'} would lose much"
+        yield from (f"  {finding.evidence.partition(': ')[2]}" for finding in much[:SHOWN])
     yield (
         "Lost: nonzero values that become zero. SNR: squares of the values over squares of their rounding errors;"
         " 20 dB is a ratio of 100. Safe: the largest gradient times the scale is below the format's largest"
@@ -193,6 +215,14 @@ def _mean(rows: Sequence[Rounded], name: str) -> float:
     weights = [row.stats.nonzero if name == "lost" else row.stats.count for row in rows]
     total = sum(weights)
     return sum(getattr(row, name) * weight for row, weight in zip(rows, weights, strict=True)) / total if total else 0.0
+
+
+def _share(rows: Sequence[Foreseen], name: str) -> float:
+    return float(sum(getattr(row.loss, name) for row in rows) / sum(row.loss.elements for row in rows))
+
+
+def _farthest(rows: Sequence[Foreseen]) -> Foreseen:
+    return max(rows, key=lambda row: row.error)
 
 
 def _percent(share: float) -> str:

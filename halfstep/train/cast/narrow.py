@@ -140,21 +140,18 @@ def define_products(find: Find) -> torch.library.Library:
         return layers.rounded(number, recipe, product, name, x)
 
     def output(x: Tensor, w: Tensor, bias: Tensor | None, recipe: str, units: Units, keep: bool) -> Tensor:
-        a = operand(w, recipe, "output", "a", _rows(x), keep)
+        a = operand(w, recipe, "output", "a", rows_of(x), keep)
         b = operand(w, recipe, "output", "b", w, keep)
         low = None if bias is None else bias.bfloat16()
         return multiply(a, b, units=units, bias=low, fast=True).view(*x.shape[:-1], w.shape[0])
 
     def grad_input(g: Tensor, w: Tensor, recipe: str, units: Units, keep: bool) -> Tensor:
-        a = operand(w, recipe, "grad_input", "a", _rows(g), keep)
+        a = operand(w, recipe, "grad_input", "a", rows_of(g), keep)
         b = operand(w, recipe, "grad_input", "b", w.t(), keep)
         return multiply(a, b, units=units).view(*g.shape[:-1], w.shape[1])
 
     def grad_weight(g: Tensor, x: Tensor, w: Tensor, recipe: str, units: Units, keep: bool) -> Tensor:
-        a, b = (
-            torch.nn.functional.pad(_rows(t).t(), (0, -(t.numel() // t.shape[-1]) % RECIPES[recipe].multiple))
-            for t in (g, x)
-        )
+        a, b = (across_rows(t, recipe) for t in (g, x))
         rounded = operand(w, recipe, "grad_weight", "a", a, keep), operand(w, recipe, "grad_weight", "b", b, keep)
         return multiply(*rounded, units=units)
 
@@ -172,8 +169,15 @@ def define_products(find: Find) -> torch.library.Library:
     return library
 
 
-def _rows(x: Tensor) -> Tensor:
+def rows_of(x: Tensor) -> Tensor:
+    """Returns an operand that is summed over its last dimension as a matrix."""
     return x.reshape(-1, x.shape[-1])
+
+
+def across_rows(x: Tensor, recipe: str) -> Tensor:
+    """Returns an operand that is summed over its rows as a matrix with these last, filled up with zeros."""
+    rows = rows_of(x)
+    return torch.nn.functional.pad(rows.t(), (0, -len(rows) % RECIPES[recipe].multiple))
 
 
 def _without_autocast(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -205,7 +209,7 @@ def _backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
     dtypes = ctx.dtypes
     gx = ops.linear_grad_input(g, w, *ctx.how).to(dtypes[0]) if needed[0] else None
     gw = ops.linear_grad_weight(g, x, w, *ctx.how).to(dtypes[1]) if needed[1] else None
-    gb = _rows(g).sum(0, dtype=torch.float32).to(dtypes[2]) if needed[2] else None
+    gb = rows_of(g).sum(0, dtype=torch.float32).to(dtypes[2]) if needed[2] else None
     return gx, gw, gb, None, None, None
 
 
@@ -219,12 +223,12 @@ def _refuse(ctx: Any, g: Tensor) -> None:
 
 def make_narrow(site: OpSite, plain: Act, recipe: str, units: Units) -> Act:
     """Returns the function that runs a call of a product by a recipe in a layer that does, and else as `plain` does."""
-    read, is_on, multiple = _READERS[site.name], torch.is_autocast_enabled, RECIPES[recipe].multiple
+    read, is_on, multiple = READERS[site.name], torch.is_autocast_enabled, RECIPES[recipe].multiple
 
     def act(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if is_on(MULTIPLIES):
             given = read(*args, **kwargs)
-            if given is not None and _fits(site, multiple, *given):
+            if given is not None and fits(multiple, *given) and all(map(site.is_here, given[:2])):
                 x, w, bias = given
                 if is_sharded(w):  # FSDP2 gathers its shards before
                     raise OpError(SPLIT.format(recipe=recipe))
@@ -235,12 +239,12 @@ def make_narrow(site: OpSite, plain: Act, recipe: str, units: Units) -> Act:
     return act
 
 
-def _fits(site: OpSite, multiple: int, x: Tensor, w: Tensor, bias: Tensor | None) -> bool:
+def fits(multiple: int, x: Tensor, w: Tensor, bias: Tensor | None) -> bool:
     """Tells whether a product is one that recipes round, and not one of another kind in the same layer's code."""
     return (
         w.dim() == 2
         and all(size % multiple == 0 for size in w.shape)
-        and all(t.dtype in CASTABLE and site.is_here(t) and not t.is_nested for t in (x, w))
+        and all(t.dtype in CASTABLE and not t.is_nested for t in (x, w))
         and (bias is None or bias.dim() == 1)
         and x.shape[-1] == w.shape[1]
     )
@@ -258,11 +262,11 @@ def _read_sum(bias: Tensor, x: Tensor, w: Tensor, *, beta: float = 1, alpha: flo
     return (x, w.t(), bias) if beta == alpha == 1 else None
 
 
-_READERS: dict[str, Callable[..., Any]] = {
+READERS: dict[str, Callable[..., Any]] = {
     "linear": _read_linear,
     "mm": _read_product,
     "matmul": _read_product,
     "addmm": _read_sum,
 }
-NARROW = frozenset(_READERS)
+NARROW = frozenset(READERS)
 """Names of the aten operations that run by a recipe in layers."""

@@ -115,7 +115,7 @@ def round_operand(x: Tensor, cast: Cast, *, counts: Tensor | None = None, seed: 
     finite. `seed` (0-dim, int64) chooses the random bits of a stochastic cast: the same seed gives the same bits, on
     every device. Does not sync.
     """
-    wide = _rotated(x) if cast.rotated else x.float()
+    wide = rotated(x) if cast.rotated else x.float()
     tiles = _tiles(wide, cast.block)
     encode, inner, outer, is_power = _SCALES[cast.scales](tiles, cast)
     scaled = tiles * encode
@@ -251,7 +251,7 @@ def _flat(scales: Tensor) -> Tensor:
     return scales[:, 0, :, 0]
 
 
-def _rotated(x: Tensor) -> Tensor:
+def rotated(x: Tensor) -> Tensor:
     """Transforms each 16 elements along K, the last ones filled up with zeros; products of two such are unchanged."""
     x = pad(x.float(), (0, -x.shape[1] % _ROTATED))
     signs = ((_SIGNS >> torch.arange(_ROTATED, dtype=torch.int32, device=x.device)) & 1) * 2 - 1
