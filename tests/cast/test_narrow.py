@@ -225,6 +225,8 @@ def test_random_bits_differ_from_step_to_step_and_come_back_with_a_resume():
     resumed.step()
     resumed.load_state_dict({**state, "steps": 2})
     assert torch.equal(gradient(resumed, model), found[2])
+    resumed._casting.layers.step -= 1  # as a replay of a CUDA graph, which runs nothing on the host, changes it
+    assert torch.equal(gradient(resumed, model), found[1])
     resumed.close()
 
 

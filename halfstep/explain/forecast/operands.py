@@ -43,9 +43,9 @@ class Recast:
         check_some_products(assignment)
         each = zip(assignment.names(), unwrap(model).modules(), assignment.modules, strict=True)
         own = {name: (module, f.param) for name, module, f in each if f.products == plan.products}
-        self.recipe, self._plan, self._steps, device = plan.products, plan, 0, first_device([model])
+        self.recipe, self._plan, device = plan.products, plan, first_device([model])
         self._low = [param is not None and param is not FP32 for _, param in own.values()]  # whose weights are
-        self._layers = Layers(((name, module) for name, (module, _) in own.items()), device, lambda: self._steps)
+        self._layers = Layers(((name, module) for name, (module, _) in own.items()), device)
         # Of each layer and product the squares of both operands and of the result, and those of their errors.
         self._squares = torch.zeros((len(own), len(PRODUCTS), 3, 2), dtype=torch.float64, device=device)
 
@@ -83,7 +83,7 @@ class Recast:
 
     def end_step(self) -> None:
         """Counts the step, and drops the rounded weights."""
-        self._steps += 1
+        self._layers.step += 1
         self._layers.weights_changed()
 
     def read(self) -> tuple[list[Foreseen], tuple[Finding, ...]]:

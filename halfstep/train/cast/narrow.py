@@ -45,14 +45,15 @@ class Layers:
     """The layers of one session that multiply by a recipe: their rounded weights until the next step, and counts.
 
     `counts` (layers, products, operands, 3) are those of `round_operand`, on the device; `seen` the number of elements.
+    `step` seeds random bits: the number of steps made, on the device, so that replays of a CUDA graph count theirs.
     """
 
-    def __init__(self, layers: Iterable[tuple[str, nn.Module]], device: torch.device, steps: Callable[[], int]) -> None:
+    def __init__(self, layers: Iterable[tuple[str, nn.Module]], device: torch.device) -> None:
         named = dict(layers)
         self.names, self._modules = tuple(named), list(named.values())
         self.counts = torch.zeros((len(named), len(PRODUCTS), 2, 3), dtype=torch.int64, device=device)
         self.seen = [[[0, 0] for _ in PRODUCTS] for _ in named]
-        self._steps = steps  # of the session: they seed random bits
+        self.step = torch.zeros((), dtype=torch.int64, device=device)
         sharded = [any(is_sharded(p) for p in each.parameters(recurse=False)) for each in self._modules]
         self._whole = [not each for each in sharded]  # a rounded weight of the others would take its whole size
         self._held: dict[tuple[int, Product], tuple[int, int, Rounded]] = {}
@@ -102,8 +103,7 @@ class Layers:
         at = PRODUCTS.index(product), "ab".index(operand)
         self.seen[number][at[0]][at[1]] += x.numel()
         cast = RECIPES[recipe].casts[product, operand]
-        key = self._steps() * 8192 + number * 4 + at[0]
-        seed = torch.full((), key, dtype=torch.int64, device=x.device) if cast.stochastic else None
+        seed = self.step * 8192 + (number * 4 + at[0]) if cast.stochastic else None
         return round_operand(x, cast, counts=self.counts[number][at], seed=seed)
 
     def weight(self, number: int, recipe: str, product: Product, weight: Tensor, w: Tensor, *, keep: bool) -> Rounded:

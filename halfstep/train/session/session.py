@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
@@ -205,9 +204,7 @@ class Session:
         if self.plan.products != "plan":
             named = zip(self.assignment.names(), self.assignment.modules, self._roots_modules(), strict=True)
             by_recipe = [(name, module) for name, f, module in named if f.products == self.plan.products]
-            own = weakref.ref(self)
-            layers = Layers(by_recipe, self._device, lambda: own()._steps)  # type: ignore[union-attr]  # it holds them
-            self._undo.callback(self._casting.hold(layers))
+            self._undo.callback(self._casting.hold(Layers(by_recipe, self._device)))
         caps = self.plan.low.needs_scale and self._scales.active
         gates = self._casting.install(
             pairs,
@@ -364,6 +361,8 @@ class Session:
     def _count_own_step(self, *_: Any) -> None:
         """Counts a step that an optimizer with a closure has made without the session."""
         self._steps += 1
+        if self._casting.layers is not None:
+            self._casting.layers.step += 1
 
     def _own_step(self, part: Part, closure: Callable[[], Any] | None = None) -> Any:
         """Makes a step of the session in place of a call of `optimizer.step`; returns the loss of the closure."""
@@ -538,6 +537,8 @@ class Session:
             held.grads = []  # which `zero_grad` is to free
         scales = step.scales()
         self._steps += 1
+        if self._casting.layers is not None:
+            self._casting.layers.step += 1
         self._skips += step.record.skipped  # in place: a CUDA graph counts its replays
         if step.record.bad_loss is not None:
             self._bad_losses += step.record.bad_loss
@@ -849,6 +850,8 @@ class Session:
         self._scales.load_state_dict(state["scales"])
         self._emulate(emulates_after(self._decision, state.get("emulate")))
         self._steps = state["steps"]
+        if self._casting.layers is not None:
+            self._casting.layers.step.fill_(self._steps)
         self._skips.fill_(state["skipped"])
         self._bad_losses.fill_(state.get("bad_losses", 0))
 
