@@ -16,8 +16,9 @@ from halfstep import Policy, Rule
 from halfstep.errors import HalfstepError
 from halfstep.machine import AVX2, AVX512_BF16
 from halfstep.plan.plan import multiple_of
+from halfstep.train.cast.casting import Casting
 from halfstep.train.cast.narrow import PRODUCTS
-from halfstep.train.cast.recipes import RECIPES, product_of
+from halfstep.train.cast.recipes import RECIPES, Coded, Rounded, product_of
 
 EIGHT = Policy("low", "low", "low", products="recipe")
 LOW_PRODUCTS = Policy("low", "low", "low", products="low")
@@ -114,6 +115,22 @@ def test_the_three_products_of_a_layer_are_those_of_the_recipe(products, call, p
         ("grad_weight", "gradient"), ("grad_weight", "input"),
     }  # fmt: skip
     session.close()
+
+
+@pytest.mark.parametrize("products", ["fp8", "fp8-row"])
+def test_a_devices_own_units_train_as_their_emulation_does(products, monkeypatch):
+    """A CPU has the products of these recipes, with sums in fp32."""
+    found = []
+    for units in ("own", "fp32"):
+        monkeypatch.setattr(Casting, "_units", lambda self, emulate, units=units: units)
+        model = made()
+        losses, session, _ = trained(model, products)
+        held = {type(each[2]) for each in session._casting.layers._held.values()}
+        assert held <= ({Coded} if units == "own" else {Rounded})
+        found.append((losses, session.status().lost, [p.clone() for p in model.state_dict().values()]))
+        session.close()
+    assert found[0][:2] == found[1][:2]
+    assert all(map(torch.equal, found[0][2], found[1][2]))
 
 
 def test_gradients_are_those_of_the_dequantised_operands():

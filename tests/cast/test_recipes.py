@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from halfstep.formats import E2M1, E4M3
-from halfstep.train.cast.recipes import RECIPES, multiply, product_of, round_operand
+from halfstep.train.cast.recipes import RECIPES, _in_tiles, code_operand, multiply, product_of, round_operand
 
 PRODUCTS = ("output", "grad_input", "grad_weight")
 CASTS = {}
@@ -96,6 +96,41 @@ def test_products_are_those_of_scaled_mm(name, product, shape):
         assert torch.allclose(units.float(), expected.float(), rtol=2.0**-7, atol=0)
         assert (units != expected).sum() <= 1 + expected.numel() / 2000
     assert torch.equal(product_of(recipe, product, a, b, units="fp32"), multiply(left, right, units="fp32"))
+
+
+def test_scales_of_8_bits_lie_in_tiles_as_cublas_reads_them():
+    rows, columns = 200, 6
+    powers = torch.randint(-100, 100, (rows, columns))
+    decode = powers.float().exp2()
+    decode[7, 5] = math.nan
+    flat = _in_tiles(decode).view(torch.uint8)
+    assert flat.numel() == 256 * 8
+    for row in range(rows):
+        for column in range(columns):
+            tile = row // 128 * 2 + column // 4  # of 128 x 4, in rows of tiles
+            at = tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + column % 4
+            assert flat[at] == (255 if (row, column) == (7, 5) else powers[row, column] + 127)
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8-row"])
+def test_operands_for_a_devices_own_units_are_those_of_the_law_filled_up(name):
+    cast, x = RECIPES[name].casts["grad_weight", "a"], spread(21, 40)
+    counts = torch.zeros(2, 3, dtype=torch.int64)
+    coded = code_operand(x, cast, multiple=16, counts=list(counts))
+    assert [tuple(each.elements.shape) for each in coded] == [(21, 48), (40, 32)]
+    for each, law in zip(coded, (round_operand(x, cast), round_operand(x.t(), cast)), strict=True):
+        filled = torch.zeros(each.elements.shape)
+        filled[:, : law.elements.shape[1]] = law.elements.float()
+        assert torch.equal(each.elements.float(), filled)
+        assert torch.equal(each.decode, law.decode)
+    assert counts[0, 1] == counts[1, 1] or name != "fp8"
+
+
+def test_zeros_in_a_block_that_is_not_finite_are_not_counted_as_flushed():
+    x = torch.tensor([[math.inf, 0, 0, 1e-30], [1.0, 0, 1e-30, 2.0]])
+    counts = torch.zeros(3, dtype=torch.int64)
+    round_operand(x, RECIPES["fp8-row"].casts["output", "a"], counts=counts)
+    assert counts.tolist() == [0, 1, 1]
 
 
 @pytest.mark.parametrize("size", [0.0, 1e-38, 3e38])

@@ -19,6 +19,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from halfstep.train.cast.recipes import RECIPES
+from halfstep.train.kernels import casts as cast_kernels
 from halfstep.train.kernels import triton as kernels
 from halfstep.train.kernels.batch import Scratch
 from tests.kernels import triton_cases as cases
@@ -26,6 +28,7 @@ from tests.kernels import triton_cases as cases
 DISASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 FAST = ("adamw", "adam-l2-amsgrad", "sgd-momentum")
 INEXACT = ("fma.", ".ftz", ".approx", "div.full")
+CASTS = "casts to 8 bits"
 OTHERS = [str(n) for n in (80, 86, 89, 90, 100, 120)]
 
 
@@ -56,6 +59,18 @@ def variants(storage, name, compiled):
     return dict(compiled)
 
 
+def casts(recipe, compiled):
+    """Has all kernels of the casts of one recipe compiled, of matrices that lie in rows and in columns."""
+    compiled.clear()
+    cast = RECIPES[recipe].casts["grad_input", "a"]
+    whole = cast.block == (None, None)
+    for x in (torch.zeros(64, 128, dtype=torch.bfloat16), torch.zeros(64, 128, dtype=torch.bfloat16).t()):
+        for matrices in (1, 2):
+            counts = list(torch.zeros(matrices, 3, dtype=torch.int64))
+            cast_kernels.cast(x, cast.elements, cast.block[1], counts, whole=whole, multiple=32)
+    return dict(compiled)
+
+
 def usage(made):
     """Returns registers and bytes of stack of a compiled kernel, and its count of local loads and stores."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -72,7 +87,8 @@ def usage(made):
 def faults(kernel, made, storage):
     """Yields what is wrong with a variant."""
     registers, stack, local = usage(made)
-    most = {"_read_kernel": 64, "_corrections_kernel": 255}.get(kernel, 80 if storage in cases.KEPT else 48)
+    most = {"_read_kernel": 64, "_amax_kernel": 64, "_cast_kernel": 128, "_corrections_kernel": 255}
+    most = most.get(kernel, 80 if storage in cases.KEPT else 48)
     ptx = made.asm["ptx"]
     if stack or local:
         yield f"{stack} bytes of stack, {local} local accesses"
@@ -99,16 +115,19 @@ def main():
     bad = total = 0
     for sm in sys.argv[1:] or OTHERS:
         Target.sm, seen = int(sm), set()
-        for storage in cases.STORAGES:
-            for name in FAST if storage in ("split", "full") else FAST[:1]:
-                for key, (kernel, made) in variants(storage, name, compiled).items():
-                    if key in seen:
-                        continue
-                    seen.add(key)
-                    found = list(faults(kernel, made, storage))
-                    bad += bool(found)
-                    for fault in found:
-                        print(f"sm_{sm} {kernel} {storage} {name}: {fault}", flush=True)
+        rows = [(each, name) for each in cases.STORAGES for name in FAST[: 3 if each in ("split", "full") else 1]]
+        if Target.sm >= 89:
+            rows += [(CASTS, each) for each in ("fp8", "fp8-row", "fp8-mx")]
+        for storage, name in rows:
+            made_now = casts(name, compiled) if storage == CASTS else variants(storage, name, compiled)
+            for key, (kernel, made) in made_now.items():
+                if key in seen:
+                    continue
+                seen.add(key)
+                found = list(faults(kernel, made, storage))
+                bad += bool(found)
+                for fault in found:
+                    print(f"sm_{sm} {kernel} {storage} {name}: {fault}", flush=True)
         total += len(seen)
     print(f"{total} variants, {bad} with faults (triton {triton.__version__})")
     return bool(bad)

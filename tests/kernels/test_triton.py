@@ -106,6 +106,20 @@ def test_a_nan_on_cuda_is_stored_as_a_nan_with_the_bits_of_the_reference(storage
     assert cases.nans_stored_alike(storage, "cuda")
 
 
+CASTS = [("fp8", "output"), ("fp8", "grad_input"), ("fp8-row", "output"), ("fp8-mx", "output")]
+
+
+@pytest.mark.parametrize(("name", "product"), CASTS)
+def test_casts_to_8_bits_are_those_of_the_law_and_so_are_their_transposes(interpreted, name, product):
+    assert interpreted(cases.casts_differ, name, product) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "product"), CASTS)
+def test_casts_to_8_bits_on_cuda_are_those_of_the_law(name, product):
+    assert cases.casts_differ(name, product, "cuda") == []
+
+
 LARGEST = torch.finfo(torch.float32).max
 READS = {
     "mixed": [torch.randn(5000), torch.randn(7, 9).bfloat16(), torch.randn(3).half(), torch.randn(41)],

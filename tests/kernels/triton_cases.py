@@ -262,6 +262,40 @@ def sessions_differ(name, low):
     return differing(session_bits(name, low, ["triton"]), session_bits(name, low, ["eager"]))
 
 
+def casts_differ(name, product, device="cpu"):
+    """The cases in which the kernels' casts of a matrix and its transpose are not the law's bits and counts."""
+    from halfstep.train.cast.recipes import RECIPES, round_operand
+    from halfstep.train.kernels.casts import cast as kernel
+
+    torch.manual_seed(0)
+    recipe, wrong = RECIPES[name], []
+    cast = recipe.casts[product, "a"]
+    for rows, columns in ((64, 96), (130, 32), (5, 64), (1, 32)):
+        x = torch.randn(rows, columns) * torch.randint(-30, 30, (rows, columns)).float().exp2()
+        given = {"wide": x, "low": x.bfloat16(), "transposed": x.t().contiguous().t(), "zeros": x * 0}
+        given |= {"tiny": x * 1e-41, "huge": x.clamp(-1, 1) * 3e38, "broadcast": x[:1].expand(rows, -1)}
+        given |= {str(bad): x.clone() for bad in (float("inf"), float("nan"))}
+        for case, value in given.items():
+            if case in ("inf", "nan"):
+                value[rows // 2, 3] = float(case)
+            value = value.to(device)
+            counts, expected = torch.zeros(2, 2, 3, dtype=torch.int64, device=device)
+            whole = cast.block == (None, None)
+            pair = kernel(value, cast.elements, cast.block[1], list(counts), whole=whole, multiple=recipe.multiple)
+            alone = kernel(value, cast.elements, cast.block[1], [torch.zeros_like(counts[0])], whole=whole)[0]
+            across = torch.nn.functional.pad(value.t(), (0, -rows % recipe.multiple))
+            laws = [
+                round_operand(each, cast, counts=lost) for each, lost in zip((value, across), expected, strict=True)
+            ]
+            same = torch.equal(counts, expected)
+            for (elements, decode), law in zip((*pair, alone), (*laws, laws[0]), strict=True):
+                same &= torch.equal(decode.nan_to_num(-1), law.decode.nan_to_num(-1))
+                same &= torch.equal(elements.float().nan_to_num(500), law.elements.float().nan_to_num(500))
+            if not same:
+                wrong.append((rows, columns, case))
+    return wrong
+
+
 # ---- in a process of its own ---------------------------------------------------------------------------------------
 
 

@@ -18,7 +18,7 @@ from halfstep.plan.products import check_some_products
 from halfstep.plan.resolve import resolve
 from halfstep.records import Finding, Foreseen
 from halfstep.torch_internals import without_modes
-from halfstep.train.cast.narrow import OPERANDS, PRODUCTS, READERS, Layers, across_rows, fits, rows_of
+from halfstep.train.cast.narrow import OPERANDS, PRODUCTS, READERS, Layers, Operands, across_rows, fits, rows_of
 from halfstep.train.cast.recipes import RECIPES, Product, Rounded, multiply, rotated
 from halfstep.train.probe.hooks import readable
 
@@ -58,7 +58,8 @@ class Recast:
             return
         rows, w, needed = rows_of(x.detach()), weight.detach(), (x.requires_grad, weight.requires_grad)
         w = w.bfloat16() if self._low[number] else w
-        held = partial(self._layers.weight, number, self.recipe, keep=torch.is_grad_enabled() and needed[1])
+        keep = torch.is_grad_enabled() and needed[1]
+        held = partial(self._layers.weight, number, self.recipe, units="fp32", keep=keep)
         self._add(number, "output", rows, w, held("output", weight, w))
 
         def look_back(grad: Tensor) -> None:
@@ -71,9 +72,11 @@ class Recast:
         if out.requires_grad:
             out.register_hook(partial(quietly, look_back))  # type: ignore[no-untyped-call]
 
-    def _add(self, number: int, product: Product, a: Tensor, b: Tensor, right: Rounded | None = None) -> None:
-        left = self._layers.rounded(number, self.recipe, product, "a", a)
-        right = right or self._layers.rounded(number, self.recipe, product, "b", b)
+    def _add(self, number: int, product: Product, a: Tensor, b: Tensor, held: Operands | None = None) -> None:
+        (left,) = self._layers.round(number, self.recipe, [(product, "a")], a, "fp32")
+        right = held or self._layers.round(number, self.recipe, [(product, "b")], b, "fp32")[0]
+        assert isinstance(left, Rounded)
+        assert isinstance(right, Rounded)
         at = self._squares[number, PRODUCTS.index(product)]
         turn = rotated if RECIPES[self.recipe].casts[product, "a"].rotated else Tensor.float
         a, b = turn(a), turn(b)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from halfstep.edits import Policy, Rule, spell
 from halfstep.errors import OpError
@@ -23,8 +24,22 @@ from halfstep.records import Finding, ProductLoss
 from halfstep.sharded import is_sharded
 from halfstep.torch_internals import StorageWeakRef, parameters_of, storage_identity, uncompiled, version_of
 from halfstep.train.cast.opkernels import Act, OpSite
-from halfstep.train.cast.recipes import RECIPES, Operand, Product, Rounded, Units, multiply, round_operand
+from halfstep.train.cast.recipes import (
+    RECIPES,
+    Coded,
+    Operand,
+    Product,
+    Recipe,
+    Rounded,
+    Units,
+    code_operand,
+    multiply,
+    multiply_coded,
+    round_operand,
+)
 
+Place = tuple[Product, Operand]
+Operands = Rounded | Coded
 TELLS = 0.02  # of an operand: a layer that lost more is told when the session ends
 MULTIPLIES = "mps"
 """The device type whose autocast bit is on in a layer that multiplies by a recipe; plans with op tables refuse it."""
@@ -56,7 +71,8 @@ class Layers:
         self.step = torch.zeros((), dtype=torch.int64, device=device)
         sharded = [any(is_sharded(p) for p in each.parameters(recurse=False)) for each in self._modules]
         self._whole = [not each for each in sharded]  # a rounded weight of the others would take its whole size
-        self._held: dict[tuple[int, Product], tuple[int, int, Rounded]] = {}
+        self._held: dict[tuple[int, Product], tuple[int, int, Operands]] = {}
+        self._both: set[int] = set()  # layers whose inputs need gradients
         self._at: dict[tuple[int, int], tuple[int, Any]] = {}  # by a weight's memory
 
     def find(self, weight: Tensor) -> int | None:
@@ -98,23 +114,55 @@ class Layers:
         """Drops the rounded weights."""
         self._held.clear()
 
-    def rounded(self, number: int, recipe: str, product: Product, operand: Operand, x: Tensor) -> Rounded:
-        """Rounds an operand of a layer's product, and counts what that loses."""
-        at = PRODUCTS.index(product), "ab".index(operand)
-        self.seen[number][at[0]][at[1]] += x.numel()
-        cast = RECIPES[recipe].casts[product, operand]
-        seed = self.step * 8192 + (number * 4 + at[0]) if cast.stochastic else None
-        return round_operand(x, cast, counts=self.counts[number][at], seed=seed)
+    def round(self, number: int, recipe: str, places: Sequence[Place], x: Tensor, units: Units) -> list[Operands]:
+        """Rounds an operand of a layer's product, and for a second place its transpose, and counts what that loses."""
+        law, counts = RECIPES[recipe], []
+        for product, operand in places:
+            at = PRODUCTS.index(product), "ab".index(operand)
+            self.seen[number][at[0]][at[1]] += x.numel()
+            counts.append(self.counts[number][at])
+        return _round(law, places, x, units, counts, self.step, number)
 
-    def weight(self, number: int, recipe: str, product: Product, weight: Tensor, w: Tensor, *, keep: bool) -> Rounded:
+    def weight(
+        self, number: int, recipe: str, product: Product, weight: Tensor, w: Tensor, units: Units, *, keep: bool
+    ) -> Operands:
         """Returns `w`, a layer's `weight` as an operand, rounded; with `keep` this is done once until it changes."""
+        own: Place = (product, "b")
         if not keep or not self._whole[number] or weight.is_inference():
-            return self.rounded(number, recipe, product, "b", w)
+            return self.round(number, recipe, [own], w, units)[0]
         sign = storage_identity(weight.untyped_storage()), version_of(weight)
         held = self._held.get((number, product))
         if held is None or held[:2] != sign:
-            held = self._held[number, product] = (*sign, self.rounded(number, recipe, product, "b", w))
+            places = [own]
+            if product == "grad_input":
+                self._both.add(number)
+            elif units == "own" and number in self._both:  # one read of the weight for both
+                places.append(("grad_input", "b"))
+            rounded = self.round(number, recipe, places, w, units)
+            self._held |= {(number, place[0]): (*sign, r) for place, r in zip(places, rounded, strict=True)}
+            return rounded[0]
         return held[2]
+
+
+def _round(
+    recipe: Recipe,
+    places: Sequence[Place],
+    x: Tensor,
+    units: Units,
+    counts: Sequence[Tensor],
+    step: Tensor,
+    number: int,
+) -> list[Operands]:
+    """Rounds a matrix for a place, and its transpose for a second one; what each sums over is filled up with zeros."""
+    if units == "own":
+        return list(code_operand(x, recipe.casts[places[0]], multiple=recipe.multiple, counts=counts))
+    rounded: list[Operands] = []
+    for place, each, lost in zip(places, (x, x.t()), counts, strict=False):
+        cast = recipe.casts[place]
+        seed = step * 8192 + (number * 4 + PRODUCTS.index(place[0])) if cast.stochastic else None
+        short = -each.shape[1] % recipe.multiple
+        rounded.append(round_operand(pad(each, (0, short)) if short else each, cast, counts=lost, seed=seed))
+    return rounded
 
 
 def _memory(weight: Tensor) -> tuple[int, int]:
@@ -128,42 +176,54 @@ def define_products(find: Find) -> torch.library.Library:
     """Returns a library with the operations of such layers; `find` returns the session's layers and a weight's."""
     library = torch.library.Library("halfstep", "FRAGMENT")  # type: ignore[no-untyped-call]
 
-    def operand(weight: Tensor, recipe: str, product: Product, name: Operand, x: Tensor, keep: bool) -> Rounded:
-        layer = find(weight)
+    def operands(w: Tensor, recipe: str, places: Sequence[Place], x: Tensor, units: Units) -> list[Operands]:
+        layer = find(w)
         if layer is None:
-            return round_operand(
-                x, RECIPES[recipe].casts[product, name], seed=torch.zeros_like(x, dtype=torch.int64).sum()
-            )
-        layers, number = layer
-        if name == "b" and product != "grad_weight":
-            return layers.weight(number, recipe, product, weight, x, keep=keep)
-        return layers.rounded(number, recipe, product, name, x)
+            counts = w.new_zeros((len(places) + 1, 3), dtype=torch.int64)
+            return _round(RECIPES[recipe], places, x, units, list(counts[1:]), counts[0, 0], 0)
+        return layer[0].round(layer[1], recipe, places, x, units)
+
+    def weight(w: Tensor, recipe: str, product: Product, units: Units, keep: bool) -> Operands:
+        layer, turned = find(w), w if product == "output" else w.t()
+        if layer is None:
+            return operands(w, recipe, [(product, "b")], turned, units)[0]
+        return layer[0].weight(layer[1], recipe, product, w, turned, units, keep=keep)
 
     def output(x: Tensor, w: Tensor, bias: Tensor | None, recipe: str, units: Units, keep: bool) -> Tensor:
-        a = operand(w, recipe, "output", "a", rows_of(x), keep)
-        b = operand(w, recipe, "output", "b", w, keep)
+        a = operands(w, recipe, [("output", "a")], rows_of(x), units)[0]
         low = None if bias is None else bias.bfloat16()
-        return multiply(a, b, units=units, bias=low, fast=True).view(*x.shape[:-1], w.shape[0])
+        out = _multiply(a, weight(w, recipe, "output", units, keep), units, bias=low, fast=True)
+        return out.view(*x.shape[:-1], w.shape[0])
 
-    def grad_input(g: Tensor, w: Tensor, recipe: str, units: Units, keep: bool) -> Tensor:
-        a = operand(w, recipe, "grad_input", "a", rows_of(g), keep)
-        b = operand(w, recipe, "grad_input", "b", w.t(), keep)
-        return multiply(a, b, units=units).view(*g.shape[:-1], w.shape[1])
+    def gradients(
+        g: Tensor, x: Tensor | None, w: Tensor, needs_x: bool, recipe: str, units: Units, keep: bool
+    ) -> tuple[Tensor, Tensor]:
+        gx = gw = g.new_empty(0, dtype=torch.bfloat16)
+        both: list[Place] = [("grad_input", "a"), ("grad_weight", "a")]
+        places = both[not needs_x : 1 + (x is not None)]
+        rows = rows_of(g)
+        rounded = operands(w, recipe, places, rows if needs_x else rows.t(), units)
+        if needs_x:
+            gx = _multiply(rounded[0], weight(w, recipe, "grad_input", units, keep), units)
+            gx = gx.view(*g.shape[:-1], w.shape[1])
+        if x is not None:
+            b = operands(w, recipe, [("grad_weight", "b")], rows_of(x).t(), units)[0]
+            gw = _multiply(rounded[-1], b, units)
+        return gx, gw
 
-    def grad_weight(g: Tensor, x: Tensor, w: Tensor, recipe: str, units: Units, keep: bool) -> Tensor:
-        a, b = (across_rows(t, recipe) for t in (g, x))
-        rounded = operand(w, recipe, "grad_weight", "a", a, keep), operand(w, recipe, "grad_weight", "b", b, keep)
-        return multiply(*rounded, units=units)
-
-    how = "str recipe, str units, bool keep) -> Tensor"
-    for name, arguments, run, shape in (
-        ("linear", f"Tensor x, Tensor w, Tensor? bias, {how}", output, lambda x, w, *_: (*x.shape[:-1], w.shape[0])),
-        ("linear_grad_input", f"Tensor g, Tensor w, {how}", grad_input, lambda g, w, *_: (*g.shape[:-1], w.shape[1])),
-        ("linear_grad_weight", f"Tensor g, Tensor x, Tensor w, {how}", grad_weight, lambda g, x, w, *_: w.shape),
+    how = "str recipe, str units, bool keep)"
+    for name, arguments, run, fake in (
+        ("linear", f"Tensor x, Tensor w, Tensor? bias, {how} -> Tensor", output, _fake_linear),
+        (
+            "linear_backward",
+            f"Tensor g, Tensor? x, Tensor w, bool needs_x, {how} -> (Tensor, Tensor)",
+            gradients,
+            _fake_gradients,
+        ),
     ):
         library.define(f"{name}({arguments}")  # type: ignore[no-untyped-call]
         library.impl(name, uncompiled(_without_autocast(run)), "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-        torch.library.register_fake(f"halfstep::{name}", _empty(shape), lib=library)
+        torch.library.register_fake(f"halfstep::{name}", fake, lib=library)
         backward, setup = (_backward, _save) if name == "linear" else (_refuse, _name)
         torch.library.register_autograd(f"halfstep::{name}", backward, setup_context=setup, lib=library)
     return library
@@ -180,9 +240,9 @@ def across_rows(x: Tensor, recipe: str) -> Tensor:
     return torch.nn.functional.pad(rows.t(), (0, -len(rows) % RECIPES[recipe].multiple))
 
 
-def _without_autocast(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _without_autocast(run: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(run)
-    def call(x: Tensor, *rest: Any) -> Tensor:
+    def call(x: Tensor, *rest: Any) -> Any:
         kind = x.device.type
         was_on = torch.is_autocast_enabled(kind)
         torch.set_autocast_enabled(kind, False)
@@ -194,8 +254,22 @@ def _without_autocast(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return call
 
 
-def _empty(shape: Callable[..., Sequence[int]]) -> Callable[..., Tensor]:
-    return lambda x, *rest: x.new_empty(shape(x, *rest), dtype=torch.bfloat16)
+def _multiply(a: Operands, b: Operands, units: Units, *, bias: Tensor | None = None, fast: bool = False) -> Tensor:
+    if isinstance(a, Coded) and isinstance(b, Coded):
+        return multiply_coded(a, b, bias=bias, fast=fast)
+    assert isinstance(a, Rounded)
+    assert isinstance(b, Rounded)
+    return multiply(a, b, units=units, bias=bias)
+
+
+def _fake_linear(x: Tensor, w: Tensor, *_: Any) -> Tensor:
+    return x.new_empty((*x.shape[:-1], w.shape[0]), dtype=torch.bfloat16)
+
+
+def _fake_gradients(g: Tensor, x: Tensor | None, w: Tensor, needs_x: bool, *_: Any) -> tuple[Tensor, Tensor]:
+    shapes = (*g.shape[:-1], w.shape[1]) if needs_x else (0,), (0,) if x is None else w.shape
+    first, second = (g.new_empty(shape, dtype=torch.bfloat16) for shape in shapes)
+    return first, second
 
 
 def _save(ctx: Any, inputs: Any, output: Tensor) -> None:
@@ -207,8 +281,10 @@ def _save(ctx: Any, inputs: Any, output: Tensor) -> None:
 def _backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
     (x, w), ops, needed = ctx.saved_tensors, torch.ops.halfstep, ctx.needs_input_grad
     dtypes = ctx.dtypes
-    gx = ops.linear_grad_input(g, w, *ctx.how).to(dtypes[0]) if needed[0] else None
-    gw = ops.linear_grad_weight(g, x, w, *ctx.how).to(dtypes[1]) if needed[1] else None
+    gx = gw = None
+    if needed[0] or needed[1]:
+        gx, gw = ops.linear_backward(g, x, w, needed[0], *ctx.how)
+        gx, gw = gx.to(dtypes[0]) if needed[0] else None, gw.to(dtypes[1]) if needed[1] else None
     gb = rows_of(g).sum(0, dtype=torch.float32).to(dtypes[2]) if needed[2] else None
     return gx, gw, gb, None, None, None
 
@@ -217,7 +293,7 @@ def _name(ctx: Any, inputs: Any, output: Tensor) -> None:
     ctx.recipe = next(each for each in inputs if isinstance(each, str))
 
 
-def _refuse(ctx: Any, g: Tensor) -> None:
+def _refuse(ctx: Any, *_: Tensor) -> None:
     raise OpError(TWICE.format(recipe=ctx.recipe))
 
 

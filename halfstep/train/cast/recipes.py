@@ -16,10 +16,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import ScalingType, pad, scaled_mm
+from torch.nn.functional import ScalingType, SwizzleType, pad, scaled_mm
 
 from halfstep.formats import E2M1, E4M3, E5M2, FP32, Format, mix_bits, round_nearest, round_stochastic, saturate
 from halfstep.machine import FIRST_CAPABILITY
+from halfstep.train.kernels.devices import triton_casts
 
 Product = Literal["output", "grad_input", "grad_weight"]
 Operand = Literal["a", "b"]
@@ -73,9 +74,17 @@ class Rounded:
         return self.grid.float() * self.factor
 
     @property
-    def elements(self) -> Tensor | None:
-        """The elements in their own dtype; None for a format of 4 bits."""
-        return self.numbers.to(self.fmt.dtype) if self.fmt.bits == 8 else None
+    def elements(self) -> Tensor:
+        """The elements in their own dtype; a format of 4 bits has none."""
+        return self.numbers.to(self.fmt.dtype)
+
+
+@dataclass
+class Coded:
+    """A rounded operand as a device's own units take it."""
+
+    elements: Tensor
+    decode: Tensor  # a decoding factor for each block, in fp32
 
 
 def _recipe(name: str, x: Cast, g: Cast, *, w: Cast | None = None, multiple: int = 16, mixed: bool = False) -> Recipe:
@@ -91,7 +100,7 @@ def _recipe(name: str, x: Cast, g: Cast, *, w: Cast | None = None, multiple: int
     return Recipe(name, casts, multiple, _FIRST.get(name))
 
 
-_FIRST = {"fp8": FIRST_CAPABILITY[E4M3], "fp8-row": FIRST_CAPABILITY[E4M3]}
+_FIRST = {"fp8": FIRST_CAPABILITY[E4M3], "fp8-row": FIRST_CAPABILITY[E4M3], "fp8-mx": (10, 0)}
 _ROW, _MX, _BLOCK = Cast(E4M3, (1, None)), Cast(E4M3, (1, 32), "e8m0"), Cast(E4M3, (1, 128))
 _FOUR = Cast(E2M1, (1, 16), "e4m3")
 
@@ -131,13 +140,31 @@ def round_operand(x: Tensor, cast: Cast, *, counts: Tensor | None = None, seed: 
     if counts is not None:
         if saturated is not None:
             counts[0] += saturated
-        counts[1] += torch.count_nonzero(wide) - torch.count_nonzero(numbers)
-        if wide.device.type != "cpu" or not bool(encode.isfinite().all()):  # of a CPU, nothing waits
+        if wide.device.type == "cpu" and bool(encode.isfinite().all()):  # of a CPU, nothing waits
+            counts[1] += torch.count_nonzero(wide) - torch.count_nonzero(numbers)
+        else:  # zeros of a block that is not finite become NaN
+            counts[1] += torch.count_nonzero((tiles != 0) & (numbers == 0))
             counts[2] += wide.numel() - torch.count_nonzero(wide.isfinite())
     low = _elements(numbers, wide).bfloat16()
     grid = low if inner is None else _elements(numbers * inner, wide).bfloat16()
     decode = outer if inner is None else inner * outer
     return Rounded(low, grid, _flat(outer), _flat(decode), cast.elements, is_power)
+
+
+def code_operand(x: Tensor, cast: Cast, *, multiple: int, counts: Sequence[Tensor]) -> list[Coded]:
+    """Rounds an operand (M, K) for a device's own units, and with a second of `counts` its transpose too.
+
+    What each sums over is filled up with zeros to a `multiple`. `counts` as in `round_operand`. Does not sync.
+    """
+    kernels = triton_casts(x.device) if x.numel() else None
+    if kernels is not None:
+        whole = cast.block == (None, None)
+        coded = kernels.cast(x, cast.elements, cast.block[1], counts, whole=whole, multiple=multiple)
+    else:
+        filled = [pad(each, (0, -each.shape[1] % multiple)) for each in (x, x.t())]
+        rounded = [round_operand(each, cast, counts=lost) for each, lost in zip(filled, counts, strict=False)]
+        coded = [(each.elements, each.decode) for each in rounded]
+    return [Coded(*each) for each in coded]
 
 
 def product_of(
@@ -158,16 +185,15 @@ def product_of(
     return multiply(left, round_operand(b, recipe.casts[product, "b"], counts=counts[1], seed=seed), units=units)
 
 
-def multiply(a: Rounded, b: Rounded, *, units: Units, bias: Tensor | None = None, fast: bool = False) -> Tensor:
+def multiply(a: Rounded, b: Rounded, *, units: Units, bias: Tensor | None = None) -> Tensor:
     """Returns the product of two rounded operands in bf16: sums in fp32, which are rounded once.
 
-    `units` are what multiplies: the device's "own" for 8 bits, with `fast` sums of fewer bits where it has them, or
-    those for "bf16" or "fp32", which emulate them. "fp32" gives the bits of `torch.nn.functional.scaled_mm` on a CPU
-    for "fp8" and "fp8-row". Units for bf16 sum in another order: at most some of 10,000 elements are another neighbour
-    of the sum.
+    `units` are those that multiply: "bf16" or "fp32" emulate, and "own" are the device's. "fp32" gives the bits of
+    `torch.nn.functional.scaled_mm` on a CPU for "fp8" and "fp8-row". Units for bf16 sum in another order: at most some
+    of 10,000 elements are another neighbour of the sum.
     """
     if units == "own":
-        return _scaled_mm(a, b, bias, fast=fast)
+        return multiply_coded(*(Coded(each.elements.contiguous(), each.decode) for each in (a, b)), bias=bias)
     factors = (a.factor * b.factor.t()).clamp(max=2.0**127)  # both first, since either alone may overflow the sums
     if units == "fp32" or not (a.is_power and b.is_power):
         out = (a.grid.float() @ b.grid.float().t()) * factors
@@ -179,13 +205,27 @@ def multiply(a: Rounded, b: Rounded, *, units: Units, bias: Tensor | None = None
     return out.bfloat16()
 
 
-def _scaled_mm(a: Rounded, b: Rounded, bias: Tensor | None, *, fast: bool) -> Tensor:
-    left, right = a.elements, b.elements
-    assert left is not None
-    assert right is not None
-    kinds = [ScalingType.TensorWise if each.decode.numel() == 1 else ScalingType.RowWise for each in (a, b)]
+def multiply_coded(a: Coded, b: Coded, *, bias: Tensor | None = None, fast: bool = False) -> Tensor:
+    """Returns the product of two operands in bf16 by a device's own units; with `fast` sums may have fewer bits."""
     how: dict[str, Any] = {"bias": bias, "output_dtype": torch.bfloat16, "use_fast_accum": fast}
-    return scaled_mm(left.contiguous(), right.contiguous().t(), a.decode, kinds[0], b.decode.t(), kinds[1], **how)
+    left, right = a.decode, b.decode.t()
+    if left.shape[1] > 1:
+        kind, left, right = ScalingType.BlockWise1x32, _in_tiles(left), _in_tiles(b.decode)
+        how |= {"swizzle_a": SwizzleType.SWIZZLE_32_4_4, "swizzle_b": SwizzleType.SWIZZLE_32_4_4}
+    else:
+        kind = ScalingType.TensorWise if left.numel() == right.numel() == 1 else ScalingType.RowWise
+    return scaled_mm(a.elements, b.elements.t(), left, kind, right, kind, **how)
+
+
+def _in_tiles(decode: Tensor) -> Tensor:
+    """Returns factors as e8m0 in the order of cuBLAS: tiles of 128 rows and 4 columns, each with rows r, r + 32, ...
+
+    See "1D block scaling factors layout" in the cuBLAS documentation.
+    """
+    rows, columns = decode.shape
+    filled = pad(decode, (0, -columns % 4, 0, -rows % 128))
+    tiles = filled.view(-1, 4, 32, filled.shape[1] // 4, 4).permute(0, 3, 2, 1, 4)
+    return (tiles.contiguous().view(torch.int32) >> 23).to(torch.uint8).view(torch.float8_e8m0fnu).flatten()
 
 
 Scaling = tuple[Tensor, Tensor | None, Tensor, bool]  # what multiplies blocks; inner and outer decoding; if powers

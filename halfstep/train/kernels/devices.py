@@ -51,6 +51,13 @@ def _known(device: torch.device) -> ModuleType:
     return kernels
 
 
+def triton_casts(device: torch.device) -> ModuleType | None:
+    """Returns the module of Triton's casts, or None where Triton does not run."""
+    if device.type != "cuda" or triton_kernels(device) is None:
+        return None
+    return importlib.import_module("halfstep.train.kernels.casts")
+
+
 @functools.cache
 def triton_kernels(device: torch.device) -> ModuleType | None:
     """Returns the module of Triton kernels, or None, with one warning that says why, if it cannot run on the device."""
