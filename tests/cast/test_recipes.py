@@ -136,13 +136,23 @@ def test_zeros_in_a_block_that_is_not_finite_are_not_counted_as_flushed():
 @pytest.mark.parametrize("size", [0.0, 1e-38, 3e38])
 @pytest.mark.parametrize("cast", CASTS.values(), ids=CASTS)
 def test_sizes_at_the_ends_of_fp32(cast, size):
-    x = torch.full((32, 32), size)
+    x = torch.full((32, 32), size / 4 if cast.rotated else size)  # whose sums of 16 are up to 4 times as large
     x[1::2] *= -1
     counts = torch.zeros(3, dtype=torch.int64)
     found = round_operand(x, cast, counts=counts, seed=SEED)
     if not cast.rotated:
         assert torch.allclose(found.values, x, rtol=0.17, atol=0)
     assert counts.tolist()[1:] == [0, 0]
+
+
+@pytest.mark.parametrize("size", [1e-37, 1e-39])
+@pytest.mark.parametrize("cast", CASTS.values(), ids=CASTS)
+def test_zeros_beside_the_smallest_values_stay_zeros(cast, size):
+    x = torch.zeros(32, 32)
+    x[::4, ::4] = size
+    found = round_operand(x, cast, seed=SEED).values
+    assert torch.isfinite(found).all()
+    assert cast.rotated or not found[x == 0].any()
 
 
 @pytest.mark.parametrize("cast", CASTS.values(), ids=CASTS)

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from torch.overrides import TorchFunctionMode
 
 from halfstep.formats import FP32
@@ -18,7 +19,7 @@ from halfstep.plan.products import check_some_products
 from halfstep.plan.resolve import resolve
 from halfstep.records import Finding, Foreseen
 from halfstep.torch_internals import without_modes
-from halfstep.train.cast.narrow import OPERANDS, PRODUCTS, READERS, Layers, Operands, across_rows, fits, rows_of
+from halfstep.train.cast.narrow import OPERANDS, PRODUCTS, READERS, Layers, Operands, fits, rows_of
 from halfstep.train.cast.recipes import RECIPES, Product, Rounded, multiply, rotated
 from halfstep.train.probe.hooks import readable
 
@@ -67,7 +68,7 @@ class Recast:
             if needed[0]:
                 self._add(number, "grad_input", g, w.t(), held("grad_input", weight, w.t()))
             if needed[1]:
-                self._add(number, "grad_weight", across_rows(g, self.recipe), across_rows(rows, self.recipe))
+                self._add(number, "grad_weight", g.t(), rows.t())
 
         if out.requires_grad:
             out.register_hook(partial(quietly, look_back))  # type: ignore[no-untyped-call]
@@ -79,7 +80,7 @@ class Recast:
         assert isinstance(right, Rounded)
         at = self._squares[number, PRODUCTS.index(product)]
         turn = rotated if RECIPES[self.recipe].casts[product, "a"].rotated else Tensor.float
-        a, b = turn(a), turn(b)
+        a, b = (turn(pad(t, (0, -t.shape[1] % RECIPES[self.recipe].multiple))) for t in (a, b))
         pairs = (left.values, a), (right.values, b), (multiply(left, right, units="fp32").float(), a @ b.t())
         for sums, (found, exact) in zip(at, pairs, strict=True):
             sums += torch.stack([torch.linalg.vector_norm(t, dtype=torch.float64) for t in (exact, found - exact)]) ** 2

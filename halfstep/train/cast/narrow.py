@@ -234,12 +234,6 @@ def rows_of(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-def across_rows(x: Tensor, recipe: str) -> Tensor:
-    """Returns an operand that is summed over its rows as a matrix with these last, filled up with zeros."""
-    rows = rows_of(x)
-    return torch.nn.functional.pad(rows.t(), (0, -len(rows) % RECIPES[recipe].multiple))
-
-
 def _without_autocast(run: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(run)
     def call(x: Tensor, *rest: Any) -> Any:

@@ -127,7 +127,7 @@ def round_operand(x: Tensor, cast: Cast, *, counts: Tensor | None = None, seed: 
     wide = rotated(x) if cast.rotated else x.float()
     tiles = _tiles(wide, cast.block)
     encode, inner, outer, is_power = _SCALES[cast.scales](tiles, cast)
-    scaled = tiles * encode
+    scaled = tiles * encode if is_power else tiles / encode
     saturated = None if is_power else torch.count_nonzero(scaled.abs() > cast.elements.max)
     if cast.stochastic:
         assert seed is not None
@@ -228,7 +228,8 @@ def _in_tiles(decode: Tensor) -> Tensor:
     return (tiles.contiguous().view(torch.int32) >> 23).to(torch.uint8).view(torch.float8_e8m0fnu).flatten()
 
 
-Scaling = tuple[Tensor, Tensor | None, Tensor, bool]  # what multiplies blocks; inner and outer decoding; if powers
+Scaling = tuple[Tensor, Tensor | None, Tensor, bool]
+"""What multiplies blocks, or divides them if it is no power of two; inner and outer decoding; if it is a power."""
 
 
 def _by_powers(tiles: Tensor, cast: Cast) -> Scaling:
@@ -252,7 +253,7 @@ def _in_two_levels(tiles: Tensor, cast: Cast) -> Scaling:
     outer = (whole / (cast.elements.max * E4M3.max)).clamp(min=FP32.smallest_normal)
     outer = torch.where(whole.isfinite(), outer, math.nan)
     inner = round_nearest(own / (cast.elements.max * outer), E4M3)
-    return torch.where(inner == 0, 0.0, 1 / (inner * outer)), inner, outer, False
+    return torch.where(inner == 0, math.inf, inner * outer), inner, outer, False  # whose inverse may be infinite
 
 
 _SCALES: Mapping[Scales, Callable[[Tensor, Cast], Scaling]] = {
@@ -295,11 +296,11 @@ def rotated(x: Tensor) -> Tensor:
     """Transforms each 16 elements along K, the last ones filled up with zeros; products of two such are unchanged."""
     x = pad(x.float(), (0, -x.shape[1] % _ROTATED))
     signs = ((_SIGNS >> torch.arange(_ROTATED, dtype=torch.int32, device=x.device)) & 1) * 2 - 1
-    y = x.reshape(-1, _ROTATED) * signs
+    y = x.reshape(-1, _ROTATED) * (0.25 * signs)
     for half in (1, 2, 4, 8):  # additions alone, in an order that is the same on every device
         low, high = y.view(-1, 2, half).unbind(1)
         y = torch.stack([low + high, low - high], 1)
-    return (y * 0.25).view(x.shape)
+    return y.view(x.shape)
 
 
 def _random_bits(tiles: Tensor, seed: Tensor) -> Tensor:
