@@ -94,7 +94,7 @@ def faults(kernel, made, storage):
         yield f"{stack} bytes of stack, {local} local accesses"
     if kernel != "_corrections_kernel":  # whose powers are of float64
         yield from (f"has {word}" for word in INEXACT if word in ptx)
-        if "ld.global.v" not in ptx and "aligned" not in storage and storage not in cases.KEPT:
+        if "ld.global.v" not in ptx:
             yield "no wide loads"
     if registers > most:
         yield f"{registers} registers, {most} allowed"

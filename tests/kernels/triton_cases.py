@@ -55,7 +55,7 @@ STORAGES = {  # layout, dtype of the weights, dtypes that the gradients have in 
 KEPT = {"full-8bit": "8bit", "split-8bit": "8bit", "split-bf16-moments": "bf16", "low-rounded": "full"}
 KEPT |= {"low-rounded-8bit": "8bit"}
 MATRIX = [(o, s) for o in OPTIONS for s in STORAGES if s not in KEPT or not OPTIONS[o].get("amsgrad")]
-SHAPES = [(7, 19), (0,), (1100,), (), (2, 3, 2, 2), (37,)]
+SHAPES = [(7, 19), (0,), (1100,), (), (2, 3, 2, 2), (5, 256), (37,)]  # of groups with gaps and without
 
 
 def row_of(options):

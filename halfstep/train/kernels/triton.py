@@ -29,6 +29,7 @@ _Tensors = tuple[Tensor, Tensor, int, Tensor]  # owners, table, number of tensor
 # different ways and meet in shared memory, behind barriers.
 _UPDATE_BLOCK, _UPDATE_WARPS = 1024, 8
 _READ_BLOCK, _READ_WARPS = 4096, 4
+_KEPT_REGISTERS = 80  # of an update with codes: without a limit, ptxas uses 48 or 64 and puts the rest on a stack
 _EXACT = {"enable_fp_fusion": False}  # a * b + c rounds twice, as separate tensor operations do
 
 
@@ -106,64 +107,88 @@ def _random_bits(index, step, number, WHICH: tl.constexpr):
 
 
 @triton.jit
-def _groups(row, count, start, left, BLOCK: tl.constexpr):
-    """Returns places and mask of the elements of a block's groups (n, 64), number and mask of each, and indices.
+def _groups(row, count, start, left, MASKED: tl.constexpr, BLOCK: tl.constexpr):
+    """Returns a block's first element and group, where its elements (n, 64) and groups lie from there, and masks.
 
-    `start` is a number of elements, `left` one of groups, as they share a base (train/optim/codes.py). An index is that
-    in the whole tensor.
+    `start` is a number of elements, `left` one of groups, as they share a base (train/optim/codes.py). The last result
+    is the index of each element in the whole tensor. Not MASKED, the block and its groups are full. Places have 32
+    bits, since 64 take more registers.
     """
     length, stride = tl.load(row + 12 * count), tl.load(row + 13 * count)
-    group = start // 64 + tl.arange(0, BLOCK // 64)[:, None]
-    present = group < start // 64 + left
-    each = (length + 63) // 64
-    column = group % each * 64 + tl.arange(0, 64)[None, :]
-    at = group // each * length + column
-    index = (tl.load(row + 11 * count) + group // each * stride + column).to(tl.uint32)
-    return at, present & (column < length), group, present, index
+    first = start // 64
+    each = (length + 63) // 64  # groups of a slice
+    slices = first // each
+    column = first - slices * each
+    near, lane = tl.arange(0, BLOCK // 64)[:, None], tl.arange(0, 64)[None, :]
+    over = (column.to(tl.uint32) + near.to(tl.uint32)) // each.to(tl.uint32)
+    begun = (tl.load(row + 11 * count) + slices * stride + column * 64).to(tl.uint32)
+    index = begun + over * (stride - each * 64).to(tl.uint32) + (near * 64 + lane).to(tl.uint32)
+    if MASKED:
+        start = slices * length + column * 64
+        lacking = (each * 64 - length).to(tl.int32)  # of a slice's last group
+        at = near * 64 + lane - over.to(tl.int32) * lacking
+        present = near < tl.minimum(left, BLOCK // 64).to(tl.int32)
+        last = column.to(tl.uint32) + near.to(tl.uint32) - over * each.to(tl.uint32) == each.to(tl.uint32) - 1
+        mask = present & ((lane < 64 - lacking) | (last == 0))
+    else:
+        at, present, mask = near * 64 + lane, None, None
+    return start, first, at, mask, near, present, index
+
+
+@triton.jit
+def _is_full(row, count, left, UNIT: tl.constexpr, BLOCK: tl.constexpr):
+    """Returns whether a block of an update has all its elements, without gaps."""
+    full = left >= BLOCK // UNIT
+    if UNIT > 1:
+        full = full & (tl.load(row + 12 * count) % UNIT == 0)
+    return full
 
 
 @triton.jit
 def _load_state(
-    state, base, at, mask, group, present, WIDTH: tl.constexpr, SIGNED: tl.constexpr, ALIGNED: tl.constexpr
+    state, base, start, at, mask, first, group, present, WIDTH: tl.constexpr, SIGNED: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):
     """Loads a state as fp32 from what is kept of it."""
     if WIDTH == "8bit":
         if SIGNED:
-            code = _load_as(state, 0, at, mask, tl.int8, ALIGNED).to(tl.int32)
+            code = _load_as(state, start, at, mask, tl.int8, ALIGNED).to(tl.int32)
         else:
-            code = _load_as(state, 0, at, mask, tl.uint8, ALIGNED).to(tl.int32)
-        least = _load_as(base, 0, group, present, tl.int16, False).to(tl.int32)
+            code = _load_as(state, start, at, mask, tl.uint8, ALIGNED).to(tl.int32)
+        least = _load_as(base, first, group, present, tl.int16, False).to(tl.int32)
         magnitude = tl.where(code < 0, -code, code)
         bits = tl.where(least >= 0, (magnitude + least) << 19, (magnitude - 1 - least) << 20)
         value = tl.where(magnitude > 0, bits, 0).to(tl.float32, bitcast=True)
         value = tl.where(code < 0, value * -1.0, value)
     elif WIDTH == "bf16":
-        value = _load(state, 0, at, mask, "bf16", ALIGNED)
+        value = _load(state, start, at, mask, "bf16", ALIGNED)
     else:
-        value = _load(state, 0, at, mask, "fp32", ALIGNED)
+        value = _load(state, start, at, mask, "fp32", ALIGNED)
     return value
 
 
 @triton.jit
-def _store_rounded(address, at, value, mask, noise, ALIGNED: tl.constexpr):
+def _store_rounded(address, start, at, value, mask, noise, ALIGNED: tl.constexpr):
     """Stores bf16 values, rounded stochastically by 16 random bits."""
     bits = value.to(tl.int32, bitcast=True)
     added = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0, noise.to(tl.int32))
-    _store_as(address, 0, at, (bits + added) >> 16, mask, tl.int16, ALIGNED)
+    _store_as(address, start, at, (bits + added) >> 16, mask, tl.int16, ALIGNED)
 
 
 @triton.jit
 def _store_state(
-    state, base, at, value, mask, group, present, noise, WIDTH: tl.constexpr, SIGNED: tl.constexpr,
+    state, base, start, at, value, mask, first, group, present, noise, WIDTH: tl.constexpr, SIGNED: tl.constexpr,
     STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr,
 ):
     """Stores a state as `encode` and `to_bf16` in train/optim/codes.py do; `noise` has 20 bits."""
     if WIDTH == "full":
-        _store_as(state, 0, at, value, mask, tl.float32, ALIGNED)
+        _store_as(state, start, at, value, mask, tl.float32, ALIGNED)
     elif WIDTH == "bf16":
-        _store_rounded(state, at, value, mask, noise >> 4, ALIGNED)
+        _store_rounded(state, start, at, value, mask, noise >> 4, ALIGNED)
     else:
-        bits = tl.where(mask, value, 0.0).to(tl.int32, bitcast=True)
+        if mask is not None:
+            value = tl.where(mask, value, 0.0)
+        bits = value.to(tl.int32, bitcast=True)
         magnitude = bits & 0x7FFFFFFF
         if STOCHASTIC:
             fine = (magnitude + (noise & 0x7FFFF).to(tl.int32)) >> 19
@@ -182,10 +207,10 @@ def _store_state(
         least = tl.maximum(top - most, 0)
         code = tl.where(magnitude > 0, tl.maximum(rounded - least, smallest), 0)
         if SIGNED:
-            _store_as(state, 0, at, tl.where(bits < 0, -code, code), mask, tl.int8, ALIGNED)
+            _store_as(state, start, at, tl.where(bits < 0, -code, code), mask, tl.int8, ALIGNED)
         else:
-            _store_as(state, 0, at, code, mask, tl.uint8, ALIGNED)
-        _store_as(base, 0, group, tl.where(near, least, -1 - least), present, tl.int16, False)
+            _store_as(state, start, at, code, mask, tl.uint8, ALIGNED)
+        _store_as(base, first, group, tl.where(near, least, -1 - least), present, tl.int16, False)
 
 
 @triton.jit
@@ -273,24 +298,21 @@ def _adam_block(
 ):
     KEPT: tl.constexpr = ROUNDS or WIDTH != "full"
     if KEPT:
-        at, mask, group, present, index = _groups(row, count, start, left, BLOCK)
+        start, first, at, mask, group, present, index = _groups(row, count, start, left, MASKED, BLOCK)
     else:
-        at, group, present = start + tl.arange(0, BLOCK), None, None
+        first, at, group, present = None, tl.arange(0, BLOCK), None, None
         if MASKED:
             mask = tl.arange(0, BLOCK) < left
         else:
             mask = None
-    g = _gradient(grad, 0, at, mask, factor, GRAD, SCALED, MAXIMIZE, ALIGNED)
-    w = _load_weight(weight, extra, 0, at, mask, LAYOUT, KIND, ALIGNED)
+    g = _gradient(grad, start, at, mask, factor, GRAD, SCALED, MAXIMIZE, ALIGNED)
+    w = _load_weight(weight, extra, start, at, mask, LAYOUT, KIND, ALIGNED)
     if KEPT:
-        step, number = tl.load(row + 4 * count), tl.load(row + 10 * count)
-        random = _random_bits(index, step, number, 0)
         base1, base2 = tl.load(row + 8 * count), tl.load(row + 9 * count)
-        noise1, noise2 = random >> 12, random & 0xFFFFF
     else:
         base1, base2, noise1, noise2 = None, None, None, None
-    m = _load_state(mean, base1, at, mask, group, present, WIDTH, True, ALIGNED)
-    v = _load_state(square, base2, at, mask, group, present, WIDTH, False, ALIGNED)
+    m = _load_state(mean, base1, start, at, mask, first, group, present, WIDTH, True, ALIGNED)
+    v = _load_state(square, base2, start, at, mask, first, group, present, WIDTH, False, ALIGNED)
     if DECOUPLED:
         w = w * decay
     else:
@@ -298,18 +320,22 @@ def _adam_block(
     m = m * beta1 + g * rest1
     v = v * beta2 + (g * rest2) * g
     if AMSGRAD:
-        highest = _load(peak, 0, at, mask, "fp32", ALIGNED)
+        highest = _load(peak, start, at, mask, "fp32", ALIGNED)
         highest = tl.where((v > highest) | (v != v), v, highest)
-        _store_as(peak, 0, at, highest, mask, tl.float32, ALIGNED)
+        _store_as(peak, start, at, highest, mask, tl.float32, ALIGNED)
     else:
         highest = v
     w = w - tl.div_rn(m, tl.div_rn(tl.sqrt_rn(highest), root) + eps) * size
+    if KEPT:  # late: fewer registers
+        step, number = tl.load(row + 4 * count), tl.load(row + 10 * count)
+        random = _random_bits(index, step, number, 0)
+        noise1, noise2 = random >> 12, random & 0xFFFFF
     if ROUNDS:
-        _store_rounded(weight, at, w, mask, _random_bits(index, step, number, 1) >> 16, ALIGNED)
+        _store_rounded(weight, start, at, w, mask, _random_bits(index, step, number, 1) >> 16, ALIGNED)
     else:
-        _store_weight(weight, extra, 0, at, w, mask, LAYOUT, KIND, ALIGNED)
-    _store_state(mean, base1, at, m, mask, group, present, noise1, WIDTH, True, not NEAREST, ALIGNED)
-    _store_state(square, base2, at, v, mask, group, present, noise2, WIDTH, False, True, ALIGNED)
+        _store_weight(weight, extra, start, at, w, mask, LAYOUT, KIND, ALIGNED)
+    _store_state(mean, base1, start, at, m, mask, first, group, present, noise1, WIDTH, True, not NEAREST, ALIGNED)
+    _store_state(square, base2, start, at, v, mask, first, group, present, noise2, WIDTH, False, True, ALIGNED)
 
 
 @triton.jit(
@@ -346,18 +372,21 @@ def _adam_kernel(
             scale = tl.load(factor)
         else:
             scale = 1.0
-        if left >= BLOCK // UNIT:
+        if _is_full(row, count, left, UNIT, BLOCK):
             _adam_block(
                 row, count, weight, extra, grad, mean, square, peak, start, left, scale, decay, size, root, beta1,
                 rest1, beta2, rest2, eps, weight_decay, LAYOUT, KIND, GRAD, SCALED, MAXIMIZE, AMSGRAD, DECOUPLED, WIDTH,
                 ROUNDS, NEAREST, ALIGNED, False, BLOCK,
             )
         else:
-            _adam_block(
-                row, count, weight, extra, grad, mean, square, peak, start, left, scale, decay, size, root, beta1,
-                rest1, beta2, rest2, eps, weight_decay, LAYOUT, KIND, GRAD, SCALED, MAXIMIZE, AMSGRAD, DECOUPLED, WIDTH,
-                ROUNDS, NEAREST, ALIGNED, True, BLOCK,
-            )
+            PART: tl.constexpr = BLOCK // 4 if UNIT > 1 else BLOCK  # less takes fewer registers
+            for part in range(BLOCK // PART):
+                _adam_block(
+                    row, count, weight, extra, grad, mean, square, peak, start + part * PART,
+                    left - part * PART // UNIT, scale, decay, size, root, beta1, rest1, beta2, rest2, eps, weight_decay,
+                    LAYOUT, KIND, GRAD, SCALED, MAXIMIZE, AMSGRAD, DECOUPLED, WIDTH, ROUNDS, NEAREST, ALIGNED, True,
+                    PART,
+                )
 
 
 @triton.jit
@@ -369,41 +398,45 @@ def _sgd_block(
 ):
     KEPT: tl.constexpr = ROUNDS or WIDTH != "full"
     if KEPT:
-        at, mask, group, present, index = _groups(row, count, start, left, BLOCK)
+        start, first, at, mask, group, present, index = _groups(row, count, start, left, MASKED, BLOCK)
     else:
-        at, group, present = start + tl.arange(0, BLOCK), None, None
+        first, at, group, present = None, tl.arange(0, BLOCK), None, None
         if MASKED:
             mask = tl.arange(0, BLOCK) < left
         else:
             mask = None
-    g = _gradient(grad, 0, at, mask, factor, GRAD, SCALED, MAXIMIZE, ALIGNED)
-    w = _load_weight(weight, extra, 0, at, mask, LAYOUT, KIND, ALIGNED)
+    g = _gradient(grad, start, at, mask, factor, GRAD, SCALED, MAXIMIZE, ALIGNED)
+    w = _load_weight(weight, extra, start, at, mask, LAYOUT, KIND, ALIGNED)
     if KEPT:
         step, number = tl.load(row + 4 * count), tl.load(row + 10 * count)
         base, noise = tl.load(row + 8 * count), _random_bits(index, step, number, 0) >> 12
     else:
         base, noise = None, None
     if LION:
-        held = _load_state(buffer, base, at, mask, group, present, WIDTH, True, ALIGNED)
+        held = _load_state(buffer, base, start, at, mask, first, group, present, WIDTH, True, ALIGNED)
         mixed = held * momentum + g * rest1
         held = held * beta2 + g * rest2
-        _store_state(buffer, base, at, held, mask, group, present, noise, WIDTH, True, not NEAREST, ALIGNED)
+        _store_state(
+            buffer, base, start, at, held, mask, first, group, present, noise, WIDTH, True, not NEAREST, ALIGNED
+        )
         w = w * decay
         g = tl.where(mixed > 0, 1.0, tl.where(mixed < 0, -1.0, tl.where(mixed == 0, 0.0, mixed)))  # a NaN stays one
     else:
         g = tl.where(weight_decay != 0, g + w * weight_decay, g)
     if MOMENTUM and not LION:
-        held = _load_state(buffer, base, at, mask, group, present, WIDTH, True, ALIGNED)
+        held = _load_state(buffer, base, start, at, mask, first, group, present, WIDTH, True, ALIGNED)
         held = held * momentum + g
-        _store_state(buffer, base, at, held, mask, group, present, noise, WIDTH, True, not NEAREST, ALIGNED)
+        _store_state(
+            buffer, base, start, at, held, mask, first, group, present, noise, WIDTH, True, not NEAREST, ALIGNED
+        )
         if NESTEROV:
             g = g + held * momentum
         else:
             g = held
     if ROUNDS:
-        _store_rounded(weight, at, w - g * lr, mask, _random_bits(index, step, number, 1) >> 16, ALIGNED)
+        _store_rounded(weight, start, at, w - g * lr, mask, _random_bits(index, step, number, 1) >> 16, ALIGNED)
     else:
-        _store_weight(weight, extra, 0, at, w - g * lr, mask, LAYOUT, KIND, ALIGNED)
+        _store_weight(weight, extra, start, at, w - g * lr, mask, LAYOUT, KIND, ALIGNED)
 
 
 @triton.jit(
@@ -448,18 +481,20 @@ def _sgd_kernel(
             scale = tl.load(factor)
         else:
             scale = 1.0
-        if left >= BLOCK // UNIT:
+        if _is_full(row, count, left, UNIT, BLOCK):
             _sgd_block(
                 row, count, weight, extra, grad, buffer, start, left, scale, rate, momentum, weight_decay, rest1, beta2,
                 rest2, decay, LAYOUT, KIND, GRAD, SCALED, MAXIMIZE, MOMENTUM, NESTEROV, LION, WIDTH, ROUNDS, NEAREST,
                 ALIGNED, False, BLOCK,
             )
         else:
-            _sgd_block(
-                row, count, weight, extra, grad, buffer, start, left, scale, rate, momentum, weight_decay, rest1, beta2,
-                rest2, decay, LAYOUT, KIND, GRAD, SCALED, MAXIMIZE, MOMENTUM, NESTEROV, LION, WIDTH, ROUNDS, NEAREST,
-                ALIGNED, True, BLOCK,
-            )
+            PART: tl.constexpr = BLOCK // 4 if UNIT > 1 else BLOCK
+            for part in range(BLOCK // PART):
+                _sgd_block(
+                    row, count, weight, extra, grad, buffer, start + part * PART, left - part * PART // UNIT, scale,
+                    rate, momentum, weight_decay, rest1, beta2, rest2, decay, LAYOUT, KIND, GRAD, SCALED, MAXIMIZE,
+                    MOMENTUM, NESTEROV, LION, WIDTH, ROUNDS, NEAREST, ALIGNED, True, PART,
+                )
 
 
 @triton.jit
@@ -713,6 +748,7 @@ def _compiled_for(batch: Batch, options: Options, group: Group, common: _Common)
         "ALIGNED": group.aligned,
         "BLOCK": _UPDATE_BLOCK,
         "num_warps": _UPDATE_WARPS,
+        "maxnreg": None if kept is None else _KEPT_REGISTERS,
         **_EXACT,
     }
 
