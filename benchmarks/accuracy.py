@@ -26,7 +26,7 @@ import msgspec
 import torch
 
 from halfstep.errors import HalfstepError
-from halfstep.explain.report.json import to_json
+from halfstep.explain.report.lines import to_json
 from halfstep.formats import as_format
 from halfstep.lab.bench.bench import bench
 from halfstep.lab.bench.variants import entries

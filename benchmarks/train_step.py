@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from halfstep.explain.report.json import to_json
+from halfstep.explain.report.lines import to_json
 from halfstep.formats import BF16, FP32, Format, as_format
 from halfstep.lab.bench.bench import bench
 from halfstep.lab.bench.remote import Origin

@@ -150,7 +150,6 @@ class OpMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's cla
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Runs the operation."""
         named, local = {} if kwargs is None else kwargs, self._local
         inside = getattr(local, "inside", False)
         if inside or func.namespace == "prim" or not self.sees():  # prim: sizes and layouts

@@ -18,7 +18,6 @@ class CudaAutocast(autocast):
     """The drop-in for `torch.cuda.amp.autocast`, which has no argument for the device."""
 
     def __new__(cls, enabled: bool = True, dtype: torch.dtype = torch.float16, cache_enabled: bool = True) -> Any:
-        """Returns a new CudaAutocast; in code that torch.compile traces, returns torch's own autocast instead."""
         return super().__new__(cls, "cuda", dtype, enabled, cache_enabled)
 
     def __init__(self, enabled: bool = True, dtype: torch.dtype = torch.float16, cache_enabled: bool = True) -> None:
@@ -29,7 +28,6 @@ class CpuAutocast(autocast):
     """The drop-in for `torch.cpu.amp.autocast`, which has no argument for the device."""
 
     def __new__(cls, enabled: bool = True, dtype: torch.dtype = torch.bfloat16, cache_enabled: bool = True) -> Any:
-        """Returns a new CpuAutocast; in code that torch.compile traces, returns torch's own autocast instead."""
         return super().__new__(cls, "cpu", dtype, enabled, cache_enabled)
 
     def __init__(self, enabled: bool = True, dtype: torch.dtype = torch.bfloat16, cache_enabled: bool = True) -> None:

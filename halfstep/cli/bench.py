@@ -29,7 +29,7 @@ from halfstep.cli.options import (
 from halfstep.cli.screen import INTERRUPTED, activity, end, progress_bar, stderr, stdout
 from halfstep.errors import WorkloadError
 from halfstep.explain.report.bench import bench_table
-from halfstep.explain.report.json import to_json
+from halfstep.explain.report.lines import to_json
 from halfstep.explain.report.sweep import largest_sheet, sheet_text, sweep_sheet
 from halfstep.formats import as_format
 from halfstep.lab.bench.bench import STEPS

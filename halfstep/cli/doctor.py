@@ -9,7 +9,7 @@ import typer
 from halfstep.cli.options import Device, Json, Quiet, check_writable, device_of, write_json
 from halfstep.cli.screen import activity, stdout
 from halfstep.explain.report.doctor import doctor_report
-from halfstep.explain.report.json import to_json
+from halfstep.explain.report.lines import to_json
 from halfstep.lab.doctor.doctor import examine
 
 Save = Annotated[bool, typer.Option("--save", help="Save the measurements; later sessions on this machine use them.")]

@@ -18,8 +18,7 @@ Logs = Annotated[
     typer.Argument(metavar="RUN...", help="A run log, or its folder; for a run of several processes all their logs."),
 ]
 Output = Annotated[
-    Path | None,
-    typer.Option("--output", "-o", help="The page to write; by default RUN.html beside the (first) log."),
+    Path | None, typer.Option("--output", "-o", help="The page to write; by default RUN.html beside the (first) log.")
 ]
 Low = Annotated[
     str | None, typer.Option("--low", help="The format to judge values by; by default the run's low format.")

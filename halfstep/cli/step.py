@@ -24,7 +24,7 @@ from halfstep.cli.options import (
 from halfstep.cli.screen import FAILED, activity, stdout
 from halfstep.explain.forecast.whatif import whatif as predict
 from halfstep.explain.preflight.check import check as run_check
-from halfstep.explain.report.json import to_json
+from halfstep.explain.report.lines import to_json
 from halfstep.explain.report.step import check_text, inspection_report, whatif_report
 from halfstep.initialize import initialize
 from halfstep.lab.bench.tally import first_batch, foreseen

@@ -10,15 +10,7 @@ from typing import Any
 
 import torch
 
-from halfstep.edits import (
-    LARGEST_SCALE,
-    OP_LISTS,
-    SMALLEST_SCALE,
-    OpChange,
-    OpChanges,
-    Rule,
-    Scaling,
-)
+from halfstep.edits import LARGEST_SCALE, OP_LISTS, SMALLEST_SCALE, OpChange, OpChanges, Rule, Scaling
 from halfstep.errors import PlanError
 from halfstep.formats import BF16, FORMATS, FP16, LOW_FORMATS, Format, as_format
 from halfstep.plan.plan import Plan, narrow

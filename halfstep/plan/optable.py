@@ -80,12 +80,7 @@ _TABLE: tuple[tuple[Source, OpList, str, str], ...] = (
     ("torch", "deny", "logarithm", "log log10 log1p log2"),
     ("torch", "deny", "steep", "acos asin tan erfinv reciprocal rsqrt"),
     ("torch", "deny", "reduction", "sum sum.dim_IntList prod prod.dim_int cumsum cumprod"),
-    (
-        "torch",
-        "deny",
-        "reduction",
-        "norm.Scalar norm.ScalarOpt_dim linalg_vector_norm frobenius_norm.dim renorm",
-    ),
+    ("torch", "deny", "reduction", "norm.Scalar norm.ScalarOpt_dim linalg_vector_norm frobenius_norm.dim renorm"),
     ("torch", "deny", "normalisation", "layer_norm native_layer_norm group_norm rms_norm"),
     ("torch", "deny", "distance", "dist cosine_similarity"),
     (

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from halfstep.errors import DataError, WorkloadError
-from halfstep.explain.report.json import to_json
+from halfstep.explain.report.lines import to_json
 from halfstep.formats import BF16, FP32
 from halfstep.lab.bench import sweep as sweep_module
 from halfstep.lab.bench.bench import bench

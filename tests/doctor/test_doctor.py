@@ -10,7 +10,7 @@ import torch
 from halfstep import machine, saved
 from halfstep.errors import HalfstepError
 from halfstep.explain.report.doctor import doctor_report
-from halfstep.explain.report.json import to_json
+from halfstep.explain.report.lines import to_json
 from halfstep.lab.doctor import doctor, rates, settings
 from halfstep.lab.doctor.rates import ATTENTION, CONVOLUTION, EMULATED, NATIVE, PRODUCT
 from halfstep.measurements import Examination, Rate, Setting

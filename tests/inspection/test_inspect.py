@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import halfstep
 from halfstep import FULL, OpChange, Rule
-from halfstep.explain.report.json import to_json
+from halfstep.explain.report.lines import to_json
 from halfstep.explain.report.step import _of_inspection, inspection_report
 from halfstep.lab.inspection import meter, replay, savings
 from halfstep.lab.inspection.kernels import kernel_rows

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from halfstep.explain.report.bench import bench_table, over_seeds
-from halfstep.explain.report.json import to_json
+from halfstep.explain.report.lines import to_json
 from halfstep.machine import Machine
 from halfstep.measurements import BenchResult, BenchRun, Spread
 

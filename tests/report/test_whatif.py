@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from halfstep.explain.report.json import to_json
+from halfstep.explain.report.lines import to_json
 from halfstep.explain.report.step import whatif_report
 from halfstep.records import Finding, Rounded, ScaleRange, WhatIf
 from tests.report.logs import counted

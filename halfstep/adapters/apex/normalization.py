@@ -71,7 +71,6 @@ class MixedFusedLayerNorm(_Mixed, FusedLayerNorm):
     """A layer norm whose outputs have the dtype of its weights, whatever the dtype of the inputs."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Returns the normalised input in the dtype of the weights."""
         return mixed_dtype_fused_layer_norm_affine(input, self.weight, self.bias, self.normalized_shape, self.eps)
 
 
@@ -79,7 +78,6 @@ class MixedFusedRMSNorm(_Mixed, FusedRMSNorm):
     """An RMS norm whose outputs have the dtype of its weights, whatever the dtype of the inputs."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Returns the normalised input in the dtype of the weights."""
         return mixed_dtype_fused_rms_norm_affine(input, self.weight, self.normalized_shape, self.eps or 0.0)
 
 

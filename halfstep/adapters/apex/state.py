@@ -151,10 +151,8 @@ class Trained:
             maybe_print(f"Gradient overflow.  Skipping step, loss scaler {loss_id} {change}")
 
 
-def _nothing() -> (
-    None
-):  # under the names of apex's methods that create masters, because some scripts call these methods
-    """Does nothing."""
+def _nothing() -> None:
+    """Does nothing, under the names of apex's methods that create masters, which some scripts call."""
 
 
 class LossScaler:
@@ -171,11 +169,9 @@ class LossScaler:
 
     @property
     def dynamic(self) -> bool:
-        """Whether overflows change the scale."""
         return self._trained.session.plan.scale.adapts
 
     def loss_scale(self) -> float:
-        """Returns the current loss scale."""
         return self._loss_scale
 
     @property
@@ -202,11 +198,9 @@ class Handle:
 
     def is_active(self) -> bool:
         """Returns whether casts are on: after an `initialize` at O1, and outside of `disable_casts`."""
-        return self._is_active
-
-    @property
-    def _is_active(self) -> bool:
         return any(not casting.is_as_written for casting in STATE.castings())
+
+    _is_active = property(is_active)
 
 
 def warn_or_err(message: str) -> None:

@@ -5,12 +5,10 @@ A plan becomes Keras dtype policies, its loss scale becomes a wrapper around the
 
 from halfstep.adapters.keras.find import find_broken
 from halfstep.adapters.keras.global_policy import policy_map, set_plan
-from halfstep.adapters.keras.log import LogCallback, StepLog
+from halfstep.adapters.keras.log import KeepStatistics, LogCallback, StepLog
 from halfstep.adapters.keras.modules import as_modules
 from halfstep.adapters.keras.policies import apply_plan, describe
-from halfstep.adapters.keras.rewrite import enable_mixed_precision_graph_rewrite
-from halfstep.adapters.keras.running import KeepStatistics
-from halfstep.adapters.keras.scale import LossScaleOptimizer
+from halfstep.adapters.keras.scale import LossScaleOptimizer, enable_mixed_precision_graph_rewrite
 
 __all__ = [
     "KeepStatistics",

@@ -31,7 +31,6 @@ class Call:
 
     @property
     def given(self) -> Any:
-        """The positional and keyword arguments of the call."""
         return self.args, self.kwargs
 
 

@@ -256,7 +256,6 @@ def _say(call: Call, phase: str, kind: Kind, evidence: str, advice: str, *cure: 
 
 
 def _is_floating(value: Any) -> bool:
-    """Returns whether a value is a tensor of floating-point numbers."""
     return keras.utils.is_keras_tensor(value) is False and hasattr(value, "dtype") and "float" in str(value.dtype)
 
 

@@ -91,9 +91,7 @@ def _built(others: tuple[keras.Model, ...]) -> list[str]:
     models = [each for each in gc.get_objects() if issubclass(type(each), keras.Model)]
     known = {id(each) for each in others}
     known |= {id(each._functional) for each in models if isinstance(each, keras.Sequential)}  # what runs inside of one
-    known |= {
-        id(layer) for each in models for layer in each._flatten_layers(include_self=False)
-    }  # and models in others
+    known |= {id(layer) for each in models for layer in each._flatten_layers(include_self=False)}  # models in others
     return [each.name for each in models if each.built and each.weights and id(each) not in known]
 
 

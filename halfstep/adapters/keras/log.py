@@ -1,11 +1,10 @@
-"""Writes the run log from Keras: a callback for `fit`, and a class for custom loops."""
+"""Callbacks for `fit`: the run log, which a class writes from custom loops too, and kept running statistics."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
 from os import PathLike
-from types import TracebackType
 from typing import Any, Literal
 
 import numpy as np
@@ -110,16 +109,13 @@ class StepLog:
                 self.log.record(Observation(self.number, module, kind, name, format_name(dtype), scale, stats))
 
     def close(self) -> None:
-        """Closes the log."""
         self.log.close()
 
     def __enter__(self) -> StepLog:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.log.__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> None:
+        self.log.__exit__(*error)
 
 
 class LogCallback(keras.callbacks.Callback):
@@ -141,12 +137,7 @@ class LogCallback(keras.callbacks.Callback):
     """
 
     def __init__(
-        self,
-        path: str | PathLike[str],
-        plan: Plan,
-        *,
-        every: int = 50,
-        on_failure: Literal["warn", "raise"] = "warn",
+        self, path: str | PathLike[str], plan: Plan, *, every: int = 50, on_failure: Literal["warn", "raise"] = "warn"
     ) -> None:
         super().__init__()
         if on_failure not in ("warn", "raise"):
@@ -161,7 +152,6 @@ class LogCallback(keras.callbacks.Callback):
         self.verdicts: list[Verdict] = []
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Opens the log."""
         self._found = len(self.verdicts)
         if self.model.steps_per_execution > 1:
             _LOG.warning(
@@ -232,7 +222,6 @@ class LogCallback(keras.callbacks.Callback):
         _LOG.warning(message)
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Closes the log."""
         self.close()
 
     def close(self) -> None:
@@ -241,6 +230,39 @@ class LogCallback(keras.callbacks.Callback):
             self._steps.close()
             self.model.train_function = self._train_function
             self._steps = self._batch = None
+
+
+class KeepStatistics(keras.callbacks.Callback):
+    """Restores running statistics, such as BatchNormalization's, when `fit` skips a step.
+
+    Keras assigns them in the forward pass, before it is known that the step is skipped, so one non-finite batch would
+    make them non-finite for good. The callback copies them, and waits for the device, at each step.
+
+    Raises:
+        SetupError: when `fit` begins, the optimizer is not a LossScaleOptimizer.
+    """
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Finds the running statistics: variables that no gradient changes, in layers that are not frozen."""
+        if not isinstance(self.model.optimizer, LossScaleOptimizer):
+            raise SetupError(
+                "KeepStatistics requires an optimizer that counts skips; wrap yours: LossScaleOptimizer(optimizer)"
+            )
+        layers = [layer for _, layer in layers_of(self.model) if layer.trainable]
+        self._variables = [v for layer in layers for v in own_variables(layer) if not v.trainable]
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self._skipped, self._values = self._read_skipped(), [ops.copy(v) for v in self._variables]
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if self._read_skipped() > self._skipped:
+            for variable, value in zip(self._variables, self._values, strict=True):
+                variable.assign(value)
+
+    def _read_skipped(self) -> int:
+        backend().sync(self.model)
+        optimizer = self.model.optimizer
+        return int(ops.convert_to_numpy(optimizer.skipped)) if optimizer.built else 0
 
 
 def _names_as_planned(model: keras.Model, plan: Plan) -> tuple[str, ...]:

@@ -30,9 +30,7 @@ class _TensorFlow(Backend):
             # A branch that holds a step, which merges the replicas itself, has to lie outside of them.
             anywhere, first_norm = (strategy.experimental_local_results(each)[0] for each in (found, norm))
             tf.cond(
-                anywhere,
-                lambda: None,
-                lambda: strategy.extended.call_for_each_replica(step, args=(grads, variables)),
+                anywhere, lambda: None, lambda: strategy.extended.call_for_each_replica(step, args=(grads, variables))
             )
             optimizer.adapt(anywhere, first_norm)
 

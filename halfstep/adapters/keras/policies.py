@@ -119,7 +119,6 @@ class LayerSite(Site):
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """The names of the layer's weights."""
         layer: Any = self.module
         return tuple(v.name for v in layer.weights)
 
@@ -134,7 +133,6 @@ class _Decision:
 
     @property
     def dtypes(self) -> tuple[str, str]:
-        """The compute dtype and the variable dtype of the policy."""
         policy = keras.dtype_policies.get(self.policy)
         return policy.compute_dtype, policy.variable_dtype
 

@@ -134,7 +134,6 @@ class Conversion:
         self.watch.start()
 
     def _knows(self, optimizer: Optimizer) -> bool:
-        """Returns whether an optimizer, or an alias of it, was recorded."""
         known = (made.own() for made in self._made.values())
         return any(own is not None and vars(own) is vars(optimizer) for own in known)
 
@@ -183,7 +182,6 @@ class Conversion:
             self._forget()
 
     def _forget(self) -> None:
-        """Leaves the script's optimizers as they were."""
         while self._made:
             self._made.popitem()[1].release()
 

@@ -213,7 +213,6 @@ class RoundedBackward(OpMode):
         self._nodes = nodes
 
     def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Runs the operation and rounds its results."""
         result = self.compute(func, args, kwargs)
         node = running_node()
         if node is None or not self._rounds(func, sequence_number(node)):

@@ -77,7 +77,6 @@ class StepTracer(OpRecorder):
         self._streams = Streams(self.locator)
 
     def after(self, note: Note, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
-        """Looks at constants and streams."""
         if backward_task() == NO_BACKWARD:  # a checkpoint's second run was seen before
             self._look_at_constants(note, func, args, kwargs, result)
             self._streams.look(note, tensors_of((args, kwargs)))
@@ -204,7 +203,6 @@ class Literals(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Calls the function and examines its result."""
         named = {} if kwargs is None else kwargs
         result = func(*args, **named)
         if func in FROM_NUMBERS and is_low(result.dtype):
@@ -220,14 +218,7 @@ def _numbers(values: Sequence[Any]) -> Iterator[float]:
 
 
 def _constant(
-    name: str,
-    value: float,
-    note: Note,
-    tracer: StepTracer,
-    fmt: Format,
-    cure: tuple[Rule, ...],
-    *,
-    vanishes: bool,
+    name: str, value: float, note: Note, tracer: StepTracer, fmt: Format, cure: tuple[Rule, ...], *, vanishes: bool
 ) -> Finding:
     place, which = place_of(note.module, tracer.line(note)), which_model(note.module)
     if vanishes:
@@ -268,11 +259,7 @@ def _of_results(rehearsal: Rehearsal, loss: Tensor) -> Iterator[Finding]:
     scale, params = rehearsal.plan.scale, rehearsal.params
     if not bool(loss.isfinite()) and not _is_finite_at_lowest(rehearsal):
         yield Finding(
-            "error",
-            "not finite",
-            "the loss",
-            f"the loss of the traced step is {float(loss.detach())}",
-            BLAME,
+            "error", "not finite", "the loss", f"the loss of the traced step is {float(loss.detach())}", BLAME
         )
     if not bool(loss.isfinite()):
         return

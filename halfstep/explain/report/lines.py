@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Annotated, Any, Union, get_type_hints
 
@@ -166,6 +167,15 @@ def plain(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         return {each.name: plain(getattr(value, each.name)) for each in fields(value)}
     return value
+
+
+_NUMBERS = re.compile(r"\[[^\[\]{}\"]*\]")
+
+
+def to_json(result: object) -> str:
+    """Returns records as JSON with field names as keys; non-finite numbers become the text "nan", "inf" or "-inf"."""
+    text = json.dumps(plain(result), indent=2, allow_nan=False)
+    return _NUMBERS.sub(lambda found: re.sub(r"\s+", " ", found.group()), text) + "\n"
 
 
 def check_start(line: bytes, path: object) -> None:

@@ -7,7 +7,6 @@ import time
 import weakref
 from collections import deque
 from contextlib import AbstractContextManager
-from types import TracebackType
 from typing import TextIO
 
 from rich.console import Console
@@ -107,9 +106,7 @@ class LiveLine(AbstractContextManager["LiveLine"]):
             self._live.start()
         self._live.update(Text("  ".join(parts), no_wrap=True, overflow="ellipsis"), refresh=True)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -8,7 +8,6 @@ import time
 import weakref
 from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
 
 import torch
 
@@ -93,9 +92,7 @@ class RunLog(AbstractContextManager["RunLog"]):
     def _write(self, line: Line) -> None:
         self._file.write(encode(line))
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None and self._finish.detach() is not None:
             _finish(self._steps, self._file, kind.__name__)
         self.close()

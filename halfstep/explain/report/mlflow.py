@@ -40,9 +40,7 @@ class MLflow(NumbersSink):
         mlflow.log_metrics(dict(numbers), step=step, run_id=self._run_id, synchronous=False)
 
     def write_text(self, name: str, text: str, step: int) -> None:
-        """Logs a verdict or finding as a text file."""
         mlflow.log_text(text, f"halfstep/{name}-{step}.txt", run_id=self._run_id)
 
     def finish(self) -> None:
-        """Waits until MLflow has written everything."""
         mlflow.flush_async_logging()

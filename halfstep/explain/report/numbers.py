@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from types import TracebackType
 
 from halfstep.explain.report.async_reader import COLUMNS, FLAGS, AsyncReader
 from halfstep.explain.report.log import reason
@@ -43,7 +42,6 @@ class NumbersSink(AbstractContextManager["NumbersSink"]):
         self._low: Format = FP16
 
     def __call__(self, record: StepRecord) -> None:
-        """Receives a step's record, without waiting for the device."""
         self._last = record.step
         self._steps.add(record)
         for values in self._steps.ready():
@@ -101,9 +99,7 @@ class NumbersSink(AbstractContextManager["NumbersSink"]):
             why = reason(error) if isinstance(error, OSError) else error
             _LOG.warning("%s can no longer be written (%s); the run goes on without it", self.where, why)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

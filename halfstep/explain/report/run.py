@@ -306,7 +306,6 @@ def _row(run: Run, process: int) -> ProcessRow:
 
 
 def _overflows(run: Run) -> Iterator[tuple[int, str]]:
-    """Yields (step, place) of each value that is not finite."""
     for event in run.events:
         if isinstance(event.record, Verdict) and event.record.kind != Kind.ANOTHER_PROCESS:
             yield event.step, f"{event.record.operator} in {event.record.place} ({event.record.phase})"

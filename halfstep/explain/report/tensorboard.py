@@ -42,16 +42,13 @@ class TensorBoard(NumbersSink):
             raise LogError(f"the folder {path} cannot be written: {reason(error)}; name another folder") from None
 
     def write_numbers(self, numbers: Mapping[str, float], step: int, time: float | None) -> None:
-        """Writes numbers as scalars."""
         for name, value in numbers.items():
             self._writer.add_scalar(name, value, step, walltime=time)
 
     def write_text(self, name: str, text: str, step: int) -> None:
-        """Writes a text without Markdown formatting."""
         self._writer.add_text(name, f"```\n{text}\n```", step)
 
     def write_observation(self, seen: Observation) -> None:
-        """Writes the histogram of an observed tensor's magnitudes."""
         used = [entry for entry, count in enumerate(seen.stats.exponents) if count]
         if not used:
             return
@@ -70,5 +67,4 @@ class TensorBoard(NumbersSink):
         self._writer.add_histogram_raw(f"log2 of {name_of(seen)}", **histogram, global_step=seen.step)
 
     def finish(self) -> None:
-        """Closes TensorBoard's files."""
         self._writer.close()

@@ -35,9 +35,7 @@ class WandB(NumbersSink):
             run.define_metric(names, step_metric=STEP)
 
     def write_numbers(self, numbers: Mapping[str, float], step: int, time: float | None) -> None:
-        """Logs numbers together with their step."""
         self._run.log({STEP: step, **numbers})
 
     def write_text(self, name: str, text: str, step: int) -> None:
-        """Puts a text into the run's summary."""
         self._run.summary[f"halfstep/{name} of step {step}"] = text

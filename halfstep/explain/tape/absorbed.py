@@ -237,7 +237,6 @@ def _memory(tensor: Tensor) -> int:
 
 
 def _is_whole(tensor: Tensor) -> bool:
-    """Tells whether a tensor's elements are all of its memory."""
     return is_plain(tensor) and tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
 
 

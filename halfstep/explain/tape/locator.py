@@ -94,7 +94,6 @@ class Locator:
         self._identities.append(StorageWeakRef(held.untyped_storage()))  # type: ignore[no-untyped-call]
 
     def module(self, name: str) -> nn.Module | None:
-        """Returns the module with this name; None if there is none."""
         return next((module() for known, module in self._modules.values() if known == name), None)
 
     def tensor(self, tensor: Tensor) -> tuple[str, str, Tensor] | None:
@@ -247,7 +246,6 @@ def _span(held: Tensor) -> tuple[int, int]:
 
 
 def _kind(path: str) -> str:
-    """Returns the kind of code in a file, judged by its path."""
     # The kinds are "checkpoint", "functional" (torch functions written in Python), "below" (dispatch, and halfstep
     # itself), "torch" for the rest of torch, and "user" for all other files.
     if path == CHECKPOINT_FILE:

@@ -84,7 +84,6 @@ def elements(nested: Tensor) -> Tensor:
 
 
 def _is_finite(values: Tensor) -> bool:
-    """Tells whether all elements are finite."""
     # `isfinite` takes twenty times as long.
     low, high = torch.aminmax(values)
     return math.isfinite(float(low)) and math.isfinite(float(high))

@@ -55,11 +55,9 @@ class AbsorbedWatch(OpMode):
         return may_train and not in_backward() and not is_capturing()
 
     def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Runs the operation and follows overflows in its result."""
         return self._trail.run(self.compute, func, args, kwargs, lambda: self._here(func, args))
 
     def failed(self, error: Exception) -> bool:
-        """Ends the watch."""
         self.on = False
         said = "a probe stops looking for absorbed overflows in this step, because of an error: %s"
         _LOG.warning(said, error, exc_info=error)

@@ -181,7 +181,6 @@ class OpRecorder(OpMode):
         return self.locator.tensor(tensor)
 
     def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Runs the operation and records it."""
         note = self._begin(func, args)
         result = self._record(note, func, args, kwargs)
         self.after(note, func, args, kwargs, result)

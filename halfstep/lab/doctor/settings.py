@@ -53,7 +53,6 @@ def _threads(seconds: float) -> Setting:
 
 
 def _cores() -> int:
-    """Returns the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

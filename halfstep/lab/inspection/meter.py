@@ -124,7 +124,6 @@ class Meter(OpRecorder):
         return result
 
     def after(self, note: Note, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
-        """Looks at streams."""
         if backward_task() == NO_BACKWARD and not is_view(func):
             self.streams.look(note, tensors_of((args, kwargs)))
 

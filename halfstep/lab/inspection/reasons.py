@@ -40,12 +40,10 @@ class Step:
 
     @property
     def plan(self) -> Plan:
-        """The plan that the step ran under."""
         return self.session.plan
 
     @property
     def seconds(self) -> float:
-        """The total seconds of the step's operations."""
         return sum(call.seconds for call in self.meter.calls)
 
     @cached_property

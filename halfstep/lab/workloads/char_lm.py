@@ -32,7 +32,6 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(d, 4 * d), nn.GELU(), nn.Linear(4 * d, d))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Maps (batch, time, d) to the same shape."""
         b, t, d = x.shape
         q, k, v = self.qkv(self.norm_1(x)).view(b, t, 3, self.heads, d // self.heads).permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -59,7 +58,6 @@ class GPT(nn.Module):
                 nn.init.zeros_(p)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Maps characters (batch, time) to logits (batch, time, vocabulary)."""
         x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
         logits: Tensor = self.head(self.norm(self.blocks(x)))
         return logits
@@ -88,10 +86,8 @@ class CharLM(Workload):
             raise WorkloadError(f"char_lm: d={self.d} is not divisible by heads={self.heads}; set d to a multiple")
 
     def build(self, seed: int) -> nn.Module:
-        """Returns the GPT."""
         return seeded(
-            seed,
-            lambda: GPT(len(self._characters), d=self.d, layers=self.layers, heads=self.heads, length=self.length),
+            seed, lambda: GPT(len(self._characters), d=self.d, layers=self.layers, heads=self.heads, length=self.length)
         )
 
     def optimizer(self, model: nn.Module, *, fused: bool) -> torch.optim.Optimizer:
@@ -109,14 +105,12 @@ class CharLM(Workload):
         return 0.1 + 0.45 * (1 + cos(pi * (step - warm) / max(1, steps - warm)))
 
     def batches(self, seed: int) -> Iterator[Batch]:
-        """Yields windows from random places in the training text."""
         train, _ = self._split
         generator = torch.Generator().manual_seed(seed)
         while True:
             yield self._windows(train, torch.randint(len(train) - self.length, (self.batch,), generator=generator))
 
     def validation(self) -> Iterable[Batch]:
-        """Yields evenly spaced windows of the validation text."""
         _, held_out = self._split
         starts = torch.linspace(0, len(held_out) - self.length - 1, self.eval_windows).long()
         return (self._windows(held_out, some) for some in chunks(starts, self.batch))

@@ -41,7 +41,6 @@ class Basic(nn.Module):
         self.shortcut = _shortcut(inside, width, stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Maps (batch, channels, h, w) to (batch, width, h / stride, w / stride)."""
         return F.relu(self.body(x) + self.shortcut(x))
 
 
@@ -62,7 +61,6 @@ class Bottleneck(nn.Module):
         self.shortcut = _shortcut(inside, 4 * width, stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Maps (batch, channels, h, w) to (batch, 4 * width, h / stride, w / stride)."""
         return F.relu(self.body(x) + self.shortcut(x))
 
 
@@ -82,7 +80,6 @@ class ResNet(nn.Module):
         self.head = nn.Linear(inside, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Maps images (batch, 3, 32, 32) to logits (batch, classes)."""
         logits: Tensor = self.head(self.stages(self.stem(x)).mean((2, 3)))
         return logits
 
@@ -141,12 +138,10 @@ class CifarResNet(Workload):
             )
 
     def build(self, seed: int) -> nn.Module:
-        """Returns the ResNet."""
         block, counts = DEPTHS[self.depth]
         return seeded(seed, lambda: ResNet(block, counts, width=self.width, classes=CLASSES))
 
     def optimizer(self, model: nn.Module, *, fused: bool) -> torch.optim.Optimizer:
-        """Returns SGD with Nesterov momentum 0.9 and weight decay 5e-4."""
         return torch.optim.SGD(
             model.parameters(), lr=self.lr, momentum=0.9, nesterov=True, weight_decay=5e-4, fused=fused
         )
@@ -157,18 +152,15 @@ class CifarResNet(Workload):
         return (step + 1) / warm if step < warm else 0.5 * (1 + cos(pi * (step - warm) / max(1, steps - warm)))
 
     def batches(self, seed: int) -> Iterator[Batch]:
-        """Yields shuffled training images, padded by 4 pixels, then cropped and flipped at random."""
         images = self._images
         generator = torch.Generator().manual_seed(seed)
         for chosen in shuffled(len(images.x_train), self.batch, seed):
             yield augment(images.x_train[chosen], generator), images.y_train[chosen]
 
     def examples(self) -> int:
-        """Returns the number of training images."""
         return len(self._images.x_train)
 
     def validation(self) -> Iterable[Batch]:
-        """Yields the first `eval_images` test images."""
         images, count = self._images, self.eval_images
         pairs = zip(chunks(images.x_test[:count], 250), chunks(images.y_test[:count], 250), strict=True)
         return ((normalize(x), y) for x, y in pairs)
@@ -178,7 +170,6 @@ class CifarResNet(Workload):
         return F.cross_entropy(outputs, targets)
 
     def correct(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Returns the fraction of images whose largest logit is the label."""
         return (outputs.argmax(1) == targets).float().mean()
 
     @cached_property

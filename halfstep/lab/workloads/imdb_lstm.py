@@ -43,7 +43,6 @@ class SentimentLSTM(nn.Module):
                     p[hidden : 2 * hidden] += 1.0
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Maps words (batch, time), padded at the front, to the probability (batch,) of a positive review."""
         _, (hidden, _) = self.rnn(self.embedding(ids))
         return torch.sigmoid(self.fc(hidden[-1])).squeeze(-1)
 
@@ -77,30 +76,24 @@ class ImdbLSTM(Workload):
     eval_reviews: int = 5000
 
     def build(self, seed: int) -> nn.Module:
-        """Returns the LSTM."""
         count = self._reviews.vocabulary
         return seeded(seed, lambda: SentimentLSTM(count, embedding=self.embedding, hidden=self.hidden))
 
     def optimizer(self, model: nn.Module, *, fused: bool) -> torch.optim.Optimizer:
-        """Returns Adam."""
         return torch.optim.Adam(model.parameters(), lr=self.lr, fused=fused)
 
     def lr_factor(self, step: int, steps: int) -> float:
-        """Returns the factor of `lr`: a cosine from 1 to 0.05."""
         return 0.05 + 0.475 * (1 + cos(pi * step / steps))
 
     def batches(self, seed: int) -> Iterator[Batch]:
-        """Yields shuffled training reviews."""
         reviews = self._reviews
         for chosen in shuffled(len(reviews.x_train), self.batch, seed):
             yield reviews.x_train[chosen], reviews.y_train[chosen]
 
     def examples(self) -> int:
-        """Returns the number of training reviews."""
         return len(self._reviews.x_train)
 
     def validation(self) -> Iterable[Batch]:
-        """Yields the first `eval_reviews` test reviews."""
         reviews, count = self._reviews, self.eval_reviews
         return zip(chunks(reviews.x_test[:count], 250), chunks(reviews.y_test[:count], 250), strict=True)
 
@@ -110,7 +103,6 @@ class ImdbLSTM(Workload):
         return loss
 
     def correct(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Returns the fraction of reviews classified correctly, with a threshold of 0.5."""
         return ((outputs > 0.5) == (targets > 0.5)).float().mean()
 
     @cached_property

@@ -31,11 +31,9 @@ class Regression(Workload):
     layers: int = 2
 
     def build(self, seed: int) -> nn.Module:
-        """Returns the layers as an `nn.Sequential`, or one layer as an `nn.Linear`."""
         return seeded(seed, self._network)
 
     def optimizer(self, model: nn.Module, *, fused: bool) -> torch.optim.Optimizer:
-        """Returns plain SGD, as in the talk."""
         return torch.optim.SGD(model.parameters(), lr=self.lr, fused=fused)
 
     def batches(self, seed: int) -> Iterator[Batch]:
@@ -49,7 +47,6 @@ class Regression(Workload):
         return [self._draw(0)]
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Returns the mean squared error."""
         return F.mse_loss(outputs, targets)
 
     def _network(self) -> nn.Module:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 from contextlib import AbstractContextManager, ExitStack
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -113,13 +112,10 @@ class autocast(OpenAutocast):
             self._entered.setdefault(threading.get_ident(), []).append(stack.pop_all())
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> Any:
-        """Restores the settings that this thread had before."""
+    def __exit__(self, *error: Any) -> Any:
         thread = threading.get_ident()
         entered = self._entered[thread]
         once = entered.pop()
         if not entered:
             del self._entered[thread]
-        return once.__exit__(kind, error, trace)
+        return once.__exit__(*error)

@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -304,9 +303,7 @@ class _TellsOfCopies:
 
     def __enter__(self) -> None: ...
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, (RuntimeError, MemoryError)) and is_out_of_memory(error) and self._why not in str(error):
             error.args = (f"{error} ({self._why})", *error.args[1:])
 

@@ -32,7 +32,6 @@ class CheckpointHook:
         self.run = run
 
     def __call__(self, *args: Any) -> None:
-        """Runs the hook."""
         self.run(*args)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CheckpointHook:

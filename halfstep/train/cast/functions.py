@@ -40,11 +40,7 @@ class _Patch:
 
 
 def call_as(
-    category: OpList,
-    switch: Switch,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    category: OpList, switch: Switch, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Calls a Python function as an op of one list (allow, deny, infer or promote): casts its floating arguments."""
     dtypes = {"allow": switch.low, "deny": torch.float32}

@@ -54,10 +54,10 @@ class Values32(Protocol):
     """The fp32 values of parameters that are stored low."""
 
     def __contains__(self, parameter: object) -> bool:
-        """Returns whether the session stores `parameter` low."""
+        pass
 
     def full(self, parameter: nn.Parameter) -> Tensor:
-        """Returns the fp32 value of a parameter."""
+        pass
 
     def load(self, parameter: nn.Parameter, entry: Tensor) -> Tensor:
         """Takes an entry of a state dict as a parameter's fp32 value; returns the low tensor to store."""

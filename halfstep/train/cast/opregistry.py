@@ -22,7 +22,6 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, partial
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -204,9 +203,7 @@ class DeferringLock:
         self._lock.acquire()
         self._depth += 1
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         try:
             while self._depth == 1 and self._waiting:
                 self._waiting.popleft()()

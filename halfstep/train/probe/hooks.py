@@ -95,9 +95,7 @@ class StepHooks:
     """
 
     def __init__(
-        self,
-        saw: Callable[[str, Found], None] | None,
-        saw_grad: Callable[[str, str, Tensor], None] | None,
+        self, saw: Callable[[str, Found], None] | None, saw_grad: Callable[[str, str, Tensor], None] | None
     ) -> None:
         self._saw = saw
         self._saw_grad = saw_grad
@@ -110,7 +108,6 @@ class StepHooks:
         self.saw_any = False
 
     def put_on(self, modules: Mapping[str, nn.Module]) -> None:
-        """Puts hooks on the modules."""
         for name, module in modules.items():
             self._undo.append(module.register_forward_hook(_ForwardHook(name, self._output)).remove)
 

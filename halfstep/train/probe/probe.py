@@ -7,7 +7,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from types import TracebackType
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -171,9 +170,7 @@ class Probe(AbstractContextManager["Probe"]):
             self._said.add(subject)
             _LOG.warning(notice)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.detach()
 
 
@@ -218,11 +215,7 @@ class Probes:
 
     @contextmanager
     def updating(
-        self,
-        make: Callable[[], Watch],
-        params: Sequence[Parameter],
-        grads: Sequence[Tensor],
-        factor: Tensor | None,
+        self, make: Callable[[], Watch], params: Sequence[Parameter], grads: Sequence[Tensor], factor: Tensor | None
     ) -> Iterator[None]:
         """Observes the update of `params` that is made inside the `with`, from `grads` times `factor`."""
         windows = [window for window in self._windows() if UPDATE in window.kinds]
@@ -259,7 +252,6 @@ class Probes:
 
     @property
     def looking(self) -> bool:
-        """Whether any probe observes the next step."""
         return bool(self._windows())
 
     def _windows(self) -> list[Window]:

@@ -110,7 +110,6 @@ class Pending:
         return sum(map(len, self.rows)) + len(self.absorbed)
 
     def arrived(self) -> bool:
-        """Tells whether `read` would return without waiting."""
         return self.numbers.arrived()
 
     def read(self) -> list[Observation]:

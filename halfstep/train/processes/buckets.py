@@ -45,7 +45,6 @@ class WideSums:
         self._stream: torch.cuda.Stream | None = None
 
     def __contains__(self, parameter: nn.Parameter) -> bool:
-        """Tells whether this object sums the gradients of a parameter."""
         return parameter in self._covered
 
     def __reduce__(self) -> tuple[Any, ...]:

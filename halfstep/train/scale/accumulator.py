@@ -365,7 +365,6 @@ def _mark_of(params: Iterable[Parameter]) -> tuple[int, int] | None:
 
 
 def _inverse(scale: Tensor) -> Tensor:
-    """Returns 1 / `scale` in fp32, correctly rounded."""
     return scale.double().reciprocal().float()
 
 

@@ -123,7 +123,6 @@ def _units(largest: Tensor) -> Tensor:
 
 
 def _one_pass(pieces: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Returns the L2 norm of each piece and whether it is finite."""
     wide = torch.float32 if needs_scale(dtype) else torch.float64
     norms = torch.stack(list(foreach_norm(pieces, 2, dtype=wide)))
     return norms, torch.isfinite(norms)

@@ -31,7 +31,6 @@ class LossScales:
         self.penalties: dict[int, Tensor] = {}  # whether gradients that the next loss may be made of overflowed
 
     def of(self, loss_id: int) -> Scale:
-        """Returns the scale of a loss."""
         known = self._scales.get(loss_id) if type(loss_id) is int else None
         if known is not None:
             return known

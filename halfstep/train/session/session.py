@@ -10,7 +10,6 @@ from dataclasses import replace
 from functools import partial
 from itertools import islice
 from numbers import Real
-from types import TracebackType
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -171,14 +170,7 @@ class Session:
         shared = SharedState(plan, self._store, self._scales, lambda: self.optimizers, self._name_of, self._replaced)
         self._replicas = Replicas(roots, shared, decision.group)
         self.runtime = Runtime(
-            plan,
-            roots,
-            device,
-            self._casting,
-            self._scales,
-            self._store.full,
-            self._store.fit,
-            self._replicas.summing,
+            plan, roots, device, self._casting, self._scales, self._store.full, self._store.fit, self._replicas.summing
         )
         try:
             self._open()
@@ -901,13 +893,10 @@ class Session:
         self._check_open()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuses to copy or pickle a session."""
         raise SessionError(
             "a session cannot be copied or pickled, because it belongs to its model and optimizer: save "
             "session.state_dict() beside theirs, or copy the model and call halfstep.initialize for the copy"
