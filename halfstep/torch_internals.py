@@ -369,13 +369,9 @@ _name("torch._C._autograd.SavedTensor.unpack_hook")
 _READY: Any = _name("torch.amp.grad_scaler.OptState.READY")
 _UNSCALED: Any = _name("torch.amp.grad_scaler.OptState.UNSCALED")
 _fresh_optimizer_state: Callable[[], dict[str, Any]] = _name("torch.amp.grad_scaler._refresh_per_optimizer_state")
-for _of_scaler in (
-    "_maybe_opt_step",
-    "_lazy_init_scale_growth_tracker",
-    "_check_scale_growth_tracker",
-    "_found_inf_per_device",
-):
+for _of_scaler in ("_maybe_opt_step", "_lazy_init_scale_growth_tracker", "_check_scale_growth_tracker"):
     _name(f"torch.amp.GradScaler.{_of_scaler}")
+_name("torch.amp.GradScaler._found_inf_per_device")
 
 
 # torch.compile.
@@ -443,13 +439,8 @@ def is_lost_connection(error: RuntimeError) -> bool:
     return isinstance(error, torch.distributed.DistError) or _GLOO in str(error)
 
 
-_OUT_OF_MEMORY = (  # what torch's allocator, C++ and oneDNN say
-    "not enough memory",
-    "allocate memory",
-    "out of memory",
-    "bad_alloc",
-    "could not create a memory",
-)
+# What torch's allocator, C++ and oneDNN say.
+_OUT_OF_MEMORY = ("not enough memory", "allocate memory", "out of memory", "bad_alloc", "could not create a memory")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -524,12 +515,8 @@ def summed_twice(module: Any) -> list[nn.Module]:
     from torch.distributed.tensor import Replicate
 
     held = _held_by(module)
-    whole = [
-        p
-        for p in held
-        if p.is_dtensor and any(isinstance(at, Replicate) for at in p._unsharded_dtensor_spec.placements)
-    ]
-    return [p._module_info.module for p in held] if whole else []
+    placed = (at for p in held if p.is_dtensor for at in p._unsharded_dtensor_spec.placements)
+    return [p._module_info.module for p in held] if any(isinstance(at, Replicate) for at in placed) else []
 
 
 def _held_by(module: Any) -> list[Any]:
@@ -667,15 +654,13 @@ def onednn_takes_bf16() -> bool:
 
 def missing() -> list[str]:
     """Returns the paths of the private names that this torch lacks."""
-    return [path for path in _NAMES if not _is_there(path)]
-
-
-def _is_there(path: str) -> bool:
-    try:
-        _find(path)
-    except AttributeError:
-        return False
-    return True
+    found = []
+    for path in _NAMES:
+        try:
+            _find(path)
+        except AttributeError:
+            found.append(path)
+    return found
 
 
 if _absent := missing():

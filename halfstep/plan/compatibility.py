@@ -50,7 +50,11 @@ def check_models(models: Sequence[nn.Module], plan: Plan, made_low: Iterable[nn.
     # this plan applies.
     excused = {id(p) for p in made_low}
     for model in models:
-        _refuse_lazy(model)
+        lazy = [name for name, p in model.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
+        if lazy:
+            raise SetupError(
+                f"parameters have no shape yet: {named(lazy)}; run one batch through the lazy modules before initialize"
+            )
         if plan.ops == "none":
             continue
         low = [
@@ -77,14 +81,6 @@ def loaded_low(models: Sequence[nn.Module], plan: Plan, made_low: Iterable[nn.Pa
     return [] if plan.ops == "none" else [p for p in every.values() if is_low(p.dtype) and not is_wrapped(p)]
 
 
-def _refuse_lazy(model: nn.Module) -> None:
-    lazy = [name for name, p in model.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
-    if lazy:
-        raise SetupError(
-            f"parameters have no shape yet: {named(lazy)}; run one batch through the lazy modules before initialize"
-        )
-
-
 def check_optimizers(optimizers: Sequence[Optimizer], models: Sequence[nn.Module]) -> None:
     """Refuses optimizers that update parameters outside of the models."""
     for optimizer in optimizers:
@@ -103,10 +99,9 @@ def check_optimizers(optimizers: Sequence[Optimizer], models: Sequence[nn.Module
                 shapes = named(str(tuple(p.shape)) for p in foreign)
                 raise SetupError(
                     f"{len(foreign)} of {len(group['params'])} parameters in group {index} of "
-                    f"{type(optimizer).__name__} "
-                    f"do not belong to the model (shapes {shapes}); build the optimizer from this model's "
-                    "parameters(), after any .to(device) or fully_shard that replaces them; if it updates several "
-                    "models, pass a list of all of them to halfstep.initialize"
+                    f"{type(optimizer).__name__} do not belong to the model (shapes {shapes}); build the optimizer "
+                    "from this model's parameters(), after any .to(device) or fully_shard that replaces them; if it "
+                    "updates several models, pass a list of all of them to halfstep.initialize"
                 )
             for p in group["params"]:
                 if seen.setdefault(id(p), number) != number:

@@ -187,8 +187,12 @@ def norm_kind(module: nn.Module) -> NormKind | None:
     attention) is not a norm itself, but its parts may be.
     """
     by_torch = isinstance(module, _TORCH_NORMS)
-    named = _NAMED_NORM.fullmatch(type(module).__name__) is not None
-    if (named or by_torch) and not _runs_torch_forward(module) and not _holds_layers(module):
+    if not by_torch and _NAMED_NORM.fullmatch(type(module).__name__) is None:
+        return None
+    owner = next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
+    below = (each for each in module.modules() if each is not module and not isinstance(each, _TORCH_NORMS))
+    holds_layers = any(p is not None for each in below for p in parameters_of(each).values())
+    if not (by_torch and owner.__module__.startswith("torch.nn.modules.")) and not holds_layers:
         return "own"
     return "torch" if by_torch else None
 
@@ -196,13 +200,3 @@ def norm_kind(module: nn.Module) -> NormKind | None:
 def has_running_stats(module: nn.Module) -> bool:
     """Returns whether a batch or instance norm has running statistics as well as weights."""
     return isinstance(module, BatchNormBase) and bool(module.affine) and module.running_mean is not None
-
-
-def _runs_torch_forward(module: nn.Module) -> bool:
-    owner = next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
-    return isinstance(module, _TORCH_NORMS) and owner.__module__.startswith("torch.nn.modules.")
-
-
-def _holds_layers(module: nn.Module) -> bool:
-    below = (each for each in module.modules() if each is not module and not isinstance(each, _TORCH_NORMS))
-    return any(p is not None for each in below for p in parameters_of(each).values())

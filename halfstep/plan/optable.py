@@ -106,43 +106,23 @@ _TABLE: tuple[tuple[Source, OpList, str, str], ...] = (
         "deny",
         "no low kernel",
         "fft_fft fft_fft2 fft_fftn fft_ifft fft_ifft2 fft_ifftn fft_rfft fft_rfft2 fft_rfftn fft_irfft fft_irfft2 "
-        "fft_irfftn fft_hfft fft_ihfft stft stft.center polar view_as_complex",
-    ),
-    (
-        "torch",
-        "deny",
-        "no low kernel",
+        "fft_irfftn fft_hfft fft_ihfft stft stft.center polar view_as_complex "
         "linalg_cholesky linalg_cholesky_ex linalg_cond linalg_cond.p_str linalg_eig linalg_eigh linalg_eigvals "
         "linalg_eigvalsh linalg_householder_product linalg_inv linalg_inv_ex linalg_lstsq linalg_matrix_rank "
         "linalg_matrix_rank.atol_rtol_float linalg_matrix_rank.atol_rtol_tensor linalg_matrix_rank.tol_tensor "
-        "linalg_qr linalg_solve linalg_svd linalg_svdvals linalg_tensorinv linalg_tensorsolve",
-    ),
-    (
-        "torch",
-        "deny",
-        "no low kernel",
+        "linalg_qr linalg_solve linalg_svd linalg_svdvals linalg_tensorinv linalg_tensorsolve "
         "cholesky cholesky_inverse cholesky_solve geqrf inverse lu_solve orgqr ormqr pinverse qr svd triangular_solve "
-        "_lu_with_info",
-    ),
-    (
-        "torch",
-        "deny",
-        "no low kernel",
+        "_lu_with_info "
         "linalg_matrix_norm linalg_matrix_norm.str_ord nuclear_norm nuclear_norm.dim cdist pdist multi_margin_loss "
         "multilabel_margin_loss multilabel_margin_loss_forward _upsample_bilinear2d_aa "
-        "_upsample_bilinear2d_aa.vec _upsample_bicubic2d_aa _upsample_bicubic2d_aa.vec",
-    ),
-    (
-        "torch",
-        "deny",
-        "no low kernel",
+        "_upsample_bilinear2d_aa.vec _upsample_bicubic2d_aa _upsample_bicubic2d_aa.vec "
         "quantile quantile.scalar nanquantile nanquantile.scalar ctc_loss.IntList ctc_loss.Tensor avg_pool3d",
     ),
-    ("halfstep", "deny", "no low kernel", "fft_hfft2 fft_hfftn fft_ihfft2 fft_ihfftn complex"),
     (
         "halfstep",
         "deny",
         "no low kernel",
+        "fft_hfft2 fft_hfftn fft_ihfft2 fft_ihfftn complex "
         "linalg_det linalg_slogdet det slogdet logdet linalg_lu linalg_lu_factor linalg_lu_factor_ex linalg_lu_solve "
         "linalg_ldl_factor linalg_ldl_factor_ex linalg_ldl_solve linalg_matrix_power matrix_power linalg_solve_ex "
         "linalg_solve_triangular linalg_pinv linalg_pinv.atol_rtol_float linalg_pinv.atol_rtol_tensor "
@@ -238,16 +218,9 @@ _ALIASES: Mapping[str, tuple[str, ...]] = {
     "linalg_norm": ("linalg_norm", "linalg_vector_norm", "linalg_matrix_norm"),
 }
 _NAMESPACES = (
-    ("torch.nn.functional.", ""),
-    ("nn.functional.", ""),
-    ("F.", ""),
-    ("torch.Tensor.", ""),
-    ("Tensor.", ""),
-    ("torch.", ""),
-    ("aten.", ""),
-    ("linalg.", "linalg_"),
-    ("fft.", "fft_"),
-    ("special.", "special_"),
+    *((name, "") for name in ("torch.nn.functional.", "nn.functional.", "F.", "torch.Tensor.", "Tensor.")),
+    *((name, "") for name in ("torch.", "aten.")),
+    *((f"{name}.", f"{name}_") for name in ("linalg", "fft", "special")),
 )
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from halfstep.edits import Edit, OpChange, OpChanges, Rule, Scaling, Width
 from halfstep.errors import PlanError
@@ -18,6 +18,10 @@ Rounding = Literal["nearest", "stochastic"]
 PlanInput = Literal["keep", "low"]
 PlanOutput = Literal["full", "low", "keep"]
 Products = Literal["plan", "fp8", "fp8-row", "fp8-mx", "fp8-block", "nvfp4"]
+_WORDS: Mapping[str, Any] = {
+    **{"param": Width, "ops": Ops, "norms": Width, "master": Master, "output": PlanOutput, "input": PlanInput},
+    **{"frozen": Width, "moments": Moments, "rounding": Rounding, "products": Products},
+}
 NARROW = "; for products in 8 bits keep low='bf16' and pass products='fp8'"  # to who asks for e4m3 or e5m2
 
 
@@ -77,16 +81,8 @@ class Plan:
             raise PlanError(
                 f"plan low is {self.low.name}, in which halfstep cannot train; use {known}{narrow(self.low)}"
             )
-        one_of("plan param", self.param, get_args(Width))
-        one_of("plan ops", self.ops, get_args(Ops))
-        one_of("plan norms", self.norms, get_args(Width))
-        one_of("plan master", self.master, get_args(Master))
-        one_of("plan output", self.output, get_args(PlanOutput))
-        one_of("plan input", self.input, get_args(PlanInput))
-        one_of("plan frozen", self.frozen, get_args(Width))
-        one_of("plan moments", self.moments, get_args(Moments))
-        one_of("plan rounding", self.rounding, get_args(Rounding))
-        one_of("plan products", self.products, get_args(Products))
+        for name, kind in _WORDS.items():
+            one_of(f"plan {name}", getattr(self, name), get_args(kind))
         patterns = as_tuple("plan full_moments", self.full_moments, of="patterns of parameter names")
         object.__setattr__(self, "full_moments", tuple(text("a pattern of full_moments", each) for each in patterns))
         instance("plan scale", self.scale, Scaling, "Scaling('dynamic')")

@@ -78,9 +78,8 @@ def check_rules(
 
 
 def _is_below(site: Site, root: Site) -> bool:
-    return site.model == root.model and any(
-        f"{path}.".startswith(f"{top}.") or not top for path in site.paths for top in root.paths
-    )
+    inside = (f"{path}.".startswith(f"{top}.") or not top for path in site.paths for top in root.paths)
+    return site.model == root.model and any(inside)
 
 
 def _reasons(layers: Sequence[ModuleFormats]) -> str:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from halfstep.edits import FULL, BufferWidth, OutputWidth, Policy, Rule, RuleInput, Width
+from halfstep.edits import FULL, BufferWidth, Policy, Rule, RuleInput, Width
 from halfstep.errors import PlanError, SetupError
 from halfstep.formats import FP32, Format
 from halfstep.plan.matching import (
@@ -214,9 +214,12 @@ def _assign(
     at = {path: site for site in sites for path in site.paths}
     decided: dict[str, _Decision] = {}
     callers: dict[str, _Decision | None] = {"": None}
-    for path in sorted(at, key=_depth):  # parents first
+    start = _Decision(Policy(plan.param, "low", "low"), "keep", plan.name)
+    if plan.ops == "none":
+        start = _Decision(FULL, "keep", f"{plan.name}: as written")
+    for path in sorted(at, key=lambda path: len(path.split(".")) if path else 0):  # parents first
         parent = path.rpartition(".")[0]
-        above, owner = (decided[parent], at[parent].module) if path else (_of_plan(plan), None)
+        above, owner = (decided[parent], at[parent].module) if path else (start, None)
         decided[path] = _decide(plan, at[path], matched.get(at[path]), above, owner)
         if path:
             callers[path] = callers[parent] if _is_uncalled(at[parent].module) else decided[parent]
@@ -235,19 +238,9 @@ def _formats_of(policy: Policy) -> Policy:
     return replace(policy, products="plan")
 
 
-def _depth(path: str) -> int:
-    return len(path.split(".")) if path else 0
-
-
 def _is_uncalled(module: nn.Module) -> bool:
     """Returns whether a module only holds others: it has no forward (ModuleList), or is torch.compile's wrapper."""
     return type(module).forward is nn.Module.forward or compiled_module(module) is not None
-
-
-def _of_plan(plan: Plan) -> _Decision:
-    if plan.ops == "none":
-        return _Decision(FULL, "keep", f"{plan.name}: as written")
-    return _Decision(Policy(plan.param, "low", "low"), "keep", plan.name)
 
 
 def _decide(plan: Plan, site: Site, rule: Rule | None, above: _Decision, owner: nn.Module | None) -> _Decision:
@@ -312,19 +305,19 @@ def _formats(
     )
     if plan.ops == "none":
         return formats
-    door = not _computes_a_weight(site) and _is_door(plan, site.module, decision, fp32)
+    computes_a_weight = "parametrizations" in site.name.split(".")  # also for code outside of the model, in fp32
+    door = not computes_a_weight and _is_door(plan, site.module, decision, fp32)
     formats = replace(formats, compute=_width(plan, decision.policy.compute), door=door)
     entries = [callers[path] for path in site.paths]
     if _is_uncalled(site.module) or not any(caller is None or decision.enters_from(caller) for caller in entries):
         return formats
     into_full = any(caller is not None and caller.policy.compute == "full" for caller in entries)
     output = "full" if into_full and decision.policy.output == "low" else decision.policy.output  # nothing casts there
-    return replace(
-        formats,
-        boundary=True,
-        input=_input(plan, decision, root=None in entries),
-        output=_model_output(plan) if None in entries else _output(plan, output),
-    )
+    given = _input(plan, decision, root=None in entries)
+    if None in entries:
+        made = None if plan.output == "keep" else _width(plan, plan.output)
+        return replace(formats, boundary=True, input=given, output=made)
+    return replace(formats, boundary=True, input=given, output="input" if output == "input" else _width(plan, output))
 
 
 def _keep(  # all that it depends on
@@ -347,11 +340,6 @@ def _keep(  # all that it depends on
     if not reads or formats.boundary or not enterable(site.module):
         return formats
     return replace(formats, boundary=True, output=plan.low)
-
-
-def _computes_a_weight(site: Site) -> bool:
-    """Whether a module is in a parametrization, which also code outside of the model calls, for fp32."""
-    return "parametrizations" in site.name.split(".")
 
 
 def _is_door(plan: Plan, module: nn.Module, decision: _Decision, fp32: Container[int]) -> bool:
@@ -380,14 +368,6 @@ def _input(plan: Plan, decision: _Decision, *, root: bool) -> Format | None:
     if decision.input != "policy":
         return plan.low if decision.input == "low" else None
     return plan.low if (plan.input if root else decision.policy.param) == "low" else None
-
-
-def _output(plan: Plan, output: OutputWidth) -> Format | Literal["input"]:
-    return "input" if output == "input" else _width(plan, output)
-
-
-def _model_output(plan: Plan) -> Format | None:
-    return None if plan.output == "keep" else _width(plan, plan.output)
 
 
 def _own_fp32(module: nn.Module, fp32: Container[int]) -> list[tuple[str, nn.Parameter]]:

@@ -31,6 +31,11 @@ ROTARY = ("inv_freq", "freqs", "rotary", "rope", "cos", "sin", "timescale", "sin
 PRODUCT_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 MOST_LOST = 0.1  # share of the nonzero values of a weight; initializations lose less than 0.001
 ALIGNED = 8  # elements of 16 bits: the multiple that tensor cores compute fastest with
+WHETHER = "halfstep.check(session, closure) finds out whether it is"
+RECAST = (
+    "something cast the model inside the session: remove model.half() and the like, close the session, and initialize "
+    "again"
+)
 
 
 @dataclass(frozen=True)
@@ -130,34 +135,18 @@ def _parameters(setup: Setup) -> Iterator[Finding]:
             dtype = str(parameter.dtype).removeprefix("torch.")
             expected = part.formats.stored(name) or FP32
             if parameter.dtype is torch.float64:
-                yield Finding(
-                    "note",
-                    "float64 parameter",
-                    place,
-                    f"{place} is float64",
-                    "it stays float64, and so do the ops that use it",
-                )
+                advice = "it stays float64, and so do the ops that use it"
+                yield Finding("note", "float64 parameter", place, f"{place} is float64", advice)
             elif parameter.requires_grad and is_low(parameter.dtype) and setup.plan.ops == "none":
-                yield Finding(
-                    "error" if needs_scale(parameter.dtype) else "warning",
-                    "low parameter at O0",
-                    place,
-                    f"trainable, stored as {dtype}, without a master and with an optimizer that works in {dtype}",
-                    "call model.float() before initialize, and use level O2 for low weights with fp32 masters",
-                )
+                severity = "error" if needs_scale(parameter.dtype) else "warning"
+                what = f"trainable, stored as {dtype}, without a master and with an optimizer that works in {dtype}"
+                advice = "call model.float() before initialize, and use level O2 for low weights with fp32 masters"
+                yield Finding(severity, "low parameter at O0", place, what, advice)
             elif (
-                parameter.dtype in CASTABLE
-                and parameter.dtype is not expected.dtype
-                and (part.formats.param is not None)
+                parameter.dtype in CASTABLE and parameter.dtype is not expected.dtype and part.formats.param is not None
             ):
-                yield Finding(
-                    "error",
-                    "parameter format",
-                    place,
-                    f"stored as {dtype}, but the plan stores it as {expected} (reason: {part.formats.reason})",
-                    "something cast the model inside the session: remove model.half() and the like, close the session, "
-                    "and initialize again",
-                )
+                what = f"stored as {dtype}, but the plan stores it as {expected} (reason: {part.formats.reason})"
+                yield Finding("error", "parameter format", place, what, RECAST)
 
 
 def _untrained(setup: Setup) -> Iterator[Finding]:
@@ -165,14 +154,12 @@ def _untrained(setup: Setup) -> Iterator[Finding]:
     kept = [part.inside(name) for part in setup.parts for name in part.formats.kept]
     low = next((part.place for part in setup.parts if part.formats.param is setup.plan.low), None)
     if kept and low is not None:
-        yield Finding(
-            "note",
-            "weights without an optimizer",
-            kept[0],
-            f"no optimizer updates {named(kept)}: stored in fp32, beside weights in {setup.plan.low} such as {low}'s",
+        what = f"no optimizer updates {named(kept)}: stored in fp32, beside weights in {setup.plan.low} such as {low}'s"
+        advice = (
             "an average written with lerp_ or _foreach_lerp_ raises 'expected dtype float for `end`' outside of "
-            "`with session.full_weights():`; mul_ and add_ take both formats, and so do values of model.state_dict()",
+            "`with session.full_weights():`; mul_ and add_ take both formats, and so do values of model.state_dict()"
         )
+        yield Finding("note", "weights without an optimizer", kept[0], what, advice)
 
 
 def _weights(setup: Setup) -> Iterator[tuple[Part, str, nn.Parameter, Fit]]:
@@ -233,6 +220,7 @@ def _scalers(setup: Setup) -> Iterator[Finding]:
     """Finds a gradient scaler that the training loop uses although the session already scales the loss."""
     if setup.scaler is None or not setup.scaler.is_enabled():
         return
+    kind = type(setup.scaler).__name__
     halves = [
         part.inside(name)
         for part in setup.parts
@@ -240,22 +228,13 @@ def _scalers(setup: Setup) -> Iterator[Finding]:
         if parameter.requires_grad and needs_scale(parameter.dtype)
     ]
     if halves and not isinstance(setup.scaler, GradScaler):
-        yield Finding(
-            "error",
-            "refused gradients",
-            halves[0],
-            f"{type(setup.scaler).__name__} raises 'Attempting to unscale FP16 gradients.' for fp16 parameters: "
-            f"{named(halves)}",
-            "leave the scaler out, as session.backward and session.step scale the loss; or use halfstep.GradScaler",
-        )
+        what = f"{kind} raises 'Attempting to unscale FP16 gradients.' for fp16 parameters: {named(halves)}"
+        advice = "leave the scaler out, as session.backward and session.step scale the loss; or use halfstep.GradScaler"
+        yield Finding("error", "refused gradients", halves[0], what, advice)
     elif setup.plan.ops != "none":
-        yield Finding(
-            "warning",
-            "two scalers",
-            type(setup.scaler).__name__,
-            "both this gradient scaler and the session scale the loss: the two factors multiply",
-            "leave the scaler out: session.backward and session.step scale the loss",
-        )
+        what = "both this gradient scaler and the session scale the loss: the two factors multiply"
+        advice = "leave the scaler out: session.backward and session.step scale the loss"
+        yield Finding("warning", "two scalers", kind, what, advice)
 
 
 def _buffers(setup: Setup) -> Iterator[Finding]:
@@ -268,13 +247,10 @@ def _buffers(setup: Setup) -> Iterator[Finding]:
             if is_low(buffer.dtype):
                 yield _low_buffer(setup.plan, part, place, name, buffer)
             elif setup.plan.ops != "none" and -FP32.max <= float(buffer.min()) < -setup.plan.low.max:
-                yield Finding(
-                    "note",
-                    "mask beyond the format",
-                    place,
-                    f"holds {float(buffer.min()):g}, which is -inf in {setup.plan.low}; the buffer itself stays {FP32}",
-                    f"if the model casts it, use torch.finfo(scores.dtype).min ({-setup.plan.low.max:g}) instead",
-                )
+                low, lowest = setup.plan.low, float(buffer.min())
+                what = f"holds {lowest:g}, which is -inf in {low}; the buffer itself stays {FP32}"
+                advice = f"if the model casts it, use torch.finfo(scores.dtype).min ({-low.max:g}) instead"
+                yield Finding("note", "mask beyond the format", place, what, advice)
 
 
 def _low_buffer(plan: Plan, part: Part, place: str, name: str, buffer: Tensor) -> Finding:
@@ -313,33 +289,22 @@ def _constants(setup: Setup) -> Iterator[Finding]:
         group = next((group for group in optimizer.param_groups if _vanishing_state(setup.plan, group)), None)
         if group is not None:
             dtype = next(as_format(p.dtype) for p in group["params"] if is_low(p.dtype))
-            yield Finding(
-                "warning",
-                "eps vanishes",
-                type(optimizer).__name__,
-                f"the optimizer's state is {dtype}, in which eps={group['eps']:g} is 0: a zero gradient gives 0/0",
-                f"use eps={dtype.usable_eps:g} or more, or call model.float() and use level O2, whose state is fp32",
+            what = f"the optimizer's state is {dtype}, in which eps={group['eps']:g} is 0: a zero gradient gives 0/0"
+            advice = (
+                f"use eps={dtype.usable_eps:g} or more, or call model.float() and use level O2, whose state is fp32"
             )
+            yield Finding("warning", "eps vanishes", type(optimizer).__name__, what, advice)
     if setup.traced or setup.plan.ops == "none":
         return
     for part in setup.parts:
         if part.formats.compute is FP32 or type(part.module).__module__.startswith("torch.nn."):
             continue
         for name, value in vars(part.module).items():
-            if (
-                name.lower().strip("_").endswith(("eps", "epsilon"))
-                and isinstance(value, float)
-                and low.rounds_to_zero(value)
-            ):
-                yield Finding(
-                    "note",
-                    "eps vanishes",
-                    f"{part.place}.{name}",
-                    f"{value:g} is 0 in {low}",
-                    f"use {low.usable_eps:g} or more if it is added to {low} values; "
-                    "halfstep.check(session, closure) finds out whether it is",
-                    () if not part.name else (Rule(part.name, FULL),),
-                )
+            is_eps = name.lower().strip("_").endswith(("eps", "epsilon")) and isinstance(value, float)
+            if is_eps and low.rounds_to_zero(value):
+                cure = () if not part.name else (Rule(part.name, FULL),)
+                advice = f"use {low.usable_eps:g} or more if it is added to {low} values; {WHETHER}"
+                yield Finding("note", "eps vanishes", f"{part.place}.{name}", f"{value:g} is 0 in {low}", advice, cure)
 
 
 def _vanishing_state(plan: Plan, group: dict[str, Any]) -> bool:
@@ -358,14 +323,10 @@ def _losses(setup: Setup) -> Iterator[Finding]:
         return
     for part in setup.parts:
         if isinstance(part.module, nn.BCELoss) and part.formats.compute is not FP32:
-            yield Finding(
-                "warning",
-                "BCE on low inputs",
-                part.place,
-                "the model contains a BCELoss, which is refused on low inputs: there a sigmoid rounds to 0 or 1",
-                "use BCEWithLogitsLoss, or deny binary_cross_entropy so that it computes in fp32",
-                (OpChange("deny", "binary_cross_entropy"),),
-            )
+            what = "the model contains a BCELoss, which is refused on low inputs: there a sigmoid rounds to 0 or 1"
+            advice = "use BCEWithLogitsLoss, or deny binary_cross_entropy so that it computes in fp32"
+            cure = (OpChange("deny", "binary_cross_entropy"),)
+            yield Finding("warning", "BCE on low inputs", part.place, what, advice, cure)
 
 
 def _scale(setup: Setup) -> Iterator[Finding]:
@@ -373,14 +334,9 @@ def _scale(setup: Setup) -> Iterator[Finding]:
     scale, low = setup.plan.scale, setup.plan.low
     unscaled = not scale.adapts and scale.first == 1
     if setup.plan.ops != "none" and low.needs_scale and unscaled and setup.optimizers:
-        yield Finding(
-            "note",
-            "no loss scale",
-            setup.plan.name,
-            f"{low} gradients below {low.smallest_subnormal / 2:.1e} are lost without a loss scale",
-            "use a dynamic loss scale, or the constant one that halfstep.whatif recommends",
-            (Scaling("dynamic"),),
-        )
+        what = f"{low} gradients below {low.smallest_subnormal / 2:.1e} are lost without a loss scale"
+        advice = "use a dynamic loss scale, or the constant one that halfstep.whatif recommends"
+        yield Finding("note", "no loss scale", setup.plan.name, what, advice, (Scaling("dynamic"),))
 
 
 def _shapes(setup: Setup) -> Iterator[Finding]:
@@ -395,25 +351,13 @@ def _shapes(setup: Setup) -> Iterator[Finding]:
         and any(size % ALIGNED for size in part.module.weight.shape[:2])
     ]
     if odd:
-        yield Finding(
-            "note",
-            "unaligned sizes",
-            odd[0].partition(" ")[0],
-            f"weights with sizes that are not multiples of {ALIGNED}: {named(odd)}",
-            f"multiples of {ALIGNED} may be faster (pad the vocabulary, for example); measure with halfstep bench",
-        )
+        what = f"weights with sizes that are not multiples of {ALIGNED}: {named(odd)}"
+        advice = f"multiples of {ALIGNED} may be faster (pad the vocabulary, for example); measure with halfstep bench"
+        yield Finding("note", "unaligned sizes", odd[0].partition(" ")[0], what, advice)
 
 
 CHECKS: tuple[Callable[[Setup], Iterator[Finding]], ...] = (
-    _parameters,
-    _untrained,
-    _values,
-    _ranges,
-    _scalers,
-    _buffers,
-    _constants,
-    _losses,
-    _scale,
-    _shapes,
+    *(_parameters, _untrained, _values, _ranges, _scalers),
+    *(_buffers, _constants, _losses, _scale, _shapes),
 )
 """The checks that run nothing; a new check is a new row."""

@@ -194,19 +194,13 @@ class _Check:
 
     def without_copies(self) -> list[Finding]:
         """Returns the suspects alone, as notes, where there is no memory for a copy of the model."""
-        said = "there is no memory for a copy of the model on which to try an edit"
+        said, lost = "there is no memory for a copy of the model on which to try an edit", Kind.PRECISION_LOST.value
         try:
             suspects = self._suspects()
         except Exception as error:
             return [_not_compared(f"{said}, nor to call its modules again: {type(error).__name__}")]
         found = [
-            Finding(
-                "note",
-                Kind.PRECISION_LOST.value,
-                place_of(name, None),
-                _own(again),
-                f"{said}; try Rule({name!r}, FULL)",
-            )
+            Finding("note", lost, place_of(name, None), _own(again), f"{said}; try Rule({name!r}, FULL)")
             for name, again in suspects.items()
         ]
         return found or [_not_compared(f"{said}; no module alone is off by more than {share(SUSPECT)} of its spread")]
@@ -244,9 +238,8 @@ class _Check:
             self._first = next(iter(losses.values()), None)
             return []
         clean = [each for each in good if not each[2].is_large]
-        names, edits, after = (
-            min(clean, key=lambda each: len(each[0])) if clean else min(good, key=lambda e: e[2].output)
-        )
+        best = min(clean, key=lambda each: len(each[0])) if clean else min(good, key=lambda each: each[2].output)
+        names, edits, after = best
         return [self._lost(names, suspects, losses, edits, (damage, after))]
 
     def _trial(self, plan: Plan, exact: StepResult) -> Damage:
@@ -291,11 +284,10 @@ class _Check:
         """Returns rules that give modules a policy; by class where they are all that the model has of it."""
         names = list(names)
         kinds = {plain_class(type(self._modules[name])) for name in names}
-        alike = [m for m in self._modules.values() if {k.__name__ for k in kinds} & {b.__name__ for b in _bases(m)}]
+        known = {kind.__name__ for kind in kinds}
+        alike = [m for m in self._modules.values() if known & {b.__name__ for b in plain_class(type(m)).__mro__}]
         if not self._plan.rules and len(self._roots) == 1 and len(alike) == len(names) >= _MANY * len(kinds):
-            return tuple(
-                Rule(f"type:{kind.__name__}", policy) for kind in sorted(kinds, key=lambda kind: kind.__name__)
-            )
+            return tuple(Rule(f"type:{name}", policy) for name in sorted(known))
         rules = (rule for name in names for rule in rules_on(in_model(name)[1], policy, self._plan, self._roots))
         return tuple(dict.fromkeys(rules))
 
@@ -367,18 +359,9 @@ class _Check:
         said += [_own(suspects[first])] if first in suspects else []
         others = [place_of(name, None) for name in names if name != first]
         said += [f"likewise {named(others)}"] if others else []
-        return Finding(
-            "warning",
-            Kind.PRECISION_LOST.value,
-            place_of(first, None if loss is None else loss.line),
-            f"{'; '.join(said)}; {before}{which_model(first)}",
-            f"{spell(edits)}, with which {after}",
-            edits,
-        )
-
-
-def _bases(module: nn.Module) -> tuple[type, ...]:
-    return plain_class(type(module)).__mro__
+        place, what = place_of(first, None if loss is None else loss.line), f"{'; '.join(said)}; {before}"
+        advice = f"{spell(edits)}, with which {after}"
+        return Finding("warning", Kind.PRECISION_LOST.value, place, what + which_model(first), advice, edits)
 
 
 def _own(again: SecondCall) -> str:

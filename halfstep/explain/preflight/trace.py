@@ -41,6 +41,11 @@ MADE = ("lift_fresh", "lift_fresh_copy", "_to_copy", "full", "scalar_tensor", "d
 FROM_NUMBERS = (torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor)
 PROBABILITIES = ("sigmoid", "_softmax", "_log_softmax")
 BLAME = "halfstep.blame(session, closure) finds the operation and a cure"
+LEAVES = (
+    "nothing to change for a loss outside, though one on the logits is exact from larger logits on; code inside the "
+    "model computes with rounded values"
+)
+MASK = "for a mask, use torch.finfo(scores.dtype).min (a row of only -inf gives NaN); otherwise compute this in fp32"
 
 
 def trace_step(session: Session, closure: Callable[[], Any], *, precision: bool) -> tuple[list[Finding], set[int]]:
@@ -178,15 +183,8 @@ class StepTracer(OpRecorder):
             if first is not None and first.dtype is not None:
                 left[place_of(first.module, self.line(first))] = first, as_format(first.dtype)
         for place, (note, fmt) in left.items():
-            yield Finding(
-                "note",
-                "probability leaves the model",
-                place,
-                f"{self.operator(note)} of {fmt} values leaves the model, and is computed in fp32"
-                f"{which_model(note.module)}",
-                "nothing to change for a loss outside, though one on the logits is exact from larger logits on; code "
-                "inside the model computes with rounded values",
-            )
+            what = f"{self.operator(note)} of {fmt} values leaves the model, and is computed in fp32"
+            yield Finding("note", "probability leaves the model", place, what + which_model(note.module), LEAVES)
 
     def _cure(self, note: Note, roots: Sequence[torch.nn.Module]) -> tuple[Rule, ...]:
         name = in_model(note.module)[1]
@@ -224,23 +222,12 @@ def _constant(
     if vanishes:
         made = {"cast": f"a cast to {fmt} of", "tensor": f"a tensor of {fmt} made from"}
         what = made.get(name, f"{tracer.operator(note)} of {fmt} values and")
-        return Finding(
-            "warning",
-            "constant vanishes",
-            place,
-            f"{what} {value:g}, which is 0 in {fmt}: it guards against nothing{which}",
-            f"use {fmt.usable_eps:g} or more, or compute this in fp32",
-            cure,
-        )
-    what = f"a cast to {fmt}" if name == "cast" else tracer.operator(note)
-    return Finding(
-        "warning",
-        "value beyond the format",
-        place,
-        f"{what}: {value:g} becomes {'-' if value < 0 else ''}inf in {fmt}, whose largest value is {fmt.max:g}{which}",
-        "for a mask, use torch.finfo(scores.dtype).min (a row of only -inf gives NaN); otherwise compute this in fp32",
-        cure,
-    )
+        said = f"{what} {value:g}, which is 0 in {fmt}: it guards against nothing{which}"
+        advice = f"use {fmt.usable_eps:g} or more, or compute this in fp32"
+        return Finding("warning", "constant vanishes", place, said, advice, cure)
+    what, got = f"a cast to {fmt}" if name == "cast" else tracer.operator(note), f"{'-' if value < 0 else ''}inf"
+    said = f"{what}: {value:g} becomes {got} in {fmt}, whose largest value is {fmt.max:g}{which}"
+    return Finding("warning", "value beyond the format", place, said, MASK, cure)
 
 
 def _overflow(source: Tensor, out: Tensor) -> float | None:
@@ -258,45 +245,32 @@ def _of_results(rehearsal: Rehearsal, loss: Tensor) -> Iterator[Finding]:
     """Yields findings about the loss and the gradients of the step."""
     scale, params = rehearsal.plan.scale, rehearsal.params
     if not bool(loss.isfinite()) and not _is_finite_at_lowest(rehearsal):
-        yield Finding(
-            "error", "not finite", "the loss", f"the loss of the traced step is {float(loss.detach())}", BLAME
-        )
+        what = f"the loss of the traced step is {float(loss.detach())}"
+        yield Finding("error", "not finite", "the loss", what, BLAME)
     if not bool(loss.isfinite()):
         return
     if needs_scale(loss.dtype) and not scale.adapts and scale.first > FP16_LOSS_CEILING:
-        yield Finding(
-            "error",
-            "scale too high",
-            "the loss",
-            f"the loss is fp16, so the backward pass starts from the scale in fp16: {scale.init:g} is too high",
+        what = f"the loss is fp16, so the backward pass starts from the scale in fp16: {scale.init:g} is too high"
+        advice, cure = (
             "return the loss in fp32 (loss.float()), or use a lower scale",
-            (Scaling("static", init=FP16_LOSS_CEILING),),
+            Scaling("static", FP16_LOSS_CEILING),
         )
+        yield Finding("error", "scale too high", "the loss", what, advice, (cure,))
     bad = _not_finite(params)
     if not bad:
         return
     lowest = scale.min if scale.adapts else Scaling("dynamic").min
     with rehearsal.gradients(loss, lowest):  # the lowest loss scale that skipped steps lead to
         still_bad = _not_finite(params)
+    code, place = "gradients not finite", "the backward pass"
     if still_bad and scale.adapts:
-        yield Finding(
-            "error",
-            "gradients not finite",
-            "the backward pass",
-            f"{len(still_bad)} of {len(params)} gradients are not finite even at the lowest loss scale, {lowest:g}: "
-            "such a step is skipped at every loss scale",
-            BLAME,
-        )
+        what = f"{len(still_bad)} of {len(params)} gradients are not finite even at the lowest loss scale, {lowest:g}"
+        yield Finding("error", code, place, f"{what}: such a step is skipped at every loss scale", BLAME)
     elif not scale.adapts:
         cured = scale.active and not still_bad
-        yield Finding(
-            "warning",
-            "gradients not finite",
-            "the backward pass",
-            f"{len(bad)} of {len(params)} gradients are not finite at the constant loss scale {scale.first:g}",
-            BLAME + ("; a dynamic loss scale adapts by itself" if cured else ""),
-            (Scaling("dynamic"),) if cured else (),
-        )
+        what = f"{len(bad)} of {len(params)} gradients are not finite at the constant loss scale {scale.first:g}"
+        advice = BLAME + ("; a dynamic loss scale adapts by itself" if cured else "")
+        yield Finding("warning", code, place, what, advice, (Scaling("dynamic"),) if cured else ())
 
 
 def _is_finite_at_lowest(rehearsal: Rehearsal) -> bool:

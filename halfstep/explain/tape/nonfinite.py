@@ -31,13 +31,8 @@ class NonFinite:
     first: tuple[int, ...] = ()
 
     def __add__(self, other: NonFinite) -> NonFinite:
-        return NonFinite(
-            self.count + other.count,
-            self.nan + other.nan,
-            self.above + other.above,
-            self.below + other.below,
-            self.first,
-        )
+        count, nan = self.count + other.count, self.nan + other.nan
+        return NonFinite(count, nan, self.above + other.above, self.below + other.below, self.first)
 
     def __str__(self) -> str:
         parts = [(self.nan, "NaN"), (self.above, "inf"), (self.below, "-inf")]

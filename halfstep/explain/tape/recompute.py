@@ -20,24 +20,10 @@ _NARROWER: Mapping[torch.dtype | None, tuple[torch.dtype, ...]] = {
     torch.float64: CASTABLE,
 }
 _WIDER = {torch.complex64: torch.complex128, torch.complex32: torch.complex64}
-_GROWING = (
-    "exp",
-    "exp2",
-    "expm1",
-    "special_expm1",
-    "sinh",
-    "cosh",
-    "prod",
-    "cumprod",
-    "i0",
-    "special_i0",
-    "special_i1",
-    "matrix_exp",
-    "linalg_matrix_exp",
-    "linalg_matrix_power",
-    "poisson_nll_loss",
-    "kl_div",
-)  # the result may exceed fp64 too
+_GROWING = (  # the result may exceed fp64 too
+    *("exp", "exp2", "expm1", "special_expm1", "sinh", "cosh", "prod", "cumprod", "i0", "special_i0", "special_i1"),
+    *("matrix_exp", "linalg_matrix_exp", "linalg_matrix_power", "poisson_nll_loss", "kl_div"),
+)
 _POWERS = ("pow", "float_power")  # the result may exceed fp64 too, if there is no pole at zero
 _MASK = 1e4  # a constant of this size or more in a sum, a choice or a product means "never"
 _SPREAD = 0.01
@@ -136,17 +122,14 @@ def _is_written(value: float, given: tuple[Sequence[Any], dict[str, Any]], tenso
     """Returns whether the constant `value` is one that the user's forward wrote, not one computed from weights."""
     if backward_task() != NO_BACKWARD and not torch.is_grad_enabled():  # a gradient, not a checkpoint's forward
         return False
-    if any(isinstance(leaf, (int, float)) and _is_near(leaf, value) for leaf in tree_leaves(given)):
+    numbers = (leaf for leaf in tree_leaves(given) if isinstance(leaf, (int, float)))
+    if any(abs(number - value) <= _SPREAD * -value for number in numbers):
         return True
     if not any(t.requires_grad for t in tensors):
         return True
     lost = ~torch.isfinite(out)
     chosen = not bool(lost.all())
     return any(_holds(t, value, lost) for t in tensors if not t.requires_grad or (chosen and t.grad_fn is not None))
-
-
-def _is_near(given: float, value: float) -> bool:
-    return abs(given - value) <= _SPREAD * -value
 
 
 def _holds(tensor: Tensor, value: float, lost: Tensor) -> bool:
@@ -165,9 +148,5 @@ def _constant(exact: Tensor, out: Tensor) -> float | None:
     lost = exact[~torch.isfinite(out)]
     low, high = float(lost.min()), float(lost.max())
     same = high < -_MASK and (high - low) <= _SPREAD * -low
-    return low if same and _is_choice(lost.numel(), exact.numel(), low) else None
-
-
-def _is_choice(lost: int, of: int, value: float) -> bool:
-    """Tells whether `value`, which `lost` out of `of` elements have, looks written by the user and not computed."""
-    return lost > 1 or of == 1 or value == float(f"{value:.1g}")
+    written = lost.numel() > 1 or exact.numel() == 1 or low == float(f"{low:.1g}")  # one alone may be computed
+    return low if same and written else None

@@ -19,7 +19,10 @@ _TINY = 1e-39  # subnormal in fp32
 
 def read_settings(device: torch.device, *, seconds: float) -> tuple[Setting, ...]:
     """Returns the settings that matter on a device, with their measured costs; takes about `seconds` in total."""
-    found = [_deterministic()]
+    strict = torch.are_deterministic_algorithms_enabled()
+    costs = "speed: the deterministic forms of some kernels are slower" if strict else None
+    advice = "torch.use_deterministic_algorithms(False)" if strict else None
+    found = [Setting("deterministic algorithms", "on" if strict else "off", costs, advice)]
     if device.type == "cuda":
         found += _cuda_settings()
     else:
@@ -29,7 +32,8 @@ def read_settings(device: torch.device, *, seconds: float) -> tuple[Setting, ...
 
 def _threads(seconds: float) -> Setting:
     """Returns torch's number of threads as a setting, with what it costs if it is not the number of available cores."""
-    taken, cores = torch.get_num_threads(), _cores()
+    affinity = getattr(os, "sched_getaffinity", None)  # the cores that this process may use; not on every system
+    taken, cores = torch.get_num_threads(), len(affinity(0)) if affinity is not None else os.cpu_count() or 1
     name, value = "threads", f"{taken} of {cores} cores"
     if taken == cores:
         return Setting(name, value)
@@ -52,12 +56,6 @@ def _threads(seconds: float) -> Setting:
     return Setting(name, value, f"speed: a matrix product takes {gain:.1f} times as long as on {cores} threads", advice)
 
 
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 def _subnormals(seconds: float) -> Setting:
     """Returns what the CPU does with subnormal numbers as a setting; its cost is timed against normal numbers."""
     tiny = torch.full((512, 512), _TINY, dtype=torch.float32, device="cpu")
@@ -71,28 +69,15 @@ def _subnormals(seconds: float) -> Setting:
     cost = speedup(times["tiny"], times["plain"]) or 0.0
     if cost < _SLOWER:
         return Setting(name, value)
-    return Setting(
-        name, value, f"speed: subnormal numbers take {cost:.1f} times as long", "torch.set_flush_denormal(True)"
-    )
+    costs = f"speed: subnormal numbers take {cost:.1f} times as long"
+    return Setting(name, value, costs, "torch.set_flush_denormal(True)")
 
 
 def _onednn() -> Setting:
     there = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    on = there and torch.backends.mkldnn.enabled
-    if on:
+    if there and torch.backends.mkldnn.enabled:
         return Setting("oneDNN", "on")
     return Setting("oneDNN", "off", "speed: low products run on slow kernels", "torch.backends.mkldnn.enabled = True")
-
-
-def _deterministic() -> Setting:
-    on = torch.are_deterministic_algorithms_enabled()
-    costs = "speed: the deterministic forms of some kernels are slower" if on else None
-    return Setting(
-        "deterministic algorithms",
-        "on" if on else "off",
-        costs,
-        "torch.use_deterministic_algorithms(False)" if on else None,
-    )
 
 
 def _cuda_settings() -> Iterator[Setting]:
@@ -101,36 +86,23 @@ def _cuda_settings() -> Iterator[Setting]:
         ("TF32 in matrix products", matmul, "torch.backends.cuda.matmul.fp32_precision = 'tf32'"),
         ("TF32 in convolutions", cudnn.conv, "torch.backends.cudnn.conv.fp32_precision = 'tf32'"),  # type: ignore[attr-defined]
     ):
-        on = backend.fp32_precision == "tf32"
-        if on:
-            yield Setting(
-                name,
-                "on",
-                "accuracy of what runs in fp32: operands keep 10 bits of 23",
-                advice.replace("tf32'", "ieee'"),
-            )
+        if backend.fp32_precision == "tf32":
+            costs = "accuracy of what runs in fp32: operands keep 10 bits of 23"
+            yield Setting(name, "on", costs, advice.replace("tf32'", "ieee'"))
         else:
             yield Setting(name, "off", "speed of what runs in fp32; the TF32 rows show how much", advice)
+    name, costs = "cuDNN benchmark", "speed of convolutions whose sizes repeat"
     if cudnn.benchmark:
-        yield Setting("cuDNN benchmark", "on")
+        yield Setting(name, "on")
     else:
-        yield Setting(
-            "cuDNN benchmark",
-            "off",
-            "speed of convolutions whose sizes repeat",
-            "torch.backends.cudnn.benchmark = True",
-        )
+        yield Setting(name, "off", costs, "torch.backends.cudnn.benchmark = True")
+    costs = "accuracy: parts of a split sum are rounded, and may overflow in fp16"
     for low in ("bf16", "fp16"):
-        option = f"allow_{low}_reduced_precision_reduction"
+        option, name = f"allow_{low}_reduced_precision_reduction", f"sums of {low} products in {low}"
         if getattr(matmul, option):
-            yield Setting(
-                f"sums of {low} products in {low}",
-                "allowed",
-                "accuracy: parts of a split sum are rounded, and may overflow in fp16",
-                f"torch.backends.cuda.matmul.{option} = False",
-            )
+            yield Setting(name, "allowed", costs, f"torch.backends.cuda.matmul.{option} = False")
         else:
-            yield Setting(f"sums of {low} products in {low}", "not allowed")
+            yield Setting(name, "not allowed")
 
 
 def read_tools(device: torch.device) -> dict[str, str]:

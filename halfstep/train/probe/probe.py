@@ -76,7 +76,7 @@ class Probe(AbstractContextManager["Probe"]):
         self.undo: list[Callable[[], None]] = []  # of the window that is open
         weakref.finalize(self, undo_all, self.undo).atexit = False
         if not wait:
-            self._open()
+            self._open(kinds)
 
     def flush(self) -> list[Observation]:
         """Returns the observations since the last flush, oldest first; waits for the device once.
@@ -112,18 +112,14 @@ class Probe(AbstractContextManager["Probe"]):
             self._looked += 1
         self._wait -= 1
         if (step + 1) % self._every == 0 or self._wait == 0:
-            self._open()
+            self._stepped.clear()
+            self._looked = 0
+            self._open(self._kinds)
         elif window is not None and self._looked < LONGEST and any(id(part) not in self._stepped for part in of):
-            self._go_on()
+            self._open(self._kinds - {"weight"})  # those of all were read at the first step
         self._hand_over(wait=False)  # last, because a receiver may raise
 
-    def _open(self) -> None:
-        self._stepped.clear()
-        self._looked = 0
-        self.window = Window(self._modules, self._kinds, self._sample, self.undo, self._absorbed, self._shadows)
-
-    def _go_on(self) -> None:
-        kinds = self._kinds - {"weight"}  # those of all were read at the first step
+    def _open(self, kinds: frozenset[str]) -> None:
         if kinds or self._absorbed or self._shadows:
             self.window = Window(self._modules, kinds, self._sample, self.undo, self._absorbed, self._shadows)
 
