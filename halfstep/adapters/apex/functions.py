@@ -18,14 +18,9 @@ from halfstep.plan.optable import find
 from halfstep.train.cast.functions import call_as
 
 __all__ = [
-    "disable_casts",
-    "float_function",
-    "half_function",
-    "promote_function",
-    "register_float_function",
-    "register_half_function",
-    "register_promote_function",
-]
+    "disable_casts", "float_function", "half_function", "promote_function", "register_float_function",
+    "register_half_function", "register_promote_function",
+]  # fmt: skip
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

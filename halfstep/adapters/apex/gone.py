@@ -10,14 +10,9 @@ from halfstep.pages import MIGRATION, more
 __all__ = ["multi_tensor_applier", "to_python_float"]  # what scripts with amp.initialize import along with it
 
 MODULES = (
-    "apex.fp16_utils",
-    "apex.fp16_utils.fp16util",
-    "apex.fp16_utils.fp16_optimizer",
-    "apex.fp16_utils.loss_scaler",
-    "apex.multi_tensor_apply",
-    "apex.multi_tensor_apply.multi_tensor_apply",
-    "apex.parallel.LARC",
-)
+    "apex.fp16_utils", "apex.fp16_utils.fp16util", "apex.fp16_utils.fp16_optimizer", "apex.fp16_utils.loss_scaler",
+    "apex.multi_tensor_apply", "apex.multi_tensor_apply.multi_tensor_apply", "apex.parallel.LARC",
+)  # fmt: skip
 
 _NAMES = re.compile(
     "init|fp16_utils|multi_tensor_apply|MultiTensorApply|LARC|FP16_Optimizer|FP16Model|(Dynamic)?LossScaler|tofp16|"

@@ -13,13 +13,9 @@ from torch.nn import SyncBatchNorm
 from halfstep.errors import SetupError
 
 __all__ = [
-    "DistributedDataParallel",
-    "Reducer",
-    "SyncBatchNorm",
-    "convert_syncbn_model",
-    "create_syncbn_process_group",
+    "DistributedDataParallel", "Reducer", "SyncBatchNorm", "convert_syncbn_model", "create_syncbn_process_group",
     "flat_dist_call",
-]
+]  # fmt: skip
 
 _BYTES_PER_ELEMENT = 4  # of fp32, in which apex counted its messages
 

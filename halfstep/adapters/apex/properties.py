@@ -41,13 +41,9 @@ BRIEFS = MappingProxyType(
 """What apex printed for each level; people search logs for it."""
 
 DENIED = (
-    "gelu",
-    "grid_sample",
-    "std",
-    "var",
-    "torch.nn.functional:local_response_norm",
+    "gelu", "grid_sample", "std", "var", "torch.nn.functional:local_response_norm",
     "torch.nn.functional:multilabel_soft_margin_loss",
-)
+)  # fmt: skip
 """Functions that apex computed in fp32, but the op table and torch.autocast do not."""
 
 

@@ -11,15 +11,6 @@ from halfstep.adapters.keras.policies import apply_plan, describe
 from halfstep.adapters.keras.scale import LossScaleOptimizer, enable_mixed_precision_graph_rewrite
 
 __all__ = [
-    "KeepStatistics",
-    "LogCallback",
-    "LossScaleOptimizer",
-    "StepLog",
-    "apply_plan",
-    "as_modules",
-    "describe",
-    "enable_mixed_precision_graph_rewrite",
-    "find_broken",
-    "policy_map",
-    "set_plan",
-]
+    "KeepStatistics", "LogCallback", "LossScaleOptimizer", "StepLog", "apply_plan", "as_modules", "describe",
+    "enable_mixed_precision_graph_rewrite", "find_broken", "policy_map", "set_plan",
+]  # fmt: skip
