@@ -145,7 +145,12 @@ def adapt_(
         numbers = (schedule.growth, schedule.backoff, schedule.growth_interval)
         update_scale_(value, clean, found.to(torch.float32), *numbers)
         value.clamp_(min=schedule.min, max=schedule.max)
-        return
+    else:
+        _adapt_any_(value, clean, left, found, schedule, count)
+
+
+def _adapt_any_(value: Tensor, clean: Tensor, left: Tensor, found: Tensor, schedule: Schedule, count: bool) -> None:
+    """Adapts a scale with any hysteresis, on any device; products are rounded once from float64, as in torch."""
     adapted, steps, overflows = next_state(
         value, clean, left, found, schedule, select=torch.where, times=_times, count=count
     )
@@ -175,7 +180,6 @@ def next_state(  # noqa: PLR0913  # the state, what was found, the schedule, and
 
 
 def _times(value: Tensor, factor: float) -> Tensor:
-    """Rounds the product once from float64, as torch does."""
     if value.device.type == "mps":  # has no float64
         return value * factor
     return (value.double() * factor).float()
