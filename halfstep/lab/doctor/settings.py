@@ -32,8 +32,7 @@ def read_settings(device: torch.device, *, seconds: float) -> tuple[Setting, ...
 
 def _threads(seconds: float) -> Setting:
     """Returns torch's number of threads as a setting, with what it costs if it is not the number of available cores."""
-    affinity = getattr(os, "sched_getaffinity", None)  # the cores that this process may use; not on every system
-    taken, cores = torch.get_num_threads(), len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+    taken, cores = torch.get_num_threads(), _cores()
     name, value = "threads", f"{taken} of {cores} cores"
     if taken == cores:
         return Setting(name, value)
@@ -54,6 +53,11 @@ def _threads(seconds: float) -> Setting:
         return Setting(name, value)
     advice = f"torch.set_num_threads({cores}), or OMP_NUM_THREADS={cores}"
     return Setting(name, value, f"speed: a matrix product takes {gain:.1f} times as long as on {cores} threads", advice)
+
+
+def _cores() -> int:
+    affinity = getattr(os, "sched_getaffinity", None)  # to the cores that this process may use; not on every system
+    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
 
 
 def _subnormals(seconds: float) -> Setting:
