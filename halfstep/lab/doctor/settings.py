@@ -19,10 +19,7 @@ _TINY = 1e-39  # subnormal in fp32
 
 def read_settings(device: torch.device, *, seconds: float) -> tuple[Setting, ...]:
     """Returns the settings that matter on a device, with their measured costs; takes about `seconds` in total."""
-    strict = torch.are_deterministic_algorithms_enabled()
-    costs = "speed: the deterministic forms of some kernels are slower" if strict else None
-    advice = "torch.use_deterministic_algorithms(False)" if strict else None
-    found = [Setting("deterministic algorithms", "on" if strict else "off", costs, advice)]
+    found = [_deterministic()]
     if device.type == "cuda":
         found += _cuda_settings()
     else:
@@ -82,6 +79,14 @@ def _onednn() -> Setting:
     if there and torch.backends.mkldnn.enabled:
         return Setting("oneDNN", "on")
     return Setting("oneDNN", "off", "speed: low products run on slow kernels", "torch.backends.mkldnn.enabled = True")
+
+
+def _deterministic() -> Setting:
+    name = "deterministic algorithms"
+    if not torch.are_deterministic_algorithms_enabled():
+        return Setting(name, "off")
+    costs = "speed: the deterministic forms of some kernels are slower"
+    return Setting(name, "on", costs, "torch.use_deterministic_algorithms(False)")
 
 
 def _cuda_settings() -> Iterator[Setting]:
