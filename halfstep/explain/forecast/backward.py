@@ -117,8 +117,7 @@ class Nodes:
     """The autograd nodes that a forward made, as ranges of their sequence numbers."""
 
     model: list[range] = field(default_factory=list)  # of the whole model
-    recurrent: list[range] = field(default_factory=list)  # of its recurrent layers
-    full: list[range] = field(default_factory=list)  # of modules that compute full
+    full: list[range] = field(default_factory=list)  # of modules that compute full, and of recurrent layers
 
     def forward_ended(self) -> None:
         """Counts all nodes made from now on as nodes of the model, because checkpoints repeat its forward later."""
@@ -133,11 +132,11 @@ def noting_nodes(model: nn.Module, full: Collection[str]) -> Iterator[Nodes]:
     layers: list[nn.Module] = []
     with ExitStack() as undo:
         for name, module in model.named_modules():
-            if uncompiled(name) in full:
-                _note(module, nodes.full, undo)
-            if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
+            recurrent = isinstance(module, (nn.RNNBase, nn.RNNCellBase))
+            if recurrent:
                 layers.append(module)
-                _note(module, nodes.recurrent, undo)
+            if recurrent or uncompiled(name) in full:
+                _note(module, nodes.full, undo)
         _note(model, nodes.model, undo)
         if layers and all(p.device.type == "cpu" for layer in layers for p in layer.parameters()):
             undo.enter_context(_without_onednn())
@@ -205,7 +204,7 @@ def _is_product(func: Any) -> bool:
 
 
 class RoundedBackward(OpMode):
-    """A mode that rounds products of the backward pass to a format, and all results inside of recurrent layers."""
+    """A mode that rounds products of the backward pass to a format, except in recurrent layers, which compute full."""
 
     def __init__(self, nodes: Nodes, fmt: Format) -> None:
         super().__init__()
@@ -215,14 +214,12 @@ class RoundedBackward(OpMode):
     def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         result = self.compute(func, args, kwargs)
         node = running_node()
-        if node is None or not self._rounds(func, sequence_number(node)):
+        if node is None or not _is_product(func):
+            return result
+        number = sequence_number(node)
+        if _is_in(number, self._nodes.full) or not _is_in(number, self._nodes.model):
             return result
         return tree_map_only(Tensor, lambda t: self._round(func, t), result)
-
-    def _rounds(self, func: Any, number: int) -> bool:
-        if _is_in(number, self._nodes.full) or _is_in(number, self._nodes.recurrent):
-            return False
-        return _is_in(number, self._nodes.model if _is_product(func) else self._nodes.recurrent)
 
     def _round(self, func: Any, t: Tensor) -> Tensor:
         if t.dtype is not torch.float32:
