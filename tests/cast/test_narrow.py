@@ -379,11 +379,56 @@ def test_a_sink_that_raises_at_the_end_leaves_an_ordinary_model():
     assert all(type(each) in (nn.Sequential, nn.Linear, nn.GELU, nn.ReLU, nn.Identity) for each in model.modules())
 
 
-def test_blame_names_the_layer_of_a_product_that_overflows():
-    model = made(norm=False)
+@pytest.mark.parametrize(("small", "product"), [(1.0, "output"), (1e-38, "grad_input")])
+def test_blame_names_the_layer_and_the_product_that_overflows(small, product):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16, bias=False), nn.Linear(16, 16), nn.Linear(16, 16))
     with torch.no_grad():
-        model[3].weight.fill_(3e38)
+        model[0].weight.fill_(small)
+        model[1].weight.fill_(3e38)
     _, session = opened(model, "fp8-row", level="O1")
+    verdict = halfstep.blame(session, lambda: 1e3 * model(torch.ones(4, 16)).sum())
+    assert (verdict.module, verdict.operator) == ("1", "linear")
+    assert f"linear ({product} by fp8-row, whose operands are finite) gave" in verdict.evidence
+    session.close()
+
+
+class Masked(nn.Module):
+    """One row is -inf, and nothing of it reaches the loss, but one scale for the tensor makes all of it NaN."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.frozen, self.last = nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 16)
+        self.frozen.requires_grad_(requires_grad=False)
+
+    def forward(self, x):
+        h = self.first(x)
+        return self.last(self.frozen(torch.cat([h[:9], torch.full_like(h[:1], -torch.inf)]))[:9])
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_blame_names_the_operand_and_tries_the_products_of_the_layer_in_bf16(level):
+    model = Masked()
+    optimizer, session = opened(model, "fp8", level=level)
     verdict = halfstep.blame(session, lambda: model(batch(0)).square().mean())
-    assert verdict.module == "3"
-    assert "linear" in verdict.operator
+    assert "linear (output by fp8, whose input is not finite) gave 320 NaN" in verdict.evidence
+    assert verdict.cure == (Rule("frozen", replace(LOW_PRODUCTS, param="full" if level == "O1" else "low")),)
+    assert "tried: the closure's loss is then" in verdict.advice
+    plan = session.plan.edit(*verdict.cure)
+    session.close()
+    session = halfstep.initialize(model, optimizer, plan)
+    session.backward(model(batch(0)).square().mean())
+    assert not bool(session.step().skipped)
+    assert session.status().products["fp8"] == ("first",)
+    session.close()
+
+
+def test_blame_says_which_product_the_input_data_spoil():
+    model = made()
+    _, session = opened(model, "fp8")
+    x = batch(0)
+    x[3, 5] = torch.nan
+    verdict = halfstep.blame(session, lambda: model(x).square().mean())
+    assert "it spoils output by fp8, whose input is not finite" in verdict.evidence
+    session.close()

@@ -31,6 +31,8 @@ def candidates(plan: Plan, found: Diagnosis, roots: Sequence[nn.Module]) -> list
     edits: list[tuple[Edit, ...]] = []
     if found.module is not None and _is_cheap(found.operator):
         edits.append((OpChange("deny", found.operator),))
+    if found.module and found.note is not None and found.note.recipe:
+        edits.append(rules_on(found.module, Policy(plan.param, "low", "low", products="low"), plan, roots))
     edits += rules_around(found.module, plan, roots)
     return [*edits, WHOLE] if found.module is not None else edits
 

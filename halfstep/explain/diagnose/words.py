@@ -186,13 +186,15 @@ def _seen(found: Diagnosis) -> str:
         what = f"{leaf.kind} {leaf.name}" if leaf.name else f"a {dtype} tensor of shape {leaf.shape}"
         stored = ", though its fp32 value is finite" if found.stored_overflow else ""
         first = f", first at {list(leaf.bad.first)}" if leaf.bad.first else ""
-        return f"{what} holds {leaf.bad}{first}{stored}"
+        met = f"; it spoils {found.note.recipe}" if found.note is not None and found.note.recipe else ""
+        return f"{what} holds {leaf.bad}{first}{stored}{met}"
     if found.kind is Kind.ERROR:
         return f"the closure raised {error_words(found.raised)}"
     assert found.note is not None
     bad = found.note.bad
     inputs = _inputs(found.call, found.note)
-    operator, part = called(found.operator), _part(found.operator, found.note.aten)
+    operator, recipe = called(found.operator), found.note.recipe
+    part = f" ({recipe})" if recipe else _part(found.operator, found.note.aten)
     text = f"{operator}{part} gave {bad}{inputs}"
     if found.exact is not None and found.low is not None and found.exact > found.low.max:
         exact = f"{found.exact:,.0f}" if found.exact < 1e12 else f"{found.exact:.4g}"
@@ -291,7 +293,7 @@ def _about_operation(found: Diagnosis) -> list[str]:
     if found.full is not None:
         return [_in_every_format(found, found.full)]
     words = [own] if found.untried and (own := _brought_in(found)) else []
-    if found.kind == Kind.INVALID and found.tried:
+    if found.kind == Kind.INVALID and found.tried and not (found.note and found.note.recipe):
         low = found.low if found.low in LOW_FORMATS else "the low format"
         words.append(f"the inputs of {found.operator} leave its domain when rounded to {low}, but not in fp32")
     if found.mask is not None:
@@ -383,6 +385,8 @@ def _met(found: Diagnosis) -> str:
 
 def _about_infinity(found: Diagnosis) -> str:
     name, note = found.operator, found.note
+    if note is not None and note.recipe:
+        return "all that shares its scale is NaN then"
     if name in _LOSSES:
         return "the loss of a target that is masked is infinite: unmask it (label smoothing makes every class a target)"
     if note is not None and note.bad is not None and not note.bad.nan:

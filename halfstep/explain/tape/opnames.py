@@ -20,6 +20,7 @@ PUBLIC: Mapping[str, str] = {
     "mv": "matmul",
     "dot": "matmul",
     "_addmm_activation": "linear",
+    "linear_backward": "linear",  # of layers with a recipe
     "native_layer_norm": "layer_norm",
     "native_group_norm": "group_norm",
     "_fused_rms_norm": "rms_norm",

@@ -17,6 +17,7 @@ from halfstep.explain.tape.opnames import is_backward_of, of_node, public_name
 from halfstep.explain.tape.recompute import Exact, recompute, recompute_unmasked
 from halfstep.explain.tape.schemas import (
     aten_name,
+    by_recipe,
     is_collective,
     is_uninitialised,
     is_unread,
@@ -75,6 +76,7 @@ class Note:
     parents: tuple[Note, ...] = ()  # the operations that its non-finite arguments came from
     leaves: tuple[Leaf, ...] = ()  # and the tensors from outside
     masked: bool = False  # its result is, or passes on, the infinity of a mask
+    recipe: str = ""  # which product of a layer with a recipe is not finite, and which operand
     # Only where the operation itself made its result non-finite, from arguments that were finite or infinite in masks:
     call: OpCall | None = None  # its formats and ranges
     exact: Exact | None = None  # its result in fp32; None: unknown, or the masks explain the failure
@@ -266,6 +268,7 @@ class OpRecorder(OpMode):
                 found = self._from_outside(note, each)
                 parents += [found] if isinstance(found, Note) else []
                 leaves += [found] if isinstance(found, Leaf) else []
+        note.recipe = by_recipe(func, given[0], outputs, nonfinite)
         leaves.sort(key=lambda leaf: leaf.kind == OTHERS)
         note.parents, note.leaves = tuple(parents), tuple(leaves)
         assert note.bad is not None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -77,6 +77,17 @@ def is_collective(func: Any) -> bool:
 def is_uninitialised(func: Any) -> bool:
     """Tells whether an operation returns uninitialized memory."""
     return schema_of(func).name in _UNINITIALISED
+
+
+def by_recipe(func: Any, args: Sequence[Any], outputs: Sequence[Tensor], bad: Callable[[Tensor], object]) -> str:
+    """Returns which products of a layer with a recipe are `bad`, and which operands; "" of any other operation."""
+    recipe = _named(func, args, {}).get("recipe") if func.namespace == "halfstep" else None
+    if recipe is None:
+        return ""
+    products = [each.name for each, out in zip(schema_of(func).returns, outputs, strict=False) if bad(out)]
+    operands = [name for name, t in _named(func, args, {}).items() if isinstance(t, Tensor) and bad(t)]
+    whose = f"whose {' and '.join(operands)} {'is' if len(operands) == 1 else 'are'} not finite"
+    return f"{' and '.join(products)} by {recipe}, {whose if operands else 'whose operands are finite'}"
 
 
 def _named(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -211,12 +211,13 @@ def define_products(find: Find) -> torch.library.Library:
             gw = _multiply(rounded[-1], b, units)
         return gx, gw
 
-    how = "str recipe, str units, bool keep)"
+    how = "str recipe, str units, bool keep)"  # blame says the names of arguments and results
     for name, arguments, run, fake in (
-        ("linear", f"Tensor x, Tensor w, Tensor? bias, {how} -> Tensor", output, _fake_linear),
+        ("linear", f"Tensor input, Tensor weight, Tensor? bias, {how} -> Tensor output", output, _fake_linear),
         (
             "linear_backward",
-            f"Tensor g, Tensor? x, Tensor w, bool needs_x, {how} -> (Tensor, Tensor)",
+            f"Tensor gradient, Tensor? input, Tensor weight, bool needs_x, {how} -> "
+            "(Tensor grad_input, Tensor grad_weight)",
             gradients,
             _fake_gradients,
         ),
