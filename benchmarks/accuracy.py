@@ -3,6 +3,7 @@
     python benchmarks/accuracy.py --data FOLDER                       # all of it, about 25 minutes on 2 cores
     python benchmarks/accuracy.py --data FOLDER --workload imdb_lstm  # one workload, 5 to 11 minutes
     python benchmarks/accuracy.py --workload char_lm --low bf16 --moments full,bf16,8bit --results FOLDER
+    python benchmarks/accuracy.py --workload char_lm --low bf16 --products plan,fp8 --set d=384 --results FOLDER
 
 The criterion: the mean over seeds of (validation loss - validation loss of O0) is at most the larger of two standard
 deviations of O0 over seeds and 2% of its loss. Each finished seed is a JSON file in the folder of results and is not
@@ -30,7 +31,7 @@ from halfstep.explain.report.lines import to_json
 from halfstep.formats import as_format
 from halfstep.lab.bench.bench import bench
 from halfstep.lab.bench.variants import entries
-from halfstep.lab.workloads.load import load_workload
+from halfstep.lab.workloads.load import load_workload, parse_settings
 from halfstep.machine import read_facts
 from halfstep.measurements import BenchResult, BenchRun
 
@@ -137,11 +138,13 @@ def _mean(values: Sequence[float]) -> str:
     return f"{mean(values):.4f}" if values else "-"
 
 
-def run_seed(
-    name: str, seed: int, data: Path | None, steps: int, device: torch.device, lows: str, moments: str
-) -> BenchResult:
+def run_seed(name: str, seed: int, steps: int, options: argparse.Namespace) -> BenchResult:
     """Returns the runs of one workload and seed, with what is going on printed to stderr."""
-    workload = load_workload(name, data=None if name == "char_lm" else data)
+    data = None if name == "char_lm" else options.data
+    workload = load_workload(name, data=data, settings=parse_settings(options.set))
+    facts = read_facts(torch.device(options.device))
+    lows = map(as_format, options.low.split(","))
+    ways = {"moments": options.moments.split(","), "products": options.products.split(",")}
     shown = -1
 
     def progress(what: str, done: int, total: int) -> None:
@@ -152,10 +155,10 @@ def run_seed(
 
     return bench(
         workload,
-        entries(LEVELS, map(as_format, lows.split(",")), read_facts(device), peer=False, moments=moments.split(",")),
+        entries(options.levels.split(","), lows, facts, peer=False, **ways),
         steps=steps,
         seeds=(seed,),
-        device=device,
+        device=torch.device(options.device),
         command=shlex.join(["python", "benchmarks/accuracy.py", *sys.argv[1:]]),
         memory=False,
         progress=progress,
@@ -170,6 +173,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, choices=SEEDS, action="append", help="only this one; repeatable")
     parser.add_argument("--low", default="bf16,fp16", help="low formats")
     parser.add_argument("--moments", default="full", help="how the optimizer's averages are kept: full, bf16, 8bit")
+    parser.add_argument("--products", default="plan", help="how linear layers multiply: plan, fp8, fp8-row, ...")
+    parser.add_argument("--levels", default=",".join(LEVELS), help="O0 and those that are compared with it")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the workload")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="a GPU computes fp16 as it is")
     parser.add_argument("--steps", type=int, help="training steps (default: 120 to 312, by workload)")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
@@ -183,8 +189,7 @@ def main() -> int:
                 print(f"{path.name} is there already", file=sys.stderr)
                 continue
             steps = options.steps or STEPS[name]
-            how = options.low, options.moments
-            result = run_seed(name, seed, options.data, steps, torch.device(options.device), *how)
+            result = run_seed(name, seed, steps, options)
             if not result.complete:
                 print("interrupted; run the same command again to go on", file=sys.stderr)
                 return 130
