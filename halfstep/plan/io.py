@@ -23,7 +23,8 @@ from halfstep.plan.plan import Plan
 from halfstep.saved import replace_file
 from halfstep.validate import file_path, instance, near_miss, one_of
 
-SCHEMA = 1
+SCHEMA = 2
+READ = (1, SCHEMA)  # 1 is of 0.1, whose plans had fewer fields
 _SHORT: Mapping[str, Policy] = {"full": FULL, "low": LOW}
 _EDITS: Mapping[str, type[Edit]] = {"rule": Rule, "op_change": OpChange, "scale": Scaling}
 _TABLES = (Plan, OpChanges, Rule, Policy, OpChange, Scaling)
@@ -118,9 +119,9 @@ def _check_schema(schema: object) -> None:
     # This is checked first, because another version may have other keys.
     if schema is None:
         raise PlanError(f"at `$.schema`: the plan has no schema version; add schema = {SCHEMA}")
-    if type(schema) is not int or schema != SCHEMA:
+    if type(schema) is not int or schema not in READ:
         raise PlanError(
-            f"at `$.schema`: the plan has schema {schema!r}, but this halfstep reads schema {SCHEMA}; "
+            f"at `$.schema`: the plan has schema {schema!r}, but this halfstep reads schemas up to {SCHEMA}; "
             "update halfstep, or save the plan again with this version"
         )
 

@@ -226,7 +226,7 @@ BAD_STATES = {
     },
     "keys of two kinds": {"scales": {"0": {1: 2, "kind": "dynamic"}}},
     "plan missing": {"plan": None},
-    "another schema": {"schema": 2},
+    "another schema": {"schema": 3},
     "emulate a word": {"emulate": "yes"},
     "emulate a count": {"emulate": 1},
     "emulate missing": {"emulate": None},

@@ -166,20 +166,20 @@ def test_low_in_the_file_wins():
 # schema
 
 
-@pytest.mark.parametrize("schema", [0, 2, "1", 1.0, True])
+@pytest.mark.parametrize("schema", [0, 3, "1", 1.0, True])
 def test_another_schema_is_refused_with_what_to_do(schema):
     message = told({"schema": schema, "base": "O2", "low": "bf16"})
     assert message.startswith(
-        f"at `$.schema`: the plan has schema {schema!r}, but this halfstep reads schema 1; update halfstep"
+        f"at `$.schema`: the plan has schema {schema!r}, but this halfstep reads schemas up to 2; update halfstep"
     )
 
 
 def test_another_schema_is_told_before_its_unknown_keys():
-    assert "`$.schema`" in told({"schema": 2, "levels": ["O7"]})
+    assert "`$.schema`" in told({"schema": 3, "levels": ["O7"]})
 
 
 def test_a_missing_schema_is_asked_for():
-    assert told({"base": "O2"}) == "at `$.schema`: the plan has no schema version; add schema = 1"
+    assert told({"base": "O2"}) == "at `$.schema`: the plan has no schema version; add schema = 2"
 
 
 @pytest.mark.parametrize("entries", [[], "O2", None, 3])

@@ -11,9 +11,11 @@ from halfstep.errors import StateError
 from halfstep.pages import TRAINERS, more
 from halfstep.plan.plan import Plan
 
-STATE_SCHEMA = 1
+STATE_SCHEMA = 2
+_READ = (1, STATE_SCHEMA)  # 1 is of 0.1, whose plans had fewer fields
 _DEFAULTS = {each.name: each.default for each in fields(Plan) if isinstance(each.default, str)}
-_FREE = ("moments", "full_moments", "rounding")  # fields that may differ: checkpoints hold these states in fp32
+# What may differ: checkpoints hold the states that these fields are about in fp32, and earlier schemas are read.
+_FREE = ("moments", "full_moments", "rounding", "schema")
 _LOSS_ID = re.compile("0|[1-9][0-9]{0,17}")  # as `str` writes it: other digits would name one loss twice
 
 
@@ -45,8 +47,10 @@ def check_state(state: dict[str, Any], plan: dict[str, Any]) -> None:
             "torch.distributed.checkpoint loads only the entries that a new state has, which are those of loss 0. Save "
             'the state as one value, "session": json.dumps(session.state_dict()), and load it with json.loads'
         )
-    if type(state["schema"]) is not int or state["schema"] != STATE_SCHEMA:
-        raise StateError(f"session state has schema {state['schema']!r}; this halfstep reads schema {STATE_SCHEMA}")
+    if type(state["schema"]) is not int or state["schema"] not in _READ:
+        raise StateError(
+            f"session state has schema {state['schema']!r}; this halfstep reads schemas up to {STATE_SCHEMA}"
+        )
     strange = next((key for key, value in state["plan"].items() if not _is_plain(value)), None)
     if strange is not None:
         raise StateError(
