@@ -1,8 +1,7 @@
 """What this machine is: its device, the class of its processor, what was measured on that class, and versions.
 
-A CPU flag says that a processor has units for a format, not that torch is fast with them. So kernels are chosen by a
-table of measurements, with a row for each class of processors. The `source` of a row says if nothing was measured on
-that class.
+Kernels are chosen by a table of measurements, one row for each class of processors, since a flag of a CPU does not say
+that torch is fast with a format. The `source` of a row says if nothing was measured on that class.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Orders dispatch modes, restores autocast in them, where torch switches it off, and makes compiled code run eagerly.
 
-Compiled code must run eagerly while it is observed, because it ignores hooks that were added after its compilation.
-torch.compile has one switch for this, its stance, which acts on the whole process. Therefore all requests to run
-eagerly are counted here.
+It must while it is observed, since it ignores hooks that are added later. torch.compile has one switch for the whole
+process, its stance, so all requests to run eagerly are counted here.
 """
 
 from __future__ import annotations

@@ -66,9 +66,7 @@ def find_sites(root: nn.Module, model: int) -> list[Site]:
 
 
 def together(name: str, model: nn.Module) -> tuple[str, ...]:
-    """Returns the name of a module, then those of the modules outside of it that hold one of its parameters.
-
-    Names are written as in rules.
+    """Returns the names, as in rules, of a module and of the modules outside of it that hold one of its parameters.
 
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
     >>> model[2].weight = model[0].weight
@@ -180,12 +178,9 @@ def first_device(models: Sequence[nn.Module]) -> torch.device:
 
 
 def norm_kind(module: nn.Module) -> NormKind | None:
-    """Returns "torch" or "own", depending on whose code normalises in the module; None if the module is not a norm.
-
-    Torch's own kernels take low inputs with fp32 weights; in the model's own code low and fp32 values would mix. Such a
-    class is named like a norm, or a subclass of torch's. One that contains other layers with weights (PreNorm with its
-    attention) is not a norm itself, but its parts may be.
-    """
+    """Returns "torch" or "own", depending on whose code normalises in the module; None if the module is not a norm."""
+    # Torch's own kernels take low inputs with fp32 weights; in the model's own code low and fp32 values would mix.
+    # One that contains other layers with weights (PreNorm with its attention) is not a norm itself.
     by_torch = isinstance(module, _TORCH_NORMS)
     if not by_torch and _NAMED_NORM.fullmatch(type(module).__name__) is None:
         return None

@@ -88,10 +88,7 @@ class AmpState:
 
 
 class Trained:
-    """One call of `initialize`: its session, and the steps whose overflow has not been printed yet.
-
-    A watcher of the session. On a CUDA device an overflow is printed up to a step late, so that no step waits.
-    """
+    """One call of `initialize`: its session, and the steps whose overflow is not printed yet (on CUDA a step late)."""
 
     pending: BaseException | None = None
 

@@ -79,10 +79,9 @@ class _Made:
 class Conversion:
     """Finds what a script trains, and trains it in one session; `patches.install` makes torch call its methods.
 
-    The session opens when the script first calls a model that an optimizer trains, which by then is on its device and
-    wrapped. Another optimizer, or a copy of one, reopens it for all that are still there, with the same scales and
-    counts, so no loss is scaled by two sessions. It holds aliases of the optimizers, and closes when the script has
-    dropped them all. A script that uses mixed precision itself gets none. `sinks` makes a session's sinks of the rank.
+    The session opens when the script first calls a model that an optimizer trains. Another optimizer, or a copy of one,
+    reopens it for all that are still there, with the same scales and counts, so no loss is scaled by two sessions. It
+    closes when the script has dropped them all. A script that uses mixed precision itself gets none.
     """
 
     def __init__(

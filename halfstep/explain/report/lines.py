@@ -1,8 +1,7 @@
 """The lines of a run log: each is a JSON object with a `type`; the first is a `start` with the schema version.
 
-The line types are built from the record classes in `records.py`, so a record's fields are listed only there. JSON has
-no NaN and no infinity, so these are written as the text "nan", "inf" or "-inf". Edits are written as in plan files;
-logs of schema 1 have them as Python code, which is shown and not run.
+The line types are the record classes of `records.py`. JSON has no NaN and no infinity, which become text; edits are
+written as in plan files, except in logs of schema 1: Python code, which is shown and not run.
 """
 
 from __future__ import annotations

@@ -94,15 +94,12 @@ class _Result(Generic[T]):
 class OverflowTrail(Generic[T]):
     """Follows values that overflowed in a forward pass until an operation absorbs the overflow (makes it finite).
 
-    When elements of a low tensor overflow that are finite in fp32, the fp32 values of the tensor are kept; these are
-    its trail. Infinities that fp32 has too (masks, log of 0) get no trail. An operation is computed again in fp32 if
-    its low result is not finite or an argument has a trail. `found` lists the absorbed overflows, one for each
-    operation in which an overflow began, that a loss depends on: what only a diagnostic reads does no harm. `end`
-    tells the trail what the losses are.
-
-    A trail ends at operations that draw random numbers, have no fp32 kernel or return integers. Sparse, nested and
-    distributed tensors and those of torch.func have no trail. Each low result is examined, which waits for the device.
+    The trail of a low tensor is its fp32 values, kept where elements overflow that are finite in fp32; it ends at
+    operations that draw random numbers, have no fp32 kernel or return integers. `end` tells the trail what the losses
+    are. `found` lists the absorbed overflows that a loss depends on, one for each operation in which one began.
     """
+
+    # An operation is computed again in fp32 if its low result is not finite or an argument has a trail.
 
     def __init__(self) -> None:
         self.found: list[Absorbed[T]] = []

@@ -1,7 +1,6 @@
 """Finds from the stack where an operation was called: the module, the line of user code, and the torch function.
 
-It reads the stack instead of adding forward hooks to the model. Hooks would have to be removed again, also where a
-forward raises, and they do not see the part of a forward that a checkpoint runs again in the backward pass.
+Forward hooks would have to be removed again, and do not see what a checkpoint runs again in the backward pass.
 """
 
 from __future__ import annotations

@@ -36,10 +36,7 @@ class _Here:
 
 
 class AbsorbedWatch(OpMode):
-    """Reports overflows that are absorbed in training forwards and that one of the losses given to `end` depends on.
-
-    Each low result is examined, which waits for the device. An error in the watch ends the watch, never the step.
-    """
+    """Reports overflows that training forwards absorb, if a loss given to `end` depends on them; never raises."""
 
     # Gradients can be off in parts of a training forward: in a `no_grad` block, a custom function, a reentrant
     # checkpoint. While all models are in eval mode, operations without gradients are ignored.

@@ -134,16 +134,13 @@ class _Read:
 
 
 class OpRecorder(OpMode):
-    """A dispatch mode that records the operations of one forward and backward pass of the models `roots`, while `on`.
-
-    With `examine=False` it looks at no values: it records only where operations ran, and what wrote their arguments.
-    """
+    """Records the operations of one forward and backward pass of the models `roots`, while `on`."""
 
     def __init__(self, roots: Sequence[nn.Module], *, examine: bool = True) -> None:
         super().__init__()
         self.locator = Locator(roots)
         self.trail: OverflowTrail[Note] = OverflowTrail()
-        self._examine = examine
+        self._examine = examine  # values, too, not only where operations ran and what wrote their arguments
         self.communicated = False  # with other processes
         self.notes: list[Note] = []
         self._writes: dict[int, _Writes] = {}

@@ -75,11 +75,7 @@ class Call:
 
 
 class Meter(OpRecorder):
-    """Records each operation of a step with its place and cost.
-
-    It also casts fp32 inputs to low where a forward operation at a place in `low_at` has both: this shows what the step
-    would cost if these operations did not return fp32 values.
-    """
+    """Records each operation of a step with its place and cost; at places in `low_at` casts its fp32 inputs to low."""
 
     def __init__(self, roots: Sequence[nn.Module], device: torch.device, low_at: Collection[Place] = ()) -> None:
         super().__init__(roots, examine=False)

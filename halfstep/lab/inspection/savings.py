@@ -1,8 +1,5 @@
-"""Finds avoidable costs in a step: operations in fp32, weights cast repeatedly, unaligned sizes, fp32 streams.
-
-FLOPs of custom operations are unknown, so the heavy ones are found by their time. An fp32 stream is a chain of fp32
-activations that began when an operation combined low and fp32 values.
-"""
+"""Finds avoidable costs in a step: operations in fp32, weights cast repeatedly, unaligned sizes, fp32 streams."""
+# A stream is a chain of fp32 activations from where low and fp32 met. Heavy custom operations are found by their time.
 
 from __future__ import annotations
 

@@ -24,20 +24,15 @@ _CASTING = (nn.Linear, nn.Bilinear, *CONVOLUTIONS, nn.RNNBase, nn.MultiheadAtten
 
 
 def read_as_planned(roots: Sequence[nn.Module], pairs: Iterable[tuple[nn.Module, ModuleFormats]], plan: Plan) -> Undo:
-    """Casts the weights of sharded modules to the plan's formats in each forward; returns a function that undoes this.
-
-    `roots` are the models, and `pairs` has their modules, each with its formats.
-
-    FSDP2 gathers weights in low precision. Weights that the plan stores in fp32 are cast back to fp32; their values
-    stay rounded. Modules whose own operations would cast their weights to low again, such as `nn.Linear`, use the low
-    weights directly. Weights that are sharded but not gathered (tensor parallel) are rounded if the plan stores them
-    low. Forward hooks make these casts, after FSDP2 has put the gathered weights into a module and before it takes them
-    out.
+    """Casts the gathered weights of sharded modules to the plan's formats in each forward; returns how to undo it.
 
     Raises:
         SetupError: an `mp_policy` contradicts the plan. The hooks raise it too, if the dtype of a weight in a forward
             contradicts the plan. The message names the module or the parameter, and the line to write.
     """
+    # FSDP2 gathers weights in low precision. Those that the plan stores in fp32 are cast back, with rounded values;
+    # modules whose own operations would cast them again, such as nn.Linear, use the low ones. Weights that are sharded
+    # but not gathered (tensor parallel) are rounded if the plan stores them low.
     fsdp = [each for each in fsdp_modules(roots) if isinstance(each, nn.Module)]
     for each in fsdp:
         _check_policy(each, plan, is_root=any(each is root for root in roots))

@@ -100,19 +100,12 @@ SUMS_OF_PRODUCTS: Mapping[OpOverload, Callable[..., Tensor]] = {
 
 
 class Emulation(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's class has no annotations
-    """A dispatch mode in which products of `low` tensors are computed as a GPU's tensor cores compute them.
+    """A dispatch mode that computes products of `low` tensors (fp16 or bf16) as a GPU's tensor cores do.
 
-    Products are matrix products, convolutions and attention. Their operands are converted to fp32 without loss,
-    multiplied and summed in fp32, and the result is rounded once to `low`; an overflow becomes inf. The same holds for
-    a backward pass inside the mode. Tensors keep their dtype. Other operations and other formats are not affected, nor
-    is a product of mixed formats, which torch refuses. Emulation is also fast: a CPU without fp16 units takes a hundred
-    times as long for its own fp16 products as for fp32 ones.
-
-    A mode may be entered again inside itself. A dispatch mode and compiled code exclude each other: where code may be
-    compiled, enter it by `uncompiled(mode)`.
-
-    Raises:
-        FormatError: `low` is neither fp16 nor bf16.
+    Operands are converted to fp32 without loss, multiplied and summed there, and the result is rounded once to `low`;
+    an overflow becomes inf. The same holds for a backward pass inside the mode. A product of mixed formats is not
+    affected: torch refuses it. A mode may be entered again inside itself; where code may be compiled, enter
+    `uncompiled(mode)`.
 
     >>> from halfstep.formats import FP16
     >>> a = torch.full((1, 2), 256.0, dtype=torch.float16)

@@ -1,9 +1,7 @@
 """The gate around a module's forward: how a call enters the plan, and the casts around it.
 
-Activation checkpoints repeat calls in the backward pass. A repeated call must run as the original call did, but a
-checkpoint restores only the state of autocast. That does not tell whether the original call entered the plan: autocast
-was off before the call also if the model's own code runs this call without casts. So a repeated call is recognized by
-its arguments, which are in the same memory as those of the original call.
+A call that an activation checkpoint repeats must run as the original did. Autocast's state, which the checkpoint
+restores, does not tell whether that one entered the plan, so it is recognized by its arguments: the same memory.
 """
 
 from __future__ import annotations
@@ -77,11 +75,9 @@ class Casts:
 
 
 class Calls:
-    """Remembers which calls of one module entered the plan (switched its casts on), so that repeated calls do the same.
+    """Remembers which calls of a module that a checkpoint may repeat entered the plan, by their arguments' memory.
 
-    Only calls that an activation checkpoint may repeat are remembered. A call is recognized by the memory of its
-    arguments; this memory is not kept alive. If several calls had the same arguments, the last one is repeated first,
-    as in a backward pass.
+    Of several calls with the same arguments the last one is repeated first, as in a backward pass.
     """
 
     def __init__(self) -> None:
@@ -155,12 +151,9 @@ class Gate:
         self.active = self.outside is not None
 
     def way(self, args: Any, kwargs: Any) -> Casts | None:
-        """Returns the casts around a call: `inside`, `outside`, or None for a call that runs as written.
-
-        A call runs as written, or only as `inside` says, if the model itself switched autocast off around it; then the
-        plan must not switch it on again. A module with casts of its own inside does not ask: there its caller's rule
-        may have switched it off.
-        """
+        """Returns the casts around a call: `inside`, `outside`, or None for a call that runs as written."""
+        # As written, or only as `inside` says, if the model itself switched autocast off around the call. A module with
+        # casts of its own inside does not ask: there its caller's rule may have switched it off.
         entered = torch.is_autocast_enabled(self.plan.marker)
         if (self.inside is not None and not self.asks) or torch.compiler.is_compiling():
             return self.inside if entered else self.outside

@@ -1,9 +1,7 @@
 """The actions of the op table, as functions for torch's dispatcher that run one call of an aten overload.
 
-A function gets the dispatcher's key set and the call's arguments. Many functions cast the arguments and run the op with
-autocast switched off, as torch's own kernels do, so that the parts of a composite op are not cast again
-(`OpSite.excluded`). Other functions run only the op itself without casts, so that autocast still applies to its parts
-(`OpSite.below`).
+A function gets the dispatcher's key set and the call's arguments. Most cast the arguments and run the op with autocast
+off, so that the parts of a composite op are not cast again (`OpSite.excluded`); others leave it on (`OpSite.below`).
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Puts halfstep's kernels into torch's dispatcher; there is one dispatcher per process, and one registry.
 
-The registry is empty while no engine is open. The kernels of an op table act only while the table's marker is on. A
-marker is the autocast bit of a device type that this process does not use. A variable of halfstep's own could not
-replace it: an autocast bit belongs to a thread, is passed on to autograd's threads and is saved in compiled graphs;
-torch.compile also guards on it and uses it in its cache keys.
+The kernels of an op table act only while the table's marker is on: the autocast bit of a device type that this process
+does not use. It belongs to a thread, is passed on to autograd's threads, and torch.compile guards on it and saves it.
 
 A table's kernels have the autocast key of its marker, if torch's dispatcher comes to that key before the one of the
 table's own device type, as it does on a CPU. No tensor has the marker's key, so threads that use the table include it

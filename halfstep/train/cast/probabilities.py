@@ -1,12 +1,10 @@
 """Makes probabilities leave the model in fp32: they are computed again from what the model gave to the operation.
 
-A low sigmoid is exactly 1 from a logit of 6.2 on in bf16, and code outside of the model takes the logarithm of it. What
-the model computes with the low result stays as it is. Only a result that leaves the model, as it is, as a view of it or
-as a copy of parts of it, is replaced.
+A low sigmoid is exactly 1 from a logit of 6.2 on in bf16, and code outside of the model takes the logarithm of it. Only
+a result that leaves the model, as it is, as a view of it or as a copy of parts of it, is replaced.
 
-While a model's forward runs, the storage of each low result has a `Kept`: how to compute the result again in fp32. It
-is dropped with the storage, and at the end of the forward. So in training, where the backward pass keeps the result, a
-large input that nothing else needs would live until then. That happens once: a place in the code that gives large
+While a model's forward runs, the storage of each low result has a `Kept`: how to compute the result again. In training
+a large input that nothing else needs would live on with it. That happens once: a place in the code that gives large
 results which do not leave the model is remembered, and keeps no input again.
 """
 

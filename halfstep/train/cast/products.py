@@ -1,11 +1,7 @@
-"""Products of low tensors, computed in fp32 and rounded once, as ordinary operations.
+"""Products of low tensors, computed in fp32 and rounded once, as three operations that autograd and torch.compile know.
 
-A kernel of the op engine widens the operands (without loss), runs torch's fp32 operation and rounds its result: the
-arithmetic of tensor cores. Autograd, torch.compile and torch.func see three operations that they know. So the gradient
-of a product is again a product in fp32 of low operands, rounded once, and so is a gradient of a gradient.
-
-`Emulation` (emulate.py) does the same in a dispatch mode, one operation for one product; while it is on, as when
-operations are recorded, the kernels here leave the work to it.
+So the gradient of a product is again a product in fp32 of low operands, rounded once, and so is a gradient of a
+gradient. While `Emulation` (emulate.py) is on, which makes one operation of each, the kernels here do nothing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Gives code inside a plan the low form of weights that stay in fp32 because no optimizer updates them.
 
-A frozen position table must not turn all that is computed from it into fp32. But user code also writes such weights,
-and must then meet the fp32 weight itself: prototypes, codebooks and centres are averages, which stand still in bf16.
+A frozen position table must not turn all that is computed from it into fp32, but user code that writes such a weight
+(prototypes, centres: averages, which stand still in bf16) must meet the fp32 weight itself.
 """
 
 from __future__ import annotations

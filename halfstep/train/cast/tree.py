@@ -22,11 +22,8 @@ Convert = Callable[[Any], Any]
 
 
 def map_tensors(fn: Change, obj: Any) -> Any:
-    """Returns `obj` with `fn` applied to each tensor in it; `obj` itself if `fn` changed none.
-
-    Tensors are found at any depth in lists, tuples, named tuples, mappings, dataclasses (frozen ones too) and custom
-    batches, which are objects with a `to` method. A container with a changed tensor is copied, never modified.
-    """
+    """Returns `obj` with `fn` applied to each tensor in it; `obj` itself if `fn` changed none."""
+    # Any depth of lists, tuples, mappings, dataclasses and objects with a `to` method; what changes is copied.
     if isinstance(obj, Tensor):
         return fn(obj)
     new = _change(fn, obj, None, ())

@@ -88,11 +88,9 @@ class _ForwardHook:
 
 
 class StepHooks:
-    """Passes the outputs of modules to `saw(name, found)` and their gradients to `saw_grad(name, place, gradient)`.
+    """Passes the outputs of modules to `saw(name, found)` and their gradients to `saw_grad(name, place, gradient)`."""
 
-    `found` has (place, tensor) for each floating-point or complex tensor. Not reported: forwards without gradients, a
-    checkpoint's second run, a tensor that a module passes on from one inside it, anything while `active` is False.
-    """
+    # Not reported: forwards without gradients, a checkpoint's second run, what a module passes on from one inside it.
 
     def __init__(
         self, saw: Callable[[str, Found], None] | None, saw_grad: Callable[[str, str, Tensor], None] | None

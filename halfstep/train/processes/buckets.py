@@ -24,12 +24,9 @@ _LOG = logging.getLogger("halfstep")
 class WideSums:
     """A communication hook that sums low gradients in fp32, where DistributedDataParallel would sum them low.
 
-    Each process sums one share of a bucket. Gradients are sent in the low format, which takes as many bytes as an
-    all-reduce in that format.
-
-    A parameter's sum of gradients over earlier backward passes is in fp32, which a bucket cannot hold. `hold` sets this
-    sum aside for the next backward pass. If all processes already have the same sum, `release` returns it after the
-    pass, to be added to the mean of the new gradients. Otherwise it is added to the bucket before the bucket is sent.
+    Each process sums one share of a bucket, and what is sent is low: as many bytes as an all-reduce. `hold` sets aside
+    a parameter's fp32 sum over earlier backward passes, which a bucket cannot hold. If all processes have the same sum,
+    `release` returns it after the pass; otherwise it is added to the bucket before the bucket is sent.
     """
 
     def __init__(self) -> None:

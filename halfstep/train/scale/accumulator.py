@@ -56,19 +56,12 @@ class Collected:
 class GradientAccumulator:
     """Lets backward passes add up in one optimizer's `p.grad`, even under different loss scales or after `unscale_`.
 
-    The scaled gradients of a step's first backward pass stay in `p.grad` in the parameters' own dtype. With
-    `full_accumulate`, a second pass adds to them in fp32 (low-precision sums stop growing at 256 times their smallest
-    term). Before a pass under another loss's scale, or after `unscale_`, the gradients so far are unscaled and taken
-    out of `p.grad`; after the pass, its gradients are unscaled and added to them. Gradients left over from an earlier
-    step take part as they would in fp32. Nothing waits for the device.
-
-    If `reduced()` is true, gradients are all-reduced over processes. They are not unscaled between passes then, since a
-    later pass may be the first to reduce them. Gradients that the communication hook `sums` all-reduces add up in fp32.
-    All others add up in the parameters' own dtype, in which torch all-reduces them.
-
-    `left_over` is True if the last backward pass added to the previous step's gradients, which were never zeroed.
-    `params` is called each time, so that parameter groups added later take part. Call `before_backward` before each
-    backward pass and `after_backward` after it, or `undo_backward` if it raised.
+    A first pass leaves its scaled gradients in `p.grad`; a second adds to them, with `full_accumulate` in fp32. Before
+    a pass under another loss's scale, or after `unscale_`, the gradients so far are unscaled and set aside; after the
+    pass they are added to it. Call `before_backward`, then `after_backward` or, if the pass raised, `undo_backward`. If
+    `reduced()` is true, gradients are all-reduced over processes, perhaps first by a later pass: they are not unscaled
+    between passes, and add up in the parameters' dtype, except those that the hook `sums` all-reduces. `left_over` is
+    True if the last pass added to the previous step's gradients, which were never zeroed. `params` is called each time.
     """
 
     def __init__(

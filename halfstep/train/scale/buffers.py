@@ -15,15 +15,11 @@ _SMALL = 2**16  # elements
 
 
 class BufferGuard:
-    """Copies the buffers of `models` before a step's first training forward, and puts them back if the step is skipped.
+    """Copies the buffers of `models` before a step's first training forward; puts them back if the step is skipped."""
 
-    Every dense buffer of up to 65,536 elements is copied, whatever its dtype. Version counters cannot tell whether such
-    a buffer has changed: they miss all writes through `.data`, and what `native_batch_norm` writes to `running_mean`
-    and `running_var`. A larger buffer (a mask, a table of rotary frequencies) is copied in its first step, and then in
-    every step after a change of its version counter. Nothing waits for the device. Buffers that are registered or
-    replaced later are found. If forward replaces a buffer, the new buffer gets the old value, provided that shape,
-    dtype and device are the same.
-    """
+    # Dense buffers of up to 65,536 elements are always copied: version counters miss writes through `.data` and those
+    # of `native_batch_norm`. Larger ones (a mask, a table) are copied in their first step and after a change of the
+    # counter. If forward replaces a buffer by one with the same shape, dtype and device, that gets the old value.
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
         modules = {id(module): module for model in models for module in model.modules()}

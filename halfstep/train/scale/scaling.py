@@ -61,12 +61,10 @@ class FixedScale:
 
 
 class DynamicScale:
-    """A scale that backs off when gradients overflow and grows after an interval without an overflow.
+    """A scale that backs off when gradients overflow and grows after an interval without an overflow."""
 
-    The rule is that of torch.amp (grow after `growth_interval` clean steps in a row, restart the count after growth and
-    after overflow), with a floor, a ceiling, and DeepSpeed's hysteresis: the scale backs off at the `hysteresis`-th
-    overflow and at every one after it; the next growth starts the count of overflows again.
-    """
+    # As torch.amp's, with a floor, a ceiling, and DeepSpeed's hysteresis: it backs off at the `hysteresis`-th overflow
+    # and at every one after it; the next growth starts the count of overflows again.
 
     active = True
 

@@ -86,9 +86,8 @@ def decide(  # noqa: PLR0913  # all that it depends on
 ) -> Decision:
     """Returns what a session for these models and optimizers will do; adapts the plan to what the optimizers support.
 
-    `emulate=None` decides by the `facts` of the device. `made_low` are parameters that another session stores low and
-    that will be fp32 again when this session opens. Other trainable parameters in a low format are refused.
-    `training=False` is for inference.
+    `emulate=None` decides by the `facts` of the device. Trainable parameters in a low format are refused, except those
+    that another session `made_low` until this one opens. `training=False` is for inference.
 
     Raises:
         PlanError: the plan fits no module.

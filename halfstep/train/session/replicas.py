@@ -33,13 +33,10 @@ SAMPLE = 4096  # values of a parameter that a step compares, at most
 
 
 class Replicas:
-    """The processes that train a session's models together, each on a replica.
+    """The processes that train a session's models together, each on a replica; at first this process alone."""
 
-    At first this process trains alone. Once a model is wrapped in DistributedDataParallel, the processes train together
-    until the session ends, even if the wrapper is deleted: whether a process takes part in the sum of a step must not
-    depend on when its garbage is collected. `on_registration` reports each new
-    wrapper after `open`; `search` finds wrappers that were made before.
-    """
+    # Once wrapped in DistributedDataParallel, they train together until the session ends, even without the wrapper:
+    # whether a process takes part in a step's sum must not depend on when its garbage is collected.
 
     def __init__(self, roots: Sequence[nn.Module], shared: SharedState, given: dist.ProcessGroup | None = None) -> None:
         self._roots = list(roots)

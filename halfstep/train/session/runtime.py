@@ -21,20 +21,16 @@ from halfstep.train.scale.scales import LossScales
 
 @dataclass(frozen=True, eq=False)
 class Runtime:
-    """Runs the models `roots` under a plan, forward and backward, but makes no step.
-
-    `full` returns a stored parameter's fp32 value, `fit` how it fits the low format; `summing`: processes decide
-    together on each step.
-    """
+    """Runs the models `roots` under a plan, forward and backward, but makes no step."""
 
     plan: Plan
     roots: Sequence[nn.Module]
     device: torch.device
     casting: Casting
     scales: LossScales
-    full: Callable[[nn.Parameter], Tensor]
-    fit: Callable[[nn.Parameter], Fit]
-    summing: Callable[[], bool]
+    full: Callable[[nn.Parameter], Tensor]  # a stored parameter's fp32 value
+    fit: Callable[[nn.Parameter], Fit]  # of a parameter in the low format
+    summing: Callable[[], bool]  # whether processes decide together on each step
 
     def is_entered(self) -> bool:
         """Returns whether this thread runs code under the plan: a forward, or a backward pass of the session."""

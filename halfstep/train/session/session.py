@@ -584,11 +584,7 @@ class Session:
 
     @contextmanager
     def trial(self, plan: Plan, copies: Sequence[nn.Module] | None = None) -> Iterator[Session]:
-        """Opens a session with another plan over copies of the models, which it makes unless `copies` is passed.
-
-        Inside the context, `autocast` of this session returns the trial's context. The trial's `last_step()` and
-        `optimizers` are those of this session.
-        """
+        """Opens a session with another plan over copies of the models, with this one's optimizers and last step."""
         copies = plain_copies(self._roots) if copies is None else copies
         with Trial(decide_for_copies(self._decision, copies, plan), self) as trial:
             self._trial = trial

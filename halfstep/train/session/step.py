@@ -142,11 +142,9 @@ def _share_of_square(norms: Sequence[tuple[int, Tensor]], size: int) -> Tensor:
 
 
 class Hearing:
-    """Reads on the host what the processes reported with their steps: requests to stop, and differences between them.
+    """Reads on the host what the processes report with their steps: requests to stop, and differences between them."""
 
-    On a GPU the reports of a step are read `LAG` steps later, when the device has usually finished that step. All
-    processes read them at the same step, and stop together.
-    """
+    # On a GPU it does so `LAG` steps later; all processes read the same step, and stop together.
 
     def __init__(self, replicas: Replicas) -> None:
         self._replicas = replicas

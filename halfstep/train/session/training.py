@@ -1,8 +1,4 @@
-"""The `scaling`, `unscale_` and `step` of a session: under its plan, or as in a plain loop.
-
-A session calls them on one object: a `PlainTraining` if the plan casts and scales nothing, otherwise a `MixedTraining`.
-So the session itself does not look at the plan in these methods.
-"""
+"""The `scaling`, `unscale_` and `step` of a session, by its plan: `PlainTraining` if that casts and scales nothing."""
 
 from __future__ import annotations
 
@@ -80,10 +76,7 @@ class PlainTraining:
 
 @dataclass(eq=False)
 class MixedTraining:
-    """Backward and step under a plan: scales the loss, and skips the step if a gradient is not finite.
-
-    If `unscales`, for loops that call `optimizer.step`, each backward pass leaves true gradients in `p.grad`.
-    """
+    """Backward and step under a plan: scales the loss, and skips the step if a gradient is not finite."""
 
     roots: Sequence[nn.Module]
     parts: Sequence[Part]
