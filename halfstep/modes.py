@@ -79,7 +79,6 @@ def is_composite(func: Any) -> bool:
 
 
 def _mixed(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Tells whether the inputs of an operation include both low and fp32 tensors."""
     dtypes = {leaf.dtype for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
     return torch.float32 in dtypes and any(map(is_low, dtypes))
 

@@ -124,7 +124,6 @@ class _Recorded:
         self._log: RunLog | None = None
 
     def sinks(self, rank: int) -> Sequence[Sink]:
-        """Returns the sinks for a session, the functions that get the record of each step."""
         if self._log is not None:
             self._log.close()
         self._log = RunLog(self._path) if rank == 0 else None

@@ -324,7 +324,6 @@ def overload_name(schema: FunctionSchema) -> str:
 
 
 def _obstacle(schema: FunctionSchema) -> str:
-    """Returns why an overload cannot be cast, "" if it can."""
     name = schema.name.removeprefix("aten::")
     if "Dimname" in str(schema):
         return "it takes named tensors"

@@ -128,8 +128,6 @@ def _row(formats: ModuleFormats, *, several: bool, products: bool) -> tuple[str,
 
 @dataclass(frozen=True)
 class _Decision:
-    """The policy of a module and the reason for it."""
-
     policy: Policy
     buffers: BufferWidth
     reason: str
@@ -210,7 +208,6 @@ def check_forwards(models: Sequence[nn.Module], plan: Plan) -> None:
 def _assign(
     plan: Plan, sites: Sequence[Site], matched: Mapping[Site, Rule], fp32: Container[int], untrained: Container[int]
 ) -> list[ModuleFormats]:
-    """Returns the formats of one model's modules."""
     at = {path: site for site in sites for path in site.paths}
     decided: dict[str, _Decision] = {}
     callers: dict[str, _Decision | None] = {"": None}

@@ -58,7 +58,6 @@ class AmpState:
         self._registered: list[OpChange] = []
 
     def reset(self) -> None:
-        """Closes all sessions and forgets all settings."""
         for trained in list(self._trained):
             trained.end()
         vars(self).clear()

@@ -166,14 +166,12 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             variable.assign(ops.cast(value, variable.dtype))
 
     def get_config(self) -> dict[str, Any]:
-        """Returns the config from which `from_config` makes the optimizer again."""
         config: dict[str, Any] = super().get_config()
         del config["initial_scale"], config["dynamic_growth_steps"]
         return config | {"scaling": asdict(self.scaling)}
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> LossScaleOptimizer:
-        """Makes an optimizer from a config that `get_config` returned."""
         made: LossScaleOptimizer = super().from_config(
             config | {"scaling": Scaling(**config["scaling"])}, custom_objects
         )

@@ -115,7 +115,6 @@ def _say_for_scripts(error: BaseException) -> None:
 
 
 def _run_file(path: Path) -> None:
-    """Runs a script in a new `__main__` module, as `python` does."""
     if path.is_dir() or path.suffix == ".pyc" or zipfile.is_zipfile(path):
         runpy.run_path(str(path), run_name="__main__")
         return

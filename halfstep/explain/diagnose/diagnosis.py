@@ -165,7 +165,6 @@ class Diagnosis:
 
     @property
     def is_forward_overflow(self) -> bool:
-        """Whether a result in the forward pass was too large."""
         return self.phase == "forward" and self.kind == Kind.OVERFLOW
 
     @property
@@ -176,7 +175,6 @@ class Diagnosis:
 
     @property
     def may_be_format(self) -> bool:
-        """Whether a wider format may cure this."""
         return self.kind is not None and "format" in self.kind.cured_by
 
     def is_at(self, other: Diagnosis) -> bool:

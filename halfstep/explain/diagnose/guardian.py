@@ -87,7 +87,6 @@ class Watching(OpRecorder):
         return self.waiting
 
     def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Runs the operation and records it, unless there are too many."""
         if backward_task() != NO_BACKWARD:
             self.spent = 0
         if len(self.notes) < _OPERATIONS:
@@ -97,7 +96,6 @@ class Watching(OpRecorder):
         return self.compute(func, args, kwargs)
 
     def failed(self, error: Exception) -> bool:
-        """Ends the recording."""
         self._end()
         return True
 
@@ -197,7 +195,6 @@ class Guardian:
         self._sizes = sizes_of(runtime.roots, runtime.full)
 
     def carry(self, scale: Tensor) -> None:
-        """Notes the loss scale of the next backward pass."""
         if self._armed is not None:
             recorder = self._armed.recorder
             recorder.carried.append((len(recorder.notes), scale.detach().clone()))

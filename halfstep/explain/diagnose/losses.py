@@ -53,13 +53,11 @@ class _Low(OpRecorder):
         self.on = False
 
     def begin(self) -> None:
-        """Forgets what was kept."""
         self.seen: dict[_Key, _Seen] = {}
         self._keys = _Keys()
         self._left = _KEPT
 
     def after(self, note: Note, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
-        """Keeps a copy of the result."""
         outputs = _results(note, func, args, kwargs, result)
         self._left -= sum(t.numel() for t in outputs)
         if not outputs or self._left < 0:
@@ -86,7 +84,6 @@ class _Exact(OpRecorder):
         return self
 
     def after(self, note: Note, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
-        """Compares the result, until one is found that is too far off."""
         outputs = _results(note, func, args, kwargs, result)
         if not outputs or (self.found is not None and self.found.ratio > SUSPECT):
             return
@@ -131,12 +128,10 @@ class LossFinder(Watch):
             self.low.begin()
 
     def end(self, name: str) -> None:
-        """Ends it."""
         self.low.on = self.low.on and self._now != name
 
     @contextmanager
     def again(self, name: str, number: int) -> Iterator[None]:
-        """Compares the operations of the second call."""
         if (self._now, self._calls.get(name)) != (name, number):
             yield
             return

@@ -90,7 +90,6 @@ class Inputs:
         self._noted = False
 
     def begin_run(self) -> None:
-        """Marks the start of another run."""
         self._noted = False
 
     def note(self, given: Any) -> None:
@@ -160,12 +159,10 @@ class Rehearsal:
         self.used_scale = 1.0  # which the last gradients carry
 
     def rewind(self) -> None:
-        """Restores the initial state before another run."""
         self._rewind()
         self.inputs.begin_run()
 
     def loss(self) -> Tensor:
-        """Returns the loss that the closure computes."""
         loss = compute_loss(self._closure, self.params)
         self.reads_originals = any(id(leaf) in self._originals for leaf in leaves_of([loss]))
         return loss

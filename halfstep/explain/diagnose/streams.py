@@ -47,7 +47,6 @@ class Stream:
         )
 
     def advice(self) -> str:
-        """Returns how to keep the stream low."""
         cure = f"to keep activations low, cast {self.source} where it is used"
         plan = ", or set input='low' in the plan, which rounds all inputs"
         return cure + plan * (self.source.kind == "input")
@@ -95,7 +94,6 @@ class Streams:
         return Outside(kind, name) if kind in ("input", "buffer") else None
 
     def wide(self) -> list[Stream]:
-        """Returns the fp32 streams that several modules cast."""
         return [stream for stream in self._streams if len(stream.casts) >= ENOUGH]
 
     def findings(self) -> Iterator[Finding]:

@@ -189,7 +189,6 @@ class ProductsSeen(OpMode):
         self._see = see
 
     def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Runs the operation and passes its result to `see` if it is a product."""
         result = self.compute(func, args, kwargs)
         if _is_product(func) and schema_of(func).name != "aten::baddbmm":  # baddbmm may have added a mask
             module = self._locator.here().module

@@ -225,7 +225,6 @@ class RoundingTotals:
         return bool(self.lowered)
 
     def prediction(self) -> Prediction:
-        """Returns the prediction; reads all counts on the host."""
         if not any(amax for amax, _ in self._largest):
             raise SessionError(
                 "no tensor that the plan stores low has a nonzero gradient: all gradients are zero, or the model is "

@@ -48,11 +48,9 @@ class Part:
 
     @property
     def place(self) -> str:
-        """The module's name in findings."""
         return self.name or "(model)"
 
     def inside(self, name: str) -> str:
-        """Returns the name in the model of a parameter or buffer of the module."""
         return f"{self.name}.{name}".removeprefix(".")
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:

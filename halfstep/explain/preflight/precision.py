@@ -51,13 +51,11 @@ class StepResult:
     scale: float = 1.0
 
     def take_gradients(self, rehearsal: Rehearsal) -> None:
-        """Keeps the gradients of the pass that just ran."""
         self.scale = rehearsal.used_scale
         self.gradients = [None if p.grad is None else dense(p.grad).detach().clone() for p in rehearsal.params]
 
     @property
     def overflowed(self) -> bool:
-        """Whether a gradient is not finite."""
         return any(g is not None and not bool(g.isfinite().all()) for g in self.gradients)
 
 
@@ -152,8 +150,6 @@ def precision_findings(rehearsal: Rehearsal, low: StepResult) -> list[Finding]:
 
 
 class _Check:
-    """The precision check of one rehearsal."""
-
     def __init__(self, rehearsal: Rehearsal, low: StepResult) -> None:
         self._rehearsal, self._low = rehearsal, low
         self._plan, self._roots = rehearsal.plan, rehearsal.roots
@@ -163,7 +159,6 @@ class _Check:
         self._inside = False
 
     def findings(self) -> list[Finding]:
-        """Returns what the step loses, or a note of what was compared."""
         exact = self._exact()
         if not any(off_by(each, each) is not None for each in exact.outputs):  # such as a loss
             self._inside = True

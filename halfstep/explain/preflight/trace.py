@@ -209,7 +209,6 @@ class Literals(TorchFunctionMode):
 
 
 def _numbers(values: Sequence[Any]) -> Iterator[float]:
-    """Yields the numbers in values and in the containers among them."""
     for leaf in tree_leaves(tuple(values)):
         if isinstance(leaf, (int, float)) and not isinstance(leaf, bool):
             yield float(leaf)
@@ -242,7 +241,6 @@ def _overflow(source: Tensor, out: Tensor) -> float | None:
 
 
 def _of_results(rehearsal: Rehearsal, loss: Tensor) -> Iterator[Finding]:
-    """Yields findings about the loss and the gradients of the step."""
     scale, params = rehearsal.plan.scale, rehearsal.params
     if not bool(loss.isfinite()) and not _is_finite_at_lowest(rehearsal):
         what = f"the loss of the traced step is {float(loss.detach())}"

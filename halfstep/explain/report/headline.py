@@ -54,7 +54,6 @@ class _Course:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the plan leaves everything in fp32, as O0 does."""
         return self.plan.get("param") == "full" and self.plan.get("ops") == "none"
 
     @property

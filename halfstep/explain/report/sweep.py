@@ -104,12 +104,10 @@ def sweep_sheet(sweep: Sweep) -> Sheet:
 
 
 def _title(asked: Mapping[str, str], how: str) -> str:
-    """Returns a title that says what was measured, how, and on which machine."""
     return f"{asked['models']}{how}; {asked['device']}, {asked['processor']}, {asked['threads']} threads"
 
 
 def _notes(sweep: Sweep, seen: Sequence[Seen]) -> Iterator[str]:
-    """Yields why some runs have no figures, and what the figures mean."""
     for point, run in seen:
         if run.error is not None:
             yield f"{point.model}, batch {point.batch}, {run.name}: {run.error}"

@@ -51,15 +51,12 @@ class Absorbed(Generic[T]):
         return float(self.values[self.values.abs().argmax()])
 
     def said(self, operator: str, where: str | None, by: str, by_where: str | None) -> AbsorbedOverflow:
-        """Returns the record of this overflow."""
         fmt = as_format(self.dtype).name
         return AbsorbedOverflow(operator, where, self.exact, fmt, by, by_where, self.got, self.want, self.off)
 
 
 @dataclass(frozen=True, eq=False)
 class _Origin(Generic[T]):
-    """An operation that overflowed."""
-
     of: T  # the caller's handle for the operation, such as its Note
     values: Tensor  # in fp32, of the elements that became infinite in the result
     dtype: torch.dtype  # of that result
@@ -109,7 +106,6 @@ class OverflowTrail(Generic[T]):
     def run(
         self, compute: Compute, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Callable[[], T]
     ) -> Any:
-        """Runs an operation with `compute`, follows overflows through it, and returns its result."""
         if in_backward():
             return compute(func, args, kwargs)
         given = tensors_of((args, kwargs))

@@ -172,7 +172,6 @@ class Locator:
         return False
 
     def _kind(self, code: CodeType) -> str:
-        """Returns the kind of the code of a frame."""
         path = code.co_filename
         if code is begin_pass.__code__ or (code.co_name == ENGINE and path.startswith(FOLDER)):
             return "end"

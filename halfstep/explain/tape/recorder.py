@@ -393,7 +393,6 @@ class OpRecorder(OpMode):
         return public_name(note.aten, call=note.names, function=note.function, module=module)
 
     def line(self, note: Note) -> str | None:
-        """Returns the line of user code that an operation came from."""
         if note.line is None and note.forward is not None:
             return note.forward.line
         return note.line

@@ -84,7 +84,6 @@ class Meter(OpRecorder):
         self._device, self._low_at = device, low_at
 
     def compute(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Runs the operation and measures it, unless it only returns a view."""
         if is_view(func):
             return super().compute(func, args, kwargs)
         note = self.notes[-1]

@@ -57,7 +57,6 @@ class Step:
         return (self._custom.get(forward) if forward is not None else None) or self._custom.get(call.note)
 
     def heavy(self) -> dict[str | None, list[Call]]:
-        """Returns a dict from module name to the products of that module."""
         total = sum(call.flops for call in self.meter.calls)
         found: dict[str | None, list[Call]] = defaultdict(list)
         for call in self.meter.calls:

@@ -173,7 +173,6 @@ def _without(sources: Sequence[Sequence[Stream]], again: Again) -> list[float]:
 
 
 def _less(now: Meter, then: Meter) -> float:
-    """Returns how many seconds less the step `then` took than the step `now`."""
     kinds = [Counter(map(_kind, meter.calls)) for meter in (now, then)]
     took = [sum(c.seconds for c in m.calls if kinds[0][_kind(c)] != kinds[1][_kind(c)]) for m in (now, then)]
     return took[0] - took[1]
@@ -194,7 +193,6 @@ def _under(change: Change) -> Callable[[Call], float]:
 
 
 def _saved(calls: Sequence[Call], gain_of: Callable[[Call], float], known: dict[str, float]) -> float:
-    """Returns the total seconds that calls save, each as `gain_of` measures it."""
     # `known` caches the saving for each operation and its shapes, so that equal calls are timed once.
     keys = [f"{call.func} {call.args} {call.kwargs}" for call in calls]
     for key, call in zip(keys, calls, strict=True):

@@ -37,7 +37,6 @@ class Emulators:
         return None if engine is None or engine.is_inside_another() else engine.entered()
 
     def close(self) -> None:
-        """Takes the kernels out."""
         for engine in self._engines.values():
             if engine is not None:
                 engine.close()

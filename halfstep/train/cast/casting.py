@@ -90,7 +90,6 @@ class Casting:
 
     @property
     def emulates(self) -> bool:
-        """Whether the session emulates: low-precision products are computed in fp32 and rounded."""
         return self._emulation is not None
 
     @property
@@ -233,7 +232,6 @@ class Casting:
 
     @property
     def is_as_written(self) -> bool:
-        """Whether an `as_written` context is open."""
         return self._as_written > 0
 
     @contextmanager

@@ -144,7 +144,6 @@ class Emulation(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         return as_called(func, args, named)
 
     def _is_low(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Tells whether every operand of a product has the low format."""
         low = self._dtype
         operands = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
         if func in _MIXING:

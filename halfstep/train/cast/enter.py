@@ -158,7 +158,6 @@ def _entering(call: Callable[..., Any], *, door: Switch | None, at_call: bool) -
 
 
 def _forward(call: Callable[..., Any], door: Switch | None, reading: Reading | None) -> Callable[..., Any]:
-    """Returns a forward that makes a call as the module's gate says."""
     forward = _entering(call, door=door, at_call=False)
     return forward if reading is None else noting_grad_mode(forward)
 
@@ -246,7 +245,6 @@ def _reduce_class(cls: type) -> Any:
 
 
 def _subclass(base: type[nn.Module], namespace: dict[str, Any]) -> type[nn.Module]:
-    """Returns a subclass of `base` with the attributes in `namespace`."""
     # The `__init_subclass__` and the metaclass of `base` are not called, because they may keep registries of classes.
     written: Any = type(base)
     metaclass: Any = _writing_through(written)

@@ -86,7 +86,6 @@ class Calls:
         self._room = _MANY
 
     def note(self, args: Any, kwargs: Any, *, entered: bool) -> None:
-        """Records whether a call entered the plan, if an activation checkpoint may repeat the call."""
         hooked = saved_tensor_hooks(True) is not None
         if not hooked and (torch.is_grad_enabled() or not _asks_for_gradients(args, kwargs)):
             return

@@ -291,7 +291,6 @@ class Registry:
         return self._slots[marker].repeats
 
     def others(self, marker: str) -> tuple[str, ...]:
-        """Returns the markers in use besides this one."""
         slots = self._slots
         return () if len(slots) == 1 else tuple(other for other in slots if other != marker)
 

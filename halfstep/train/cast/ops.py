@@ -40,7 +40,6 @@ class Switch:
     low: torch.dtype
 
     def is_on(self) -> bool:
-        """Tells whether this thread is in a region that casts."""
         return torch.is_autocast_enabled(self.marker) and torch.is_autocast_enabled(self.device_type)
 
     def is_inside(self) -> bool:

@@ -233,7 +233,6 @@ class _Widened:
         self._wide: list[Tensor] = []
 
     def __call__(self, value: Any) -> Any:
-        """Returns a value, or a list of them, with low tensors widened."""
         if isinstance(value, Tensor):
             if value.dtype is not self._low:
                 return value
@@ -244,11 +243,9 @@ class _Widened:
         return [self(item) for item in value] if isinstance(value, (list, tuple)) else value
 
     def widen(self, operand: Tensor) -> Tensor:
-        """Returns an operand as fp32."""
         return self._round(operand.float())
 
     def rounded(self, wide: Tensor) -> Tensor:
-        """Returns a result of the product rounded."""
         return self._round(wide).to(self._low)
 
     def _round(self, wide: Tensor) -> Tensor:

@@ -110,7 +110,6 @@ class StepHooks:
             self._undo.append(module.register_forward_hook(_ForwardHook(name, self._output)).remove)
 
     def new_backward(self) -> None:
-        """Marks the start of another backward pass."""
         self._again.clear()
 
     def remove(self) -> None:

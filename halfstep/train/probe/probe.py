@@ -182,7 +182,6 @@ class Probes:
         weakref.finalize(self, undo_all, probe.undo).atexit = False  # for a session that nobody closes
 
     def detach(self) -> None:
-        """Ends all probes."""
         for probe in self._attached:
             probe.detach()
         self._attached.clear()

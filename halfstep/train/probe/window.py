@@ -109,7 +109,6 @@ class Window:
         return pending if self.watch is None else replace(pending, absorbed=self.watch.observations(step))
 
     def carry(self, scale: Tensor, losses: Sequence[Tensor]) -> None:
-        """Notes that a backward pass of the `losses` comes next, and its loss scale."""
         if self.watch is not None:
             self.watch.end(losses)
         if self.hooks is not None:
@@ -131,7 +130,6 @@ class Window:
             self._add([(grad, Subject(module, "weight_grad", name, number)) for (_, module, name), grad in pairs])
 
     def update(self, updates: Updates) -> None:
-        """Measures what a step adds to some parameters."""
         if self._capturing():
             return
         owned = [self.owners.get(id(p)) for p in updates.params]

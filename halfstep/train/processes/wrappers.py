@@ -91,7 +91,6 @@ class _Retired:
         self._made_for = [(weakref.ref(p), p.dtype) for p in made_for]
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        """Checks the parameters before a forward."""
         if not (module.training and torch.is_grad_enabled()):
             return
         if any(

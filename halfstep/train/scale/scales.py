@@ -40,7 +40,6 @@ class LossScales:
         return self._scales[loss_id]
 
     def _first(self) -> Scale:
-        """Returns the scale for a new loss."""
         shared = not self._scaling.adapts and self._scales
         scale = next(iter(self._scales.values())) if shared else make_scale(self._scaling, self._device)
         if self.ceiling is not None:
@@ -110,7 +109,6 @@ class LossScales:
         return {str(loss_id): scale.state_dict() for loss_id, scale in scales.items()}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Loads what `state_dict` returned."""
         scales = {int(key): make_scale(self._scaling, self._device) for key in state}
         for key, entry in state.items():
             scales[int(key)].load_state_dict(entry)

@@ -39,7 +39,6 @@ class FixedScale:
         """Does nothing: the scale is fixed."""
 
     def limit(self, maximum: float) -> None:
-        """Refuses a scale above `maximum`."""
         if self._scale > maximum:
             raise SessionError(
                 f"the static loss scale {self._scale:g} is above {maximum:g}, the largest that the format of the loss"
@@ -47,11 +46,9 @@ class FixedScale:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the kind of this scale, and the scale if the user chose it."""
         return {"kind": self._kind} | ({"scale": self._scale} if self.active else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Checks that the state has the scale of the plan."""
         _check_state(state, self.state_dict())
         if self.active and (isinstance(state["scale"], bool) or state["scale"] != self._scale):
             raise StateError(
@@ -106,7 +103,6 @@ class DynamicScale:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads what `state_dict` returned, into the present tensors."""
         _check_state(state, self.state_dict())
         for key in ("clean_steps", "overflows_left"):
             if type(state[key]) is not int or not 0 <= state[key] < 2**63:
@@ -189,7 +185,6 @@ def make_scale(scaling: Scaling, device: torch.device) -> Scale:
 
 
 def _check_state(state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    """Raises a StateError unless `state` has the kind and the keys of `own`."""
     if "kind" in state and state["kind"] != own["kind"]:
         raise StateError(
             f"the state belongs to a {state['kind']!r} loss scale, but this plan has {own['kind']!r};"

@@ -121,7 +121,6 @@ class Replicas:
 
     @property
     def _stepping(self) -> dist.ProcessGroup | None:
-        """The processes that step together."""
         return self._stages or self._group
 
     def find_stages(self) -> None:
@@ -354,7 +353,6 @@ class _Like:
         return cls(value.shape, value.dtype) if value.dim() and value.device == parameter.device else value.cpu()
 
     def empty(self, device: torch.device) -> Tensor:
-        """Returns an uninitialized tensor of this shape and dtype."""
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 

@@ -917,17 +917,14 @@ class Trial(Session):
         super().__init__(decision)
 
     def tell(self, record: SessionStart | Observation | Verdict | Finding) -> None:
-        """Passes a record to the sinks of the session whose models were copied."""
         if not isinstance(record, SessionStart):  # this one is its own
             self._of.tell(record)
 
     def last_step(self, loss_id: int = 0) -> StepFacts:
-        """Returns what is known about the last step of the session whose models were copied."""
         return self._of.last_step(loss_id)
 
     @property
     def optimizers(self) -> tuple[Optimizer, ...]:
-        """The optimizers of the session whose models were copied."""
         return self._of.optimizers
 
 

@@ -75,7 +75,6 @@ class Step:
         return first
 
     def scales(self) -> dict[int, Tensor]:
-        """Returns the scale of each loss whose gradients this step used, by loss id."""
         return {loss_id: scale for held in self.held[: len(self.made)] for loss_id, scale in held.scales.items()}
 
     def parts_of(self, loss_id: int) -> list[Part]:

@@ -139,7 +139,6 @@ class MixedTraining:
             self.unscale_()
 
     def unscale_(self) -> None:
-        """Makes the gradients in `p.grad` true gradients in fp32."""
         for part in self.parts:
             part.accumulator.unscale_()
 
