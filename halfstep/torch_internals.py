@@ -562,6 +562,7 @@ DISPATCH_FILES = tuple(  # between what calls an operation and what sees it
 BEYOND = "without overflow"  # in the error for a constant that the format of the result does not have
 
 
+swap_contents: Callable[[Tensor, Tensor], None] = _name("torch._C._swap_tensor_impl")  # with nodes, gradients, hooks
 _ACCUMULATE: Any = _name("torch._C._functions.AccumulateGrad")
 
 

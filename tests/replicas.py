@@ -33,7 +33,7 @@ SETTINGS = {
     "O3 bf16": ("O3", {"low": "bf16"}),
     "O3 fp16": ("O3", {"low": "fp16"}),
 }
-MODES = ("seeds", "checkpoint", "infinite loss", "NaN gradient", "join")
+MODES = ("seeds", "checkpoint", "infinite loss", "NaN gradient", "join", "full weights")
 OPTIMIZERS = {
     "AdamW": torch.optim.AdamW,
     "SGD": lambda parameters, lr: torch.optim.SGD(parameters, lr=lr, momentum=0.9),
@@ -105,6 +105,9 @@ def agreeing(rank, setting, mode, steps):
         if mode == "join":
             stack.enter_context(wrapped.join())
         for step in range(steps + (4 * rank if mode == "join" else 0)):
+            if mode == "full weights" and step == 2:
+                with session.full_weights():
+                    pass
             inputs, targets = batch(rank, step)
             optimizer.zero_grad()
             out = wrapped(inputs)

@@ -1,6 +1,10 @@
-"""Features two by two: each pair of settings trains, skips and resumes bit for bit in some row, or is refused."""
+"""Features two by two: each pair of settings trains, skips and resumes bit for bit in some row, or is refused.
+
+Rows under DDP and FSDP2 run in two processes, of which one has an infinite loss: both skip that step.
+"""
 
 import itertools
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,10 +15,12 @@ from torch.utils.checkpoint import checkpoint
 
 import halfstep
 from halfstep.errors import HalfstepError
+from tests.replicas import digest
 
 FACTORS = {
     "level": ("O0", "O1", "O2", "O3"),
     "low": ("bf16", "fp16"),
+    "products": ("plan", "fp8", "fp8-mx", "nvfp4"),
     "moments": ("full", "bf16", "8bit"),
     "rounding": ("nearest", "stochastic"),
     "engine": ("alone", "DDP", "FSDP2"),
@@ -29,6 +35,8 @@ def refusal(row):
     """Returns the words with which a row is refused; None if it trains."""
     if row["rounding"] == "stochastic" and (row["level"], row["low"]) != ("O3", "bf16"):
         return "rounding 'stochastic' is for bf16 weights without a master"
+    if row["products"] != "plan" and (row["level"] in ("O0", "O3") or row["low"] == "fp16"):
+        return "products in 8 bits (need|have)"
     return None
 
 
@@ -38,16 +46,24 @@ def pairs_of(row):
 
 def covering(rows):
     """Returns some of the rows, in which all pairs of values are that are in any row."""
-    left, chosen = set().union(*map(pairs_of, rows)), []
+    pairs = [(row, pairs_of(row)) for row in rows]
+    left, chosen = set().union(*(each for _, each in pairs)), []
     while left:
-        chosen.append(max(rows, key=lambda row: len(pairs_of(row) & left)))
-        left -= pairs_of(chosen[-1])
+        row, found = max(pairs, key=lambda pair: len(pair[1] & left))
+        chosen.append(row)
+        left -= found
     return chosen
 
 
 EVERY = [dict(zip(FACTORS, values, strict=True)) for values in itertools.product(*FACTORS.values())]
 TRAINED = covering([row for row in EVERY if refusal(row) is None])
 REFUSED = covering([row for row in EVERY if refusal(row) is not None])
+FAST = (
+    "O2-fp16-plan-8bit-nearest-FSDP2",
+    "O3-bf16-plan-full-stochastic-DDP",
+    "O2-bf16-nvfp4-bf16-nearest-DDP",
+    "O2-bf16-fp8-full-nearest-alone",
+)
 
 
 def named(row):
@@ -69,9 +85,11 @@ class Part(nn.Module):
 class Opened:
     """A model and its session, with the settings of a row."""
 
-    def __init__(self, row):
+    def __init__(self, row, rank=0):
         torch.manual_seed(0)
         self.net, self.row = nn.Sequential(Part(again=row["again"]), Part(again=row["again"]), nn.Linear(32, 4)), row
+        self.rank, spread = rank, row["engine"] != "alone"
+        self.bad = None if row["level"] == "O0" or (spread and rank == 0) else BAD
         if row["compiled"]:
             for part in self.net[:2]:
                 part.compile(backend="aot_eager")
@@ -80,24 +98,32 @@ class Opened:
             for part in (*self.net[:2], self.net):
                 fully_shard(part, mp_policy=policy)
         self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=0.01)
-        settings = {name: row[name] for name in ("low", "moments", "rounding")}
+        settings = {name: row[name] for name in ("low", "products", "moments", "rounding")}
         settings |= {"rounding": None} if row["rounding"] == "nearest" and row["level"] != "O3" else {}
         self.session = halfstep.initialize(self.net, self.optimizer, row["level"], **settings)
         self.model = nn.parallel.DistributedDataParallel(self.net) if row["engine"] == "DDP" else self.net
 
+    def pass_of(self, step, share):
+        last = share == self.row["accumulate"] - 1
+        if self.row["engine"] == "FSDP2":
+            self.net.set_requires_gradient_sync(last)
+        with self.model.no_sync() if self.row["engine"] == "DDP" and not last else nullcontext():
+            seed = 100 * self.rank + 10 * step + share
+            x = torch.randn(8, 32, generator=torch.Generator().manual_seed(seed))
+            loss = self.model(x).square().mean() / self.row["accumulate"]
+            self.session.backward(loss * torch.inf if step == self.bad else loss)
+        return loss.item()
+
     def train(self, first, last):
-        skips = []
+        """Returns the loss and whether it was skipped, for each step."""
+        losses, skips = [], []
         for step in range(first, last):
             self.optimizer.zero_grad()
             before = self.state()
-            for share in range(self.row["accumulate"]):
-                x = torch.randn(8, 32, generator=torch.Generator().manual_seed(10 * step + share))
-                loss = self.model(x).square().mean() / self.row["accumulate"]
-                bad = step == BAD and self.row["level"] != "O0"
-                self.session.backward(loss * torch.inf if bad else loss)
+            losses.append(sum(self.pass_of(step, share) for share in range(self.row["accumulate"])))
             skips.append(bool(self.session.step(max_norm=1.0).skipped))
             assert not skips[-1] or same(before[:2], self.state()[:2])
-        return skips
+        return losses, skips
 
     def state(self):
         model, optimizer = get_state_dict(self.net, self.optimizer)
@@ -114,26 +140,48 @@ def whole(value):
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
+def leaves(value):
+    found = torch.utils._pytree.tree_leaves(value)
+    return [each.full_tensor() if hasattr(each, "full_tensor") else each for each in found]
+
+
 def same(one, other):
-    flat = [torch.utils._pytree.tree_leaves(each) for each in (one, other)]
-    full = [[t.full_tensor() if hasattr(t, "full_tensor") else t for t in each] for each in flat]
-    return all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(*full, strict=True))
+    pairs = zip(leaves(one), leaves(other), strict=True)
+    return all([torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs])
+
+
+def cell(rank, row):
+    """Returns the losses of a row, which steps it skipped, whether it resumed bit for bit, and its last weights."""
+    straight, first, second = (Opened(row, rank) for _ in range(3))
+    losses, skips = straight.train(0, STEPS)
+    first.train(0, SAVED)
+    second.load(first.state())
+    second.train(SAVED, STEPS)
+    resumed = same(second.state(), straight.state())
+    for each in (straight, first, second):
+        each.session.close()
+    return losses, skips, resumed, digest(leaves(straight.net.state_dict()))
+
+
+def pooled(folder, slow):
+    rows = [row for row in TRAINED if row["engine"] != "alone"]
+    return {named(row): (cell, (row,)) for row in rows if slow or any(name in named(row) for name in FAST)}
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # which dynamo reads
-@pytest.mark.slow_but("O2-fp16-bf16-nearest-alone", "O3-bf16-8bit-stochastic-FSDP2", "O2-bf16-full-nearest-DDP")
+@pytest.mark.slow_but(*FAST)
 @pytest.mark.parametrize("row", TRAINED, ids=named)
-def test_each_pair_of_settings_trains_skips_and_resumes_bit_for_bit(row, process_group):
-    straight = Opened(row)
-    skips = straight.train(0, STEPS)
-    assert skips[BAD] == (row["level"] != "O0")
-    assert sum(skips) <= 1 + (row["low"] == "fp16")  # the loss scale may come down once
-    first = Opened(row)
-    first.train(0, SAVED)
-    second = Opened(row)
-    second.load(first.state())
-    second.train(SAVED, STEPS)
-    assert same(second.state(), straight.state())
+def test_each_pair_of_settings_trains_skips_and_resumes_bit_for_bit(row, request):
+    if row["engine"] == "alone":
+        found = [cell(0, row)]
+    else:
+        found = [each[named(row)] for each in request.getfixturevalue("pool")[__name__]]
+    for losses, skips, resumed, weights in found:
+        assert losses[-1] < losses[0]
+        assert skips[BAD] == (row["level"] != "O0")
+        assert sum(skips) <= 1 + (row["low"] == "fp16")  # the loss scale may come down once
+        assert resumed
+        assert (skips, weights) == (found[0][1], found[0][3])
 
 
 @pytest.mark.parametrize("row", REFUSED, ids=named)

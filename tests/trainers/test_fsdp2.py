@@ -1,4 +1,4 @@
-"""Accelerate's FSDP2, alone, in Hugging Face's Trainer and in TRL, in several processes on a CPU."""
+"""Accelerate's FSDP2, alone, in Hugging Face's Trainer and in TRL (there DDP too), in several processes on a CPU."""
 
 import json
 import logging
@@ -238,27 +238,47 @@ def test_the_trainer_shards_trains_and_resumes(level, low, tmp_path):
     assert first["losses"] == pytest.approx(first["bf16"], abs=0.01)  # which Accelerate's policy returns in bf16
 
 
-def in_trl(rank, size, path, kind):
+REPLICAS = {"ddp_backend": "gloo"}
+
+
+def in_trl(rank, size, path, kind, ways):
+    """Returns logged losses of TRL's own and of O2, its last weights, whether it resumed, and the steps it skipped."""
+
+    def weights(trainer):
+        trained = (p for p in trainer.model.parameters() if p.requires_grad)
+        return digest([p.full_tensor() if hasattr(p, "full_tensor") else p for p in trained])
+
     found = {}
     for name in ("fp32", "bf16", "O2"):
         saved = {} if name == "O2" else {"save_strategy": "no"}
-        trainer, kept = test_trl.trainer_of(kind, name, path, **shards("LlamaDecoderLayer"), **saved)
+        trainer, kept = test_trl.trainer_of(kind, name, path, **ways, **saved)
         trainer.train()
         reset()
         found[name] = [row["loss"] for row in kept.rows]
-    resumed, _ = test_trl.trainer_of(kind, "O2", path, **shards("LlamaDecoderLayer"))
+    resumed, _ = test_trl.trainer_of(kind, "O2", path, **ways)
     resumed.train(resume_from_checkpoint=str(path / "checkpoint-2"))
-    both = [[p.full_tensor() for p in each.model.parameters() if p.requires_grad] for each in (trainer, resumed)]
-    return {**found, "resumed": digest(both[0]) == digest(both[1]), "weights": digest(both[0])}
+    reset()
+    spoiled, kept = test_trl.trainer_of(kind, "O2", path, **ways, save_strategy="no")
+    if rank:
+        loss = spoiled.compute_loss
+        spoiled.compute_loss = lambda *args, **more: (
+            loss(*args, **more) * (1, torch.inf)[spoiled.state.global_step == 1]
+        )
+    spoiled.train()
+    reset()
+    skipped = [row["halfstep/skipped"] for row in kept.rows]
+    same = weights(resumed) == weights(trainer)
+    return {**found, "resumed": same, "weights": weights(trainer), "spoiled": weights(spoiled), "skipped": skipped}
 
 
-@pytest.mark.slow_but("SFT")
-@pytest.mark.parametrize("kind", ["SFT", "LoRA", "DPO", "GRPO"])
-def test_trl_shards_trains_and_resumes(kind, tmp_path):
-    first, second = (each["trl"] for each in run(tmp_path, 2, {"trl": (in_trl, (kind,))}))
+@pytest.mark.slow_but("SFT-FSDP2")
+@pytest.mark.parametrize("ways", [shards("LlamaDecoderLayer"), REPLICAS], ids=["FSDP2", "DDP"])
+@pytest.mark.parametrize("kind", test_trl.KINDS)
+def test_trl_trains_in_two_processes_skips_and_resumes(kind, ways, tmp_path):
+    first, second = (each["trl"] for each in run(tmp_path, 2, {"trl": (in_trl, (kind, ways))}))
     print(first)
     assert first == second
-    assert first["resumed"]
+    assert (first["resumed"], first["skipped"]) == (True, [0, 1, 1, 1])
     assert first["O2"] == pytest.approx(first["fp32"], abs=2e-3)
     assert first["O2"] == pytest.approx(first["bf16"], abs=0.01)  # which Accelerate's policy returns in bf16
 

@@ -63,6 +63,7 @@ KINDS = {  # trainer, its configuration, data, more for either
         {"reward_funcs": lambda: rewards},
     ),
 }
+KINDS["reference"] = (*KINDS["GRPO"][:3], {**KINDS["GRPO"][3], "beta": 0.5}, KINDS["GRPO"][4])
 
 
 def trainer_of(kind, level, folder, **settings):
@@ -83,6 +84,9 @@ def trainer_of(kind, level, folder, **settings):
     args = config(output_dir=str(folder), **{**common, **own, **settings})
     halfstep = {} if level in ("fp32", "bf16") else {"plan": level, "halfstep": {"low": "bf16"}}
     model = low_with_adapters() if kind == "LoRA" else llama()
+    if kind == "reference":  # which GRPO loads by the name of the model
+        model.save_pretrained(folder / "base")
+        model.config._name_or_path = str(folder / "base")
     more = {name: make() for name, make in given.items()}
     mixed = type("Mine", (HalfstepMixin, trainer), {}) if halfstep else trainer
     kept = Losses()

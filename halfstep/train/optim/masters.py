@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from halfstep.errors import SessionError
 from halfstep.formats import bits_of, is_narrow, needs_scale
 from halfstep.plan.plan import Master
-from halfstep.torch_internals import version_of
+from halfstep.torch_internals import swap_contents, version_of
 from halfstep.train.kernels.batch import Layout
 from halfstep.train.optim.split import join, round_half_away, split
 
@@ -248,21 +248,18 @@ class MasterStore:
     @contextmanager
     def widened(self) -> Iterator[None]:
         """Stores tracked parameters in fp32 within a `with` block; the values that they have at its end are kept."""
-        # The storage must be the old one because other code holds its address.
-        held = [(p, p.detach(), p.grad) for p in self]
-        for p, _, _ in held:
-            value = self.full(p)
-            p.grad = None
-            p.data = value
+        # Other code holds the old storage's address, and DistributedDataParallel has hooks on the node that accumulates
+        # the gradient, which `p.data = value` would replace.
+        twins = [(p, Parameter(self.full(p).detach(), p.requires_grad)) for p in self]
+        for p, twin in twins:
+            swap_contents(p, twin)
         try:
             yield
         finally:
-            for p, low, grad in held:
-                value = p.detach()
-                p.grad = None
-                p.data = low
-                self.write(p, value)
-                p.grad = grad
+            for p, twin in twins:
+                swap_contents(p, twin)
+                p.requires_grad_(twin.requires_grad)
+                self.write(p, twin.detach())
 
     def note(self, params: Iterable[Parameter], *, writes_to_come: int = 0) -> None:
         """Records that the store or an update, not other code, has written the present values of tracked weights."""
