@@ -124,9 +124,7 @@ def _session_made(listener: Conversion, session: Session) -> None:
     file = "" if frame is None else frame.f_code.co_filename
     if file == APEX:
         listener.opened(session, "apex.amp")
-    elif (
-        not file.startswith(HALFSTEP) or Path(file).parent == ADAPTERS
-    ):  # else: the listener's own, or a trial on copies
+    elif not file.startswith(HALFSTEP) or Path(file).parent == ADAPTERS:  # else the listener's own, or of a trial
         listener.opened(session, "a halfstep session")
 
 

@@ -322,9 +322,7 @@ class Registry:
         self._cache_tag = cache_tag()
         self._own = [define_traced(), define_products(self._layer_of)]
         self._fast_path = torch.backends.mha.get_fastpath_enabled()
-        torch.backends.mha.set_fastpath_enabled(
-            False
-        )  # it computes whole layers as it likes, on a CPU even under autocast
+        torch.backends.mha.set_fastpath_enabled(False)  # which computes whole layers as it likes, even under autocast
 
     def _tag_caches(self) -> None:
         """Adds hashes of the open tables to the tag of torch.compile's disk caches."""

@@ -38,9 +38,7 @@ _NODES = 32  # views between a result and an output
 _NODE_NAMES = {"sigmoid": "SigmoidBackward0", "softmax": "SoftmaxBackward0", "log_softmax": "LogSoftmaxBackward0"}
 _TRACING = DispatchKey.PythonDispatcher
 _WATCHED = 128  # outputs of a session that `Stuck` looks at
-_PUSHED = (
-    1e6  # a gradient that only the logarithm of a probability of 0 gives: 1e12 by one element of nn.BCELoss's mean
-)
+_PUSHED = 1e6  # a gradient that only the log of a probability of 0 gives: 1e12 by an element of nn.BCELoss's mean
 _STUCK = (
     "a loss outside of the model takes the logarithm of a sigmoid that is exactly 0 or 1 in fp32 too (a logit beyond "
     "17): its gradient there is 0, and training may stand still. Return the logits and use "
