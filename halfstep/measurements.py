@@ -47,6 +47,7 @@ class BenchRun:
     compiled: bool = False
     losses: tuple[float, ...] = ()  # of each step, in a sweep only
     slow: float | None = None  # how many times O0's step its own takes, if it was timed and not trained
+    gradient_error: float | None = None  # of a first batch, over how far two batches' gradients are apart
 
     @property
     def out_of_memory(self) -> bool:
@@ -72,6 +73,7 @@ class BenchResult:
     command: str
     date: str
     turn: int = 1  # steps of a run in a row, of which the first fifth is not timed
+    within: float | None = None  # what `gradient_error` of the cheapest run that is named may be
 
 
 @dataclass(frozen=True)

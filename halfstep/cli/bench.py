@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -28,7 +29,7 @@ from halfstep.cli.options import (
 )
 from halfstep.cli.screen import INTERRUPTED, activity, end, progress_bar, stderr, stdout
 from halfstep.errors import WorkloadError
-from halfstep.explain.report.bench import bench_table
+from halfstep.explain.report.bench import UNJUDGED, WITHIN, bench_table, cheapest
 from halfstep.explain.report.lines import to_json
 from halfstep.explain.report.sweep import largest_sheet, sheet_text, sweep_sheet
 from halfstep.formats import as_format
@@ -40,7 +41,8 @@ from halfstep.lab.bench.sweep import Asked, check_same, largest_batches, read_sw
 from halfstep.lab.bench.variants import Entry, entries
 from halfstep.lab.workloads.load import MODELS, WORKLOADS, load_workload, parse_settings
 from halfstep.machine import read_facts, read_machine
-from halfstep.measurements import Sweep
+from halfstep.measurements import BenchResult, Sweep
+from halfstep.plan.io import save_plan as write_plan
 
 DEFAULT = "char_lm"
 COMPILE = {"off": (False,), "on": (True,), "both": (False, True)}
@@ -53,6 +55,18 @@ Kept = Annotated[
 ]
 Ways = Annotated[
     str, typer.Option("--products", help="How linear layers multiply, separated by commas: plan, fp8, fp8-row, ...")
+]
+Within = Annotated[
+    float | None,
+    typer.Option(
+        "--gradient-error",
+        min=0.0,
+        help="Also name the cheapest run whose gradient differs from fp32's by less than this share of how far two "
+        f"batches' gradients are apart; {WITHIN:g} if --products names several.",
+    ),
+]
+SavePlan = Annotated[
+    Path | None, typer.Option("--save-plan", help="Write the plan of that run to this file, .toml or .json.")
 ]
 Steps = Annotated[
     int | None,
@@ -105,6 +119,8 @@ def bench(  # noqa: PLR0913  # each is an option of the command, described above
     low: Lows = "bf16,fp16",
     moments: Kept = "full",
     products: Ways = "plan",
+    gradient_error: Within = None,
+    save_plan: SavePlan = None,
     steps: Steps = None,
     seconds: Seconds = None,
     seeds: Seeds = 1,
@@ -134,6 +150,11 @@ def bench(  # noqa: PLR0913  # each is an option of the command, described above
         names(levels), formats, read_facts(place), peer=peer, moments=names(moments), products=names(products)
     )
     check_writable(json)
+    check_writable(save_plan, "--save-plan")
+    if save_plan is not None and save_plan.suffix not in (".toml", ".json"):
+        raise WorkloadError(f"--save-plan {save_plan}: a plan file ends in .toml or .json; pass one of these")
+    several = gradient_error is None and save_plan is None and len(set(names(products))) < 2
+    within = None if several else WITHIN if gradient_error is None else gradient_error
     count = STEPS if steps is None else steps
     if model or batch_size or compile != "off" or page is not None or largest_batch is not None:
         if seeds != 1:
@@ -146,12 +167,14 @@ def bench(  # noqa: PLR0913  # each is an option of the command, described above
             )
         asked = Asked(
             tuple(names(model)) or (name,), sizes(batch_size), _compiled(rows, compile), count, place,
-            parse_settings(settings), data, command=_command(),
+            parse_settings(settings), data, command=_command(), within=within,
         )  # fmt: skip
         if largest_batch is not None:
+            if gradient_error is not None or save_plan is not None:
+                raise WorkloadError("--largest-batch measures no gradients; leave out --gradient-error and --save-plan")
             _largest(asked, bytes_of(largest_batch), json=json, page=page, quiet=quiet)
         else:
-            _sweep(asked, json=json, page=page, quiet=quiet)
+            _sweep(asked, json=json, page=page, quiet=quiet, plan=save_plan)
         return
     given = parse_settings(settings)
     job = load_workload(name, given, data=data)
@@ -159,15 +182,28 @@ def bench(  # noqa: PLR0913  # each is an option of the command, described above
     with progress_bar(first=_first_line(name, rows, steps, seconds, place), quiet=quiet) as progress:
         result = run_bench(
             job, rows, steps=steps, seconds=seconds, seeds=range(seeds), device=place, origin=origin,
-            command=_command(), progress=progress,
+            command=_command(), within=within, progress=progress,
         )  # fmt: skip
     screen = stdout()
     screen.print(bench_table(result, width=screen.width))
     write_json(json, to_json(result))
+    _save(save_plan, [result], rows)
     end(result.runs, complete=result.complete)
 
 
-def _sweep(asked: Asked, *, json: Path | None, page: Path | None, quiet: bool) -> None:
+def _save(path: Path | None, results: Sequence[BenchResult], rows: Sequence[Entry]) -> None:
+    """Writes the plan of the cheapest run whose gradient is close to fp32's to a file, if one is asked for."""
+    if path is None:
+        return
+    within = next((result.within for result in results if result.within is not None), WITHIN)
+    name = cheapest(results, within)
+    if name is None:
+        raise WorkloadError(f"no plan was written to {path}: {UNJUDGED.format(within=within)}")
+    write_plan(next(row for row in rows if row.name == name).plan, path)
+    stdout().print(f"{path} has the plan of {name}")
+
+
+def _sweep(asked: Asked, *, json: Path | None, page: Path | None, quiet: bool, plan: Path | None) -> None:
     """Measures the points of a sweep that the file `json` does not have yet, and prints the whole sweep."""
     check_page(page, json)
     done = None if json is None else read_sweep(json)
@@ -184,6 +220,7 @@ def _sweep(asked: Asked, *, json: Path | None, page: Path | None, quiet: bool) -
     sheet = sweep_sheet(found)
     stdout().print(sheet_text(sheet))
     write_page(page, sheet)
+    _save(plan, [point.result for point in found.points], asked.rows)
     runs = (run for point in found.points for run in point.result.runs)
     end(runs, complete=len(found.points) == found.total)
 

@@ -13,7 +13,7 @@ from halfstep.lab.bench.bench import bench
 from halfstep.lab.bench.variants import Entry, Facts, entries
 from halfstep.lab.workloads.imdb_lstm import ImdbLSTM
 from halfstep.lab.workloads.regression import Regression
-from halfstep.machine import AVX512_BF16, DeviceFacts
+from halfstep.machine import AVX2, AVX512_BF16, DeviceFacts
 
 FACTS = DeviceFacts("cpu", processor=AVX512_BF16)
 CPU = torch.device("cpu")
@@ -102,6 +102,39 @@ def test_rows_of_one_seed_start_from_the_same_weights_and_end_apart(on_processor
     assert losses["O0"] == pytest.approx(losses["O1 bf16"], rel=1e-2)
     assert losses["O1 bf16"] == pytest.approx(losses["torch.amp bf16"], rel=1e-5)
     assert losses["O0"] != losses["O1 bf16"]
+
+
+def test_the_error_of_a_gradient_is_over_the_noise_of_batches(on_processor):
+    """Against O2's by hand, of a model with rounded weights."""
+
+    class Changing(Regression):
+        def batches(self, seed):
+            return (next(super(Changing, self).batches(each)) for each in range(seed, 9))
+
+    on_processor(AVX2)
+    job = Changing(batch=16, d_in=16, d_out=16)
+    rows = entries(["O0", "O1", "O2"], [BF16], FACTS, peer=False, products=("plan", "fp8", "nvfp4"))[:6]
+    result = bench(job, rows, steps=1, device=CPU, memory=False, within=0.5)
+    errors = {run.name.replace(" (emulated)", ""): run.gradient_error for run in result.runs}
+    assert (errors["O0"], result.within) == (0.0, 0.5)
+    assert 1e-4 < errors["O1 bf16"] < 0.02
+    assert 2 * errors["O1 bf16"] < errors["O1 bf16, products fp8"] < errors["O1 bf16, products nvfp4"] / 2
+
+    def gradient(batch, cast=lambda t: t):
+        model = job.build(0)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.copy_(cast(p))
+        job.loss(model(batch[0]), batch[1]).backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+    batches = job.batches(0)
+    one, other = next(batches), next(batches)
+    noise = (gradient(one) - gradient(other)).norm()
+    stored = (gradient(one, lambda t: t.bfloat16().float()) - gradient(one)).norm() / noise
+    assert 0.5 * stored < errors["O2 bf16"] < 4 * stored
+    assert bench(job, rows[:1], steps=1, device=CPU, memory=False).runs[0].gradient_error is None
+    assert bench(SMALL, rows[:1], steps=1, device=CPU, memory=False, within=1.0).runs[0].gradient_error is None
 
 
 def test_seeds_differ_and_repeat():

@@ -67,6 +67,9 @@ class Played:
     def close(self):
         self.log.append(("closed", self.name))
 
+    def gradient_error(self, seed):
+        return {"O0": 0.0, "O2": 0.2}[self.name]
+
     def begin(self, seed, *, counted, limit=None):
         assert (seed, counted) == (0, True)
         return Begun(10, 50)

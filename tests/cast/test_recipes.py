@@ -156,6 +156,14 @@ def test_zeros_beside_the_smallest_values_stay_zeros(cast, size):
 
 
 @pytest.mark.parametrize("cast", CASTS.values(), ids=CASTS)
+@pytest.mark.parametrize("shape", [(16, 16), (32, 16), (16, 40)], ids=str)
+def test_a_transposed_operand_is_rounded_as_its_copy(cast, shape):
+    x = spread(*shape).t()
+    found, copied = (round_operand(each, cast, seed=SEED).values for each in (x, x.contiguous()))
+    assert torch.equal(found, copied)
+
+
+@pytest.mark.parametrize("cast", CASTS.values(), ids=CASTS)
 def test_what_is_too_small_for_any_scale_is_counted_as_flushed(cast):
     counts = torch.zeros(3, dtype=torch.int64)
     found = round_operand(torch.full((32, 32), 1e-44), cast, counts=counts, seed=SEED)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from halfstep import level, load_plan
 from halfstep.lab.bench import sweep as sweep_module
 from tests.bench.test_sweep import Played
 
@@ -40,6 +41,23 @@ def test_a_sweep_prints_its_table_and_writes_json_and_page(halfstep, played, tmp
     assert (tmp_path / "x.json").read_bytes() == before
     code, _, err = halfstep("bench", "regression", "--batch-size", "2,8", *SMALL, *files)
     assert (code, "another sweep" in err, "measured again" in err) == (2, True, False)
+
+
+def test_the_cheapest_plan_with_a_close_gradient_is_named_and_written(halfstep, played, tmp_path):
+    plan, kept = tmp_path / "best.toml", tmp_path / "x.json"
+    command = ["bench", "regression", "--batch-size", "2", *SMALL, "--save-plan", plan, "--json", kept]
+    _, out, _ = halfstep(*command)
+    assert "under 25% of the noise of batches: O2 bf16, 20.0%" in " ".join(out.split())
+    assert load_plan(plan) == level("O2", "bf16")
+    code, out, err = halfstep(*command, "--gradient-error", "0.1")
+    assert (code, "gradient error: 0.25 in the file, 0.1 now" in " ".join(err.split())) == (2, True)
+    code, out, _ = halfstep(*command[:-2], "--gradient-error", "0.1")
+    assert "under 10% of the noise of batches: O0, 0.0%" in " ".join(out.split())
+    assert load_plan(plan).name == "O0"
+    code, out, err = halfstep(*command[:-2], "--gradient-error", "0.1", "--levels", "O2")
+    assert (code, "no plan was written" in err, load_plan(plan).name) == (2, True, "O0")
+    assert "No run was measured" in out
+    assert "gradient" not in halfstep(*command[:-4])[1]
 
 
 def test_a_results_file_does_not_say_where_anyone_s_home_is(halfstep, played, tmp_path, monkeypatch):
@@ -77,6 +95,9 @@ def test_a_results_file_does_not_say_where_anyone_s_home_is(halfstep, played, tm
         (["regression", "--batch-size", "4", "--json", "./x", "--page", "x"], "--page and --json are both x; pass two"),
         (["regression", "--largest-batch", "1GiB", "--json", "x", "--page", "x"], "--page and --json are both x"),
         (["regression", "--batch-size", "4", "--page", "nowhere/x.html"], "--page nowhere/x.html: the folder"),
+        (["regression", "--save-plan", "nowhere/x.toml"], "--save-plan nowhere/x.toml: the folder"),
+        (["regression", "--save-plan", "x.yaml"], ".toml or .json"),
+        (["regression", "--largest-batch", "1GiB", "--save-plan", "x.toml"], "--largest-batch measures no gradients"),
     ],
 )
 def test_bad_input_is_one_message(halfstep, played, arguments, said):

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from halfstep.explain.report.bench import bench_table, over_seeds
+from halfstep.explain.report.bench import bench_table, cheapest, over_seeds
 from halfstep.explain.report.lines import to_json
 from halfstep.machine import Machine
 from halfstep.measurements import BenchResult, BenchRun, Spread
@@ -131,6 +131,25 @@ def test_the_training_loss_stands_in_where_the_workload_validates_nothing():
 @pytest.mark.parametrize("runs", [(O0,), (O2,), (O0, AMP), (O0, replace(O2, vs_o0=None)), (O0, LOST)])
 def test_where_there_is_nothing_to_compare_nothing_is_recommended(runs):
     assert last_line(*runs) == "Nothing to recommend: no other level could be compared with O0 throughout."
+
+
+def test_the_cheapest_run_has_a_close_gradient_at_every_point():
+    def run(name, ms, off, **fields):
+        spread = Spread(ms, ms, ms, 2)
+        return replace(O0, name=name, step_ms=spread, gradient_error=off, **fields)
+
+    near, far = run("near", 8.0, 0.1), run("far", 4.0, 0.25)
+    rest = run("O0", 9.0, 0.0), run("broken", 1.0, 0.1, error="x"), replace(far, peer=True, gradient_error=None)
+    points = [replace(RESULT, runs=(near, replace(far, gradient_error=0.2), *rest), within=0.25)]
+    assert cheapest(points, 0.25) == "far"
+    points.append(replace(points[0], runs=(near, far, *rest)))
+    assert cheapest(points, 0.25) == "near"
+    assert cheapest(points, 0.05) == "O0"
+    assert cheapest(points, 0.0) is None
+    assert cheapest([], 0.25) is None
+    assert "under 25% of the noise of batches: near, 10.0%." in show(points[1])
+    assert "10.0%" in row(points[1], "near")[5]
+    assert "gradient" not in show(RESULT)
 
 
 def compiled(run, speed):

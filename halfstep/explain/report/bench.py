@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from math import exp, isfinite, log
+from math import exp, inf, isfinite, log
 from statistics import fmean, mean, stdev
 
 from rich.console import Group, RenderableType
@@ -18,6 +18,7 @@ BEFORE: Columns = {
     "speed x\ntorch.amp": lambda run: _ratio(run.vs_amp),
     "peak\nMiB": lambda run: None if run.peak_bytes is None else f"{run.peak_bytes / MIB:,.1f}",
     "bytes a\nparameter": lambda run: _bytes(run.bytes_per_parameter),
+    "gradient\nerror": lambda run: None if run.gradient_error is None else f"{run.gradient_error:.1%}",
     "train\nloss": lambda run: over_seeds(run.train_loss),
 }
 AFTER: Columns = {"skipped\nsteps": lambda run: _span(run.skipped), "final\nscale": lambda run: _span(run.scale)}
@@ -28,6 +29,8 @@ def bench_table(result: BenchResult, *, width: int) -> Group:
     runs = [run for run in result.runs if run.error is None]
     figures = dict.fromkeys(name for run in result.runs for name in run.validation)
     columns = {**BEFORE, **{f"validation\n{name}": _validation(name) for name in figures}, **AFTER}
+    if result.within is None:
+        del columns["gradient\nerror"]
     names = ["", *(run.name for run in runs)]
     filled = zip(*cells(runs, columns), strict=True) if runs else [()] * len(columns)
     parts: list[RenderableType] = []
@@ -119,7 +122,7 @@ def _below(result: BenchResult) -> Iterator[str]:
     yield f"Peak memory: {result.peak_method}, weights included. Bytes per parameter: memory held between two steps."
     yield from result.notes
     yield from disturbed((run.name, run.step_ms) for run in result.runs)
-    yield recommendation([result], losses=True)
+    yield from headlines([result], losses=True)
 
 
 # ---- what to train at
@@ -129,7 +132,36 @@ JUDGED = 50  # steps from which on a loss is no chance
 WORSE_LOSS = 0.1  # of O0's loss after the same steps: what ends higher is not recommended
 NOTHING = "Nothing to recommend: no other level could be compared with O0 throughout."
 
+WITHIN = 0.25  # of the noise of batches: how far a gradient may be off where nothing else is asked for
+UNJUDGED = "No run was measured to the end whose gradient error stays under {within:.0%} of the noise of batches."
+
 LevelRun = tuple[BenchResult, BenchRun]
+
+
+def headlines(results: Sequence[BenchResult], *, losses: bool = False) -> Iterator[str]:
+    """Yields what to train with, and the cheapest run whose gradient is close to fp32's, if that was measured."""
+    yield recommendation(results, losses=losses)
+    within = results[0].within if results else None
+    if within is not None:
+        name = cheapest(results, within)
+        seen = [run for result in results for run in result.runs if run.name == name]
+        worst = max((run.gradient_error or 0.0 for run in seen), default=0.0)
+        yield (
+            UNJUDGED.format(within=within)
+            if name is None
+            else (f"Cheapest with a gradient error under {within:.0%} of the noise of batches: {name}, {worst:.1%}.")
+        )
+
+
+def cheapest(results: Sequence[BenchResult], within: float) -> str | None:
+    """Returns the name of the fastest run whose gradient error is below `within` at all points; None if none is."""
+    runs = [run for result in results for run in result.runs if not run.peer]
+    times: dict[str, float] = {}
+    for name in dict.fromkeys(run.name for run in runs):
+        own = [run for run in runs if run.name == name]
+        if all(run.error is None and run.gradient_error is not None and run.gradient_error < within for run in own):
+            times[name] = fmean(log(run.step_ms.median) if run.step_ms else inf for run in own)
+    return min(times, key=lambda name: times[name], default=None)
 
 
 def recommendation(results: Sequence[BenchResult], *, losses: bool = False) -> str:

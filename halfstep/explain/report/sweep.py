@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Group
 from rich.text import Text
 
-from halfstep.explain.report.bench import memory_share, recommendation
+from halfstep.explain.report.bench import headlines, memory_share
 from halfstep.explain.report.tables import MIB, Columns, cells, disturbed, numbered, table
 from halfstep.measurements import BenchRun, Largest, Point, Sweep
 
@@ -59,6 +59,7 @@ FIGURES: Mapping[str, tuple[Figure, str]] = {
     "minutes\nan epoch": (lambda point, run: _epoch_minutes(point, run), ",.1f"),
     "peak\nMiB": (lambda _, run: None if run.peak_bytes is None else run.peak_bytes / MIB, ",.1f"),
     "memory\nx O0": (lambda point, run: memory_share(point.result, run), ".2f"),
+    "gradient\nerror": (lambda _, run: run.gradient_error, ".1%"),
     "last\nloss": (lambda _, run: run.losses[-1] if run.losses else None, ".4f"),
 }
 
@@ -94,7 +95,7 @@ def sweep_sheet(sweep: Sweep) -> Sheet:
     commands = {"commands": "; ".join(dict.fromkeys(point.result.command for point in sweep.points))}
     return Sheet(
         title=_title(sweep.asked, f"; batch {sweep.asked['batch sizes']}; {sweep.asked['steps']} timed steps{part}"),
-        headline=recommendation([point.result for point in sweep.points]),
+        headline=" ".join(headlines([point.result for point in sweep.points])),
         header=list(columns),
         rows=cells(seen, columns),
         notes=list(_notes(sweep, seen)),

@@ -65,6 +65,7 @@ def bench(  # noqa: PLR0913  # what one experiment is; all of it stands in the r
     origin: Origin | None = None,
     command: str = "",
     memory: bool = True,
+    within: float | None = None,
     progress: Progress = lambda what, done, total: None,
     clock: Callable[[], float] = perf_counter,
 ) -> BenchResult:
@@ -78,6 +79,8 @@ def bench(  # noqa: PLR0913  # what one experiment is; all of it stands in the r
     about that time, at most `steps` if these are given too, the same number for all rows that are trained. A row whose
     step takes more than `budget.SLOW` times that of O0 (without O0: of the fastest row) is then timed for three steps
     and not trained. Validation is left out if it would take more than half of the time.
+
+    With `within` the error of each row's gradient is measured before, and the cheapest row below it is named.
 
     Returns the measurements, with one row for each entry. If an entry raises an exception, in halfstep or in the
     workload, the error is stored in its row and the other entries continue. A `KeyboardInterrupt` ends the benchmark
@@ -101,6 +104,11 @@ def bench(  # noqa: PLR0913  # what one experiment is; all of it stands in the r
     try:
         with ExitStack() as stack:
             running = _open(origin, deal, tallies, told, stack)
+            for row in running if within is not None else ():
+                told.now(f"{row.name}: the error of its gradient")
+                with row.tally.failing("the gradient of a first batch"):
+                    row.tally.gradient_error = row.lane.gradient_error(seeds[0])
+            running = _running(running)
             if until is None:
                 told.total = (len(seeds) * most + COUNTED * memory) * len(running)
             spent: dict[int, float] = {}
@@ -120,6 +128,7 @@ def bench(  # noqa: PLR0913  # what one experiment is; all of it stands in the r
     return result_of(
         workload, tallies, parameters=parameters, device=device, steps=taken.steps, warmup=taken.untimed,
         turn=taken.turn, seeds=seeds, complete=complete, command=command,
+        within=within,
     )  # fmt: skip
 
 

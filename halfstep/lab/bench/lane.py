@@ -9,6 +9,7 @@ from time import perf_counter
 
 import torch
 
+from halfstep.lab.bench.gradients import gradient_error
 from halfstep.lab.bench.memory import CpuBytes, CudaBytes, counting, limit_memory
 from halfstep.lab.bench.tally import End, next_batch
 from halfstep.lab.bench.variants import Entry, Variant, timed_step
@@ -117,6 +118,10 @@ class Local:
                 return (perf_counter() - start) * sum(sizes) / max(1, sizes[0])
         finally:
             model.train(was_training)
+
+    def gradient_error(self, seed: int) -> float | None:
+        """Returns how far the gradient of a first batch is from fp32's, over the noise of batches; None of a peer."""
+        return None if self._entry.peer else gradient_error(self._workload, self._entry.plan, seed, self._device)
 
     def end(self, *, validate: bool) -> End:
         """Returns what the run has come to, after a validation if `validate` is true."""

@@ -101,6 +101,11 @@ class Remote:
         """Returns about how many seconds a validation takes."""
         return float(self._ask("gauge"))
 
+    def gradient_error(self, seed: int) -> float | None:
+        """Returns how far the gradient of a first batch is from fp32's, over the noise of batches; None of a peer."""
+        error: float | None = self._ask("gradient_error", seed)
+        return error
+
     def end(self, *, validate: bool) -> End:
         """Returns what the run has come to."""
         end: End = self._ask("end", validate=validate)

@@ -47,6 +47,7 @@ class Asked:
     data: Path | None = None
     seed: int = 0
     command: str = ""
+    within: float | None = None  # as in `bench`
 
     def points(self) -> list[tuple[str, Workload]]:
         """Returns the model and the workload of each point, in the order in which they are measured."""
@@ -82,6 +83,7 @@ class Asked:
             "torch": machine.torch,
             "halfstep": __version__,
             "peak memory": PEAK_METHOD,
+            **({} if self.within is None else {"gradient error": f"{self.within:g}"}),
         }
 
     def failed(self, point: Point) -> bool:
@@ -194,6 +196,7 @@ def _measure(asked: Asked, model: str, workload: Workload, tick: Callable[[str],
                     stack.callback(lanes[-1][1].close)
         for tally, remote in lanes:
             with tally.failing("start"):
+                tally.gradient_error = None if asked.within is None else remote.gradient_error(asked.seed)
                 built = remote.begin(asked.seed, counted=True)
         for step in range(total):
             turn = step % max(1, len(lanes))  # so that none always follows the same other
@@ -213,6 +216,7 @@ def _measure(asked: Asked, model: str, workload: Workload, tick: Callable[[str],
     result = result_of(
         workload, tallies, parameters=built.parameters, device=asked.device, steps=asked.steps, warmup=UNTIMED,
         seeds=(asked.seed,), complete=True, command=asked.command,
+        within=asked.within,
     )  # fmt: skip
     return Point(model, workload.batch, built.examples, result)
 

@@ -57,6 +57,7 @@ class Tally:
     losses: list[float] = field(default_factory=list)  # of each step
     error: str | None = None  # why the row failed
     slow: float | None = None  # how many times O0's step its own takes, if it was timed and not trained
+    gradient_error: float | None = None
 
     @contextmanager
     def failing(self, where: str = "") -> Iterator[None]:
@@ -100,6 +101,7 @@ class Tally:
             compiled=self.entry.compiled,
             losses=tuple(self.losses),
             slow=self.slow,
+            gradient_error=self.gradient_error,
         )
 
 

@@ -59,6 +59,12 @@ class Entry:
             return self.level + end
         return f"{self.level} {self.low}{' (emulated)' if self.emulated else ''}{end}"
 
+    @property
+    def plan(self) -> Plan:
+        """The plan of a row that is no peer, before the scaling of its loss."""
+        plan = level(self.level, "bf16" if self.low == FP32 else self.low)
+        return customize(plan, moments=self.moments, products=self.products)
+
     def start(self, workload: Workload, seed: int, device: torch.device) -> Variant:
         """Builds the workload's model from a seed on a device and prepares it for training."""
         model = workload.build(seed).to(device)
@@ -66,9 +72,7 @@ class Entry:
             model.compile()
         if self.peer:
             return AmpVariant(workload, model, self.low, device, scaled=self.scaled)
-        plan = level(self.level, "bf16" if self.low == FP32 else self.low)
-        plan = customize(plan, moments=self.moments, products=self.products)
-        return SessionVariant(workload, model, plan, loss_scale="dynamic" if self.scaled else None)
+        return SessionVariant(workload, model, self.plan, loss_scale="dynamic" if self.scaled else None)
 
 
 def entries(

@@ -294,7 +294,7 @@ def _flat(scales: Tensor) -> Tensor:
 
 def rotated(x: Tensor) -> Tensor:
     """Transforms each 16 elements along K, the last ones filled up with zeros; products of two such are unchanged."""
-    x = pad(x.float(), (0, -x.shape[1] % _ROTATED))
+    x = pad(x.float(), (0, -x.shape[1] % _ROTATED)).contiguous()
     signs = ((_SIGNS >> torch.arange(_ROTATED, dtype=torch.int32, device=x.device)) & 1) * 2 - 1
     y = x.reshape(-1, _ROTATED) * (0.25 * signs)
     for half in (1, 2, 4, 8):  # additions alone, in an order that is the same on every device
