@@ -4,7 +4,8 @@
     python benchmarks/fp8.py --set d=384 --set layers=6     # 10.8 million parameters
 
 Columns: `error`, |g - g32| / |g32| over all weights, g32 of O0; `of the noise`, over |g_a - g_b| / |g_a| of two batches
-in fp32: what a short run could see of it; `flushed` and `saturated`, the largest share of an operand in any layer;
+in fp32: what a short run could see of it; `output`, `grad_input` and `grad_weight`, the error with the recipe in that
+product alone, the others in bf16; `flushed` and `saturated`, the largest share of an operand in any layer;
 `time`, a step over one of O1 in bf16, the least of ten in turn. At a random initialization, and with O1's weights: O2's
 bf16 weights have an error of their own.
 """
@@ -13,19 +14,30 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 import halfstep
+from halfstep.formats import BF16, FP16
 from halfstep.lab.workloads.load import load_workload, parse_settings
 from halfstep.timing import take_turns
-from halfstep.train.cast.recipes import RECIPES
+from halfstep.train.cast.narrow import PRODUCTS
+from halfstep.train.cast.recipes import RECIPES, Cast, Recipe
 
 SMALL = {"d": "128", "layers": "4", "heads": "4", "length": "64", "batch": "8"}
 ROWS = ("plan", *RECIPES)
+NEAR = Cast(replace(BF16, max=FP16.max))  # rounds as bf16 does; scaled to a smaller largest value, sums do not overflow
+
+
+def alone(recipe: Recipe, product: str) -> Recipe:
+    """Returns a recipe that rounds the operands of one product, and those of the others to bf16."""
+    casts = {place: cast if place[0] == product else NEAR for place, cast in recipe.casts.items()}
+    return replace(recipe, casts=casts, on=None)
 
 
 def gradient(work: Any, batch: Any, products: str | None, *, seed: int) -> tuple[Tensor, Any]:
@@ -79,14 +91,18 @@ def main() -> None:
             error = float((found - exact).norm() / exact.norm())
             row = {"error": error, "of the noise": error / noise}
             row |= {"flushed": max((each.flushed / each.elements for each in lost), default=0.0)}
+            for product in PRODUCTS if name != "plan" else ():
+                with patch.dict(RECIPES, {name: alone(RECIPES[name], product)}):
+                    row[product] = float((gradient(work, one, name, seed=seed)[0] - exact).norm() / exact.norm())
             row |= {"saturated": max((each.saturated / each.elements for each in lost), default=0.0)}
             rows[name] = {key: max(value, rows.get(name, {}).get(key, 0.0)) for key, value in row.items()}
-    print("products   error  of the noise  flushed  saturated   time")
+    print("products   error  of the noise  output  grad_input  grad_weight  flushed  saturated   time")
     for name, row in rows.items():
         row["time"] = time_over_plan(work, one, name) if name != "plan" else 1.0
+        each = "  ".join(f"{row.get(product, 0.0):{max(len(product), 6)}.4f}" for product in PRODUCTS)
         print(
-            f"{name:9}  {row['error']:.4f}  {row['of the noise']:12.1%}  {row['flushed']:7.2%}  {row['saturated']:9.2%}"
-            f"  {row['time']:5.2f}"
+            f"{name:9}  {row['error']:.4f}  {row['of the noise']:12.1%}  {each}  {row['flushed']:7.2%}"
+            f"  {row['saturated']:9.2%}  {row['time']:5.2f}"
         )
     if args.json is not None:
         args.json.write_text(json.dumps({"settings": settings, "seeds": args.seeds, "rows": rows}, indent=1))
