@@ -177,6 +177,7 @@ TENSOR_KINDS = ("weight", "activation", "activation_grad", "weight_grad")
 UPDATE = "update"  # a further kind: what a step added to a weight, in units of the weight's last place
 PRECISION = "precision"  # another: how far what a module returns is from the same call in fp32, in units of its spread
 ABSORBED = "absorbed"  # another: values that overflowed, after which an operation made everything finite again
+OPERAND = "operand"  # another: what the cast of a recipe of products did to each element of an operand
 ABSORBED_SAMPLE = 10, 500  # the steps of fp16 in which they are looked for unasked
 CERTAIN = 0.5  # of its spread: more than rounding alone does
 SUSPECT = 0.1  # of its spread in fp32: what a module returns may be off by so much before it is looked at
@@ -208,6 +209,10 @@ class Limits:
 
 
 UPDATE_LIMITS = Limits(0.5, 0.5, math.inf)  # of an update, in units in the last place of the weight: what it can follow
+
+
+OPERAND_LIMITS = Limits(0.5, 0.5, 2.0)  # elements count as 1/4 if they became 0, as 4 if they saturated, else as 1
+LIMITS = {UPDATE: UPDATE_LIMITS, OPERAND: OPERAND_LIMITS}  # of kinds that no format judges
 
 
 def limits_of(fmt: Format) -> Limits:
@@ -316,6 +321,16 @@ class TensorStats:
     def _count(self, count: Callable[[Array, Array, float], Array], limit: float) -> float:
         return float(count(np.array(self.exponents, dtype=np.float64), np.array(self.amax), limit))
 
+    @staticmethod
+    def of_operand(loss: ProductLoss) -> TensorStats:
+        """Returns the counts of what an operand lost, in the units of `OPERAND_LIMITS`."""
+        bins = [0] * BINS
+        bins[BIAS - 2], bins[BIAS + 2] = loss.flushed, loss.saturated
+        bins[BIAS] = loss.elements - loss.flushed - loss.saturated - loss.nonfinite
+        return TensorStats(
+            loss.elements, 0, 0, 0, loss.nonfinite, tuple(bins), 0.0, 0.0, 4.0 if loss.saturated else 1.0
+        )
+
     def _of_nonzero(self, count: float) -> float:
         return count / self.nonzero if self.nonzero else 0.0
 
@@ -367,8 +382,10 @@ class Observation:
         kind: one of `TENSOR_KINDS`, `UPDATE`, `ABSORBED` or `PRECISION`. The elements of an `UPDATE` are what the step
             added to each weight, over the distance from the stored weight to the next larger value of its format: below
             one half it does not change the stored weight. Those of an `ABSORBED` overflow are the fp32 values that
-            overflowed, those of `PRECISION` what the outputs of a module are off by, over their spread in fp32.
-        name: tells several tensors of one kind apart: the name of the parameter, or the place in the module's output.
+            overflowed, those of `PRECISION` what the outputs of a module are off by, over their spread in fp32. Those
+            of an `OPERAND` of a product by a recipe are 1/4 if they became 0, 4 if they saturated, and 1 if neither.
+        name: tells several tensors of one kind apart: the name of the parameter, the place in the module's output, or
+            the product and the operand.
         format: the format that the tensor was stored in.
         scale: the counted values are the true ones times this loss scale (1 for weights and activations).
         sampled: whether only some elements were read; `stats.count` is then their number.

@@ -14,6 +14,8 @@ from torch.utils.checkpoint import checkpoint
 import halfstep
 from halfstep import Policy, Rule
 from halfstep.errors import HalfstepError
+from halfstep.explain.report.gather import MEASURES, gather
+from halfstep.explain.report.numbers import shares_of
 from halfstep.machine import AVX2, AVX512_BF16
 from halfstep.plan.plan import multiple_of
 from halfstep.train.cast.casting import Casting
@@ -331,6 +333,36 @@ def test_an_operand_that_is_not_finite_skips_the_step_and_is_counted(products, v
     assert (first.layer, first.product, first.operand, first.nonfinite) == ("0", "output", "input", 1)
     train(model, optimizer, session, range(1))
     assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_a_probe_counts_what_each_operand_lost_in_its_steps(tmp_path):
+    model = made()
+    log = halfstep.RunLog(tmp_path / "run.jsonl")
+    optimizer, session = opened(model, "nvfp4", sinks=[log])
+    train(model, optimizer, session, range(1))
+    before = session.status().lost
+    with session.observe(every=100, modules=["0", "5"]) as probe:
+        train(model, optimizer, session, range(1, 3))
+        seen = [each for each in probe.flush() if each.kind == "operand"]
+    lost = session.status().lost
+    first = [each for each in lost if each.layer == "0"]
+    assert [(each.step, each.module, each.name) for each in seen] == [
+        (2, "0", f"{each.product}.{each.operand}") for each in first
+    ]
+    for one, now, then in zip(seen, first, before, strict=False):
+        shares = shares_of(one, halfstep.BF16)
+        assert one.stats.count == then.elements == (now.elements - then.elements) // 2
+        assert one.stats.zeros == one.stats.nans == 0
+        assert 0 < shares[f"lost/operand/0.{one.name}"] * one.stats.count <= now.flushed - then.flushed
+        assert 0 <= shares[f"saturated/operand/0.{one.name}"] * one.stats.count <= now.saturated - then.saturated
+    session.close()
+    log.close()
+    sums = gather(halfstep.read_log(tmp_path / "run.jsonl").observations(), [2], halfstep.BF16).kinds["operand"]
+    counted = dict(zip(MEASURES, sums.shares[1, 0], strict=True))
+    assert sums.modules[1:] == ["0"]
+    assert counted["lost"] == sum(each.stats.exponents[125] for each in seen) > 0
+    assert counted["saturated"] == sum(each.stats.exponents[129] for each in seen)
+    assert counted["count"] == sum(each.stats.count for each in seen)
 
 
 def test_a_column_of_outliers_is_flushed_by_one_scale_a_tensor_and_told():

@@ -12,10 +12,9 @@ import numpy as np
 from halfstep.formats import Format
 from halfstep.records import (
     CERTAIN,
+    LIMITS,
     PRECISION,
     SUSPECT,
-    UPDATE,
-    UPDATE_LIMITS,
     Array,
     Limits,
     Observation,
@@ -114,7 +113,7 @@ def gather(
         for kind in dict.fromkeys(seen.kind for seen in chunk):
             sums = kinds.setdefault(kind, Sums())
             part = [seen for seen in chunk if seen.kind == kind]
-            limits = UPDATE_LIMITS if kind == UPDATE else limits_of(low)
+            limits = LIMITS.get(kind) or limits_of(low)
             for seen in part:
                 if (kind, seen.module) not in rows:
                     rows[kind, seen.module] = len(sums.modules)

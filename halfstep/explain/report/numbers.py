@@ -10,6 +10,9 @@ from halfstep.explain.report.async_reader import COLUMNS, FLAGS, AsyncReader
 from halfstep.explain.report.log import reason
 from halfstep.formats import FORMATS, FP16, Format
 from halfstep.records import (
+    BIAS,
+    LIMITS,
+    OPERAND,
     UPDATE,
     Finding,
     Observation,
@@ -112,8 +115,11 @@ def shares_of(seen: Observation, low: Format) -> dict[str, float]:
     """Returns the shares of an observed tensor's values that `low` cannot represent, by name."""
     shares: dict[str, float] = {}
     if seen.stats.nonzero:
-        lost = seen.lost_updates
-        shares[f"lost/{name_of(seen)}"] = seen.stats.lost(low) if lost is None else lost
-    if seen.kind != UPDATE:
+        own = LIMITS.get(seen.kind)
+        below = None if own is None else seen.stats.below(own.zero) / seen.stats.nonzero
+        shares[f"lost/{name_of(seen)}"] = seen.stats.lost(low) if below is None else below
+    if seen.kind == OPERAND:
+        shares[f"saturated/{name_of(seen)}"] = seen.stats.exponents[BIAS + 2] / seen.stats.count
+    elif seen.kind != UPDATE:
         shares[f"saturated/{name_of(seen)}"] = seen.stats.saturated(low)
     return shares

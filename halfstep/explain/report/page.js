@@ -320,24 +320,25 @@
     }], mapLayout(modules, steps, none, data.focus?.module), drawing.config);
   }
 
-  function mapTitle(measure, isUpdate) {
+  function mapTitle(measure, isUpdate, low) {
     const less = "Share of the updates smaller than half a unit in the last place of the stored weight";
     const titles = isUpdate ? {
       lost: less, small: less, zero: "Share of weights without an update",
       saturated: "Share of updates that are not finite",
     } : {
-      lost: `Share of the nonzero values that ${data.low} rounds to zero`,
-      small: `Share of the nonzero values below the smallest normal value of ${data.low}`,
-      zero: `Share of values that are zero: at most this was lost where ${data.low} stores them`,
-      saturated: `Share of values beyond the largest value of ${data.low}, or not finite`,
+      lost: `Share of the nonzero values that ${low} rounds to zero`,
+      small: `Share of the nonzero values below the smallest normal value of ${low}`,
+      zero: `Share of values that are zero: at most this was lost where ${low} stores them`,
+      saturated: `Share of values beyond the largest value of ${low}, or not finite`,
     };
     return titles[measure];
   }
 
   function drawMaps() {
     const kind = kindOf("map-kind"), measure = $("map-measure").value, isUpdate = kind === data.update.kind;
-    drawMap("small-map", kind, measure, mapTitle(measure, isUpdate));
-    drawMap("saturated-map", kind, "saturated", mapTitle("saturated", isUpdate));
+    const isOperand = kind === "operand", low = isOperand ? "the recipe's cast" : data.low;  // it counts no other small ones
+    drawMap("small-map", kind, measure, mapTitle(isOperand && measure === "small" ? "lost" : measure, isUpdate, low));
+    drawMap("saturated-map", kind, "saturated", mapTitle("saturated", isUpdate, low));
     const stored = isUpdate ? "" : storedLow(data.kinds[kind]);
     const groups = data.columns.some(([from, to]) => from !== to) ? " A column has several observed steps." : "";
     $("maps-words").textContent = (stored ? `${stored} a zero, which does not count as lost here.` : "") + groups;
@@ -352,7 +353,7 @@
   // What a verdict is about is shown first.
   function openControls() {
     const kinds = Object.keys(data.kinds), opened = data.focus?.kind ?? kinds[0];
-    choices($("kind"), kinds, opened);
+    choices($("kind"), kinds.filter(kind => kind !== "operand"), opened);  // the last kind, and no values
     choices($("map-kind"), kinds, opened);
     choices($("format"), Object.keys(data.formats), data.low);
     chooseModules(data.focus?.module);

@@ -26,6 +26,7 @@ from halfstep.formats import FORMATS, FP16, NARROW, Format, as_format
 from halfstep.plan.io import from_dict
 from halfstep.records import (
     ABSORBED_SAMPLE,
+    LIMITS,
     SEVERITIES,
     SUSPECT,
     UPDATE,
@@ -223,7 +224,9 @@ def _kind(kind: str, sums: Sums, formats: Sequence[Format], moves: Sequence[int]
     used = np.flatnonzero(sums.histogram[0])
     first, end = (int(used[0]), int(used[-1]) + 1) if len(used) else (0, 1)
     scales = [2.0**move for move in moves] if kind in GRADIENTS else [1.0]
-    limits = {UPDATE: UPDATE_LIMITS} if kind == UPDATE else {fmt.name: limits_of(fmt) for fmt in formats}
+    limits = (
+        {UPDATE: UPDATE_LIMITS} if kind == UPDATE else {fmt.name: LIMITS.get(kind) or limits_of(fmt) for fmt in formats}
+    )
     return {
         "modules": sums.modules,
         "formats": sorted(sums.formats),

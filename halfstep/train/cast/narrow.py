@@ -8,7 +8,8 @@ names, and FSDP2 puts other tensors in the place of parameters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import copy
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from functools import wraps
 from typing import Any
 
@@ -19,8 +20,9 @@ from torch.nn.functional import pad
 from halfstep.edits import Policy, Rule, spell
 from halfstep.errors import OpError
 from halfstep.formats import CASTABLE
+from halfstep.later import Later
 from halfstep.plan.plan import Plan
-from halfstep.records import Finding, ProductLoss
+from halfstep.records import OPERAND, Finding, Observation, ProductLoss, TensorStats
 from halfstep.sharded import is_sharded
 from halfstep.torch_internals import StorageWeakRef, parameters_of, storage_identity, uncompiled, version_of
 from halfstep.train.cast.opkernels import Act, OpSite
@@ -92,14 +94,35 @@ class Layers:
 
     def losses(self) -> tuple[ProductLoss, ...]:
         """Returns what was lost so far; waits for the device."""
-        counts = self.counts.tolist()
+        return self._losses(self.counts.tolist(), self.seen)
+
+    def _losses(self, counts: list[Any], seen: list[list[list[int]]]) -> tuple[ProductLoss, ...]:
         return tuple(
-            ProductLoss(name, product, OPERANDS[product][at], self.seen[layer][number][at], *counts[layer][number][at])
+            ProductLoss(name, product, OPERANDS[product][at], seen[layer][number][at], *counts[layer][number][at])
             for layer, name in enumerate(self.names)
             for number, product in enumerate(PRODUCTS)
             for at in (0, 1)
-            if self.seen[layer][number][at]
+            if seen[layer][number][at]
         )
+
+    def watched(self, modules: Container[str]) -> Callable[[int], Callable[[], list[Observation]]]:
+        """Counts from now on; the result, called with a step, copies that to the host, and what it returns reads it."""
+        counts, seen = self.counts.clone(), copy.deepcopy(self.seen)
+
+        def end(step: int) -> Callable[[], list[Observation]]:
+            later, before, after = Later([self.counts - counts]), seen, copy.deepcopy(self.seen)
+
+            def read() -> list[Observation]:
+                lost = self._losses(later.read()[0].tolist(), _apart(after, before))
+                named = ((each, f"{each.product}.{each.operand}") for each in lost if each.layer in modules)
+                return [
+                    Observation(step, each.layer, OPERAND, name, "fp32", 1.0, TensorStats.of_operand(each))
+                    for each, name in named
+                ]
+
+            return read
+
+        return end
 
     def findings(self, plan: Plan) -> Iterator[Finding]:
         """Yields a warning for each of the layers that lost most, if they lost much; waits for the device."""
@@ -163,6 +186,10 @@ def _round(
         short = -each.shape[1] % recipe.multiple
         rounded.append(round_operand(pad(each, (0, short)) if short else each, cast, counts=lost, seed=seed))
     return rounded
+
+
+def _apart(after: list[Any], before: list[Any]) -> list[Any]:
+    return [_apart(a, b) if isinstance(a, list) else a - b for a, b in zip(after, before, strict=True)]
 
 
 def _memory(weight: Tensor) -> tuple[int, int]:

@@ -19,7 +19,7 @@ from halfstep.records import TENSOR_KINDS, UPDATE, Observation
 from halfstep.train.kernels.stats import Updates
 from halfstep.train.probe.hooks import readable, undo_all
 from halfstep.train.probe.rows import Pending, check_sample
-from halfstep.train.probe.window import Overflows, Shadows, Window, owned
+from halfstep.train.probe.window import Operands, Overflows, Shadows, Window, owned
 from halfstep.validate import near_miss, short
 
 LONGEST = 8  # consecutive steps that are observed until each optimizer has made one
@@ -61,9 +61,10 @@ class Probe(AbstractContextManager["Probe"]):
         deliver: Sequence[Callable[[Observation], object]],
         absorbed: Overflows | None = None,
         shadows: Shadows | None = None,
+        operands: Operands | None = None,
         wait: int = 0,
     ) -> None:
-        self._absorbed, self._shadows, self._wait = absorbed, shadows, wait
+        self._more, self._wait = (absorbed, shadows, operands), wait
         self._modules, self._kinds, self._every, self._sample = modules, kinds, every, sample
         self._deliver = deliver
         self._waiting: deque[Pending] = deque()  # for `flush`
@@ -120,8 +121,8 @@ class Probe(AbstractContextManager["Probe"]):
         self._hand_over(wait=False)  # last, because a receiver may raise
 
     def _open(self, kinds: frozenset[str]) -> None:
-        if kinds or self._absorbed or self._shadows:
-            self.window = Window(self._modules, kinds, self._sample, self.undo, self._absorbed, self._shadows)
+        if kinds or any(self._more):
+            self.window = Window(self._modules, kinds, self._sample, self.undo, *self._more)
 
     def _keep(self, pending: Pending) -> None:
         if not len(pending):
@@ -265,6 +266,7 @@ def make_probe(  # noqa: PLR0913  # what `Session.observe` takes
     deliver: Sequence[Callable[[Observation], object]] = (),
     absorbed: Overflows | None = None,
     shadows: Shadows | None = None,
+    operands: Operands | None = None,
 ) -> Probe:
     """Returns a probe on the modules that the patterns match and all modules inside them; see `Session.observe`."""
     whole = isinstance(every, int) and not isinstance(every, bool)
@@ -281,7 +283,10 @@ def make_probe(  # noqa: PLR0913  # what `Session.observe` takes
             f"tensors is {sorted(kinds)}, but none of the {len(chosen)} modules that {modules!r} matches has a "
             "floating-point parameter; name other modules, or observe their activations"
         )
-    return Probe(chosen, kinds, every=every, sample=sample, deliver=deliver, absorbed=absorbed, shadows=shadows)
+    return Probe(
+        chosen, kinds, every=every, sample=sample, deliver=deliver, absorbed=absorbed, shadows=shadows,
+        operands=operands,
+    )  # fmt: skip
 
 
 def check_delivery(

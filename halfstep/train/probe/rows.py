@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -105,6 +105,7 @@ class Pending:
     rows: list[list[_Row]]
     numbers: Later
     absorbed: Sequence[Observation] = ()
+    operands: Callable[[], Sequence[Observation]] = tuple  # on their way since before the numbers
 
     def __len__(self) -> int:
         return sum(map(len, self.rows)) + len(self.absorbed)
@@ -125,7 +126,7 @@ class Pending:
                 if old is not None:
                     new = replace(new, stats=old.stats + new.stats, sampled=old.sampled or new.sampled)
                 found[key] = new
-        return [*found.values(), *self.absorbed]
+        return [*found.values(), *self.absorbed, *self.operands()]
 
 
 def format_name(dtype: torch.dtype) -> str:

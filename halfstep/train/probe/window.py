@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Protocol
@@ -35,6 +35,8 @@ class OverflowWatch(Protocol):
 
 # Begins a watch: adds what ends it to the list, and returns it with the function that leaves the emulation's modes.
 Overflows = Callable[[list[Callable[[], None]]], tuple[OverflowWatch, Callable[[], None]]]
+# Begins to count what recipes of products lose in some modules; called at a step, the result returns what reads that.
+Operands = Callable[[Container[str]], Callable[[int], Callable[[], Sequence[Observation]]]]
 Errors = Callable[[str, str, Tensor], None]  # takes a module, a place in its output, and the errors there
 # Begins to call one of some modules again in fp32, in the next forward: passes on the errors of its outputs, in their
 # spread, and adds what ends this to the list. Returns what switches it off and on.
@@ -55,6 +57,7 @@ class Window:
         undo: list[Callable[[], None]],
         absorbed: Overflows | None = None,
         shadows: Shadows | None = None,
+        operands: Operands | None = None,
     ) -> None:
         self.kinds = kinds
         self.hooks: StepHooks | None = None
@@ -76,6 +79,7 @@ class Window:
             self.hooks.put_on(modules)
         if absorbed is not None:
             self.watch, self._off_emulation = absorbed(undo)
+        self._operands = None if operands is None or is_capturing() else operands(modules)
         self._shadow: Callable[[bool], None] | None = None
         if shadows is not None:
             undo.append(run_uncompiled())
@@ -105,7 +109,8 @@ class Window:
 
     def pending(self, step: int) -> Pending:
         """Returns the measurements, with their copy to the host started."""
-        pending = self._rows.pending(step)
+        operands = tuple if self._operands is None or self._capturing() else self._operands(step)
+        pending = replace(self._rows.pending(step), operands=operands)
         return pending if self.watch is None else replace(pending, absorbed=self.watch.observations(step))
 
     def carry(self, scale: Tensor, losses: Sequence[Tensor]) -> None:

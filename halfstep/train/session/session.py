@@ -712,6 +712,8 @@ class Session:
         With several optimizers of which only some make a measured step, the following steps are measured too, up to 8
         in all, until each optimizer has made one. Weights are read at the first of them.
 
+        Of layers that multiply by a recipe there is an observation of kind "operand" for each operand of each product.
+
         Args:
             every: the distance of the measured steps.
             modules: patterns as in a Rule ("blocks.0", "*.attn", "type:Linear"); modules inside a match are included.
@@ -749,6 +751,7 @@ class Session:
             deliver=deliver,
             absorbed=self.overflows if absorbed else None,
             shadows=self.shadows() if precision and self.shadows else None,
+            operands=None if self._casting.layers is None else self._casting.layers.watched,
         )
         self._probes.add(probe)
         return probe
