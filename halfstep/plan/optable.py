@@ -279,8 +279,7 @@ def find(public_name: str) -> tuple[str, ...]:
     for prefix, instead in _NAMESPACES:
         if name.startswith(prefix):
             name = instead + name.removeprefix(prefix)
-    names = _ALIASES.get(name, (name,))
-    schemas = [schema for packet in names for schema in _schemas(packet)]
+    schemas = [schema for packet in _ALIASES.get(name, (name,)) for schema in _schemas(packet)]
     if not schemas:
         raise PlanError(_unknown(public_name, name))
     found = tuple(overload_name(schema) for schema in schemas if not _obstacle(schema))

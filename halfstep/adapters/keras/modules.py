@@ -127,8 +127,7 @@ def _deep_copy(layer: Any, memo: dict[int, Any]) -> Any:
     for copied, own in zip(_layers(twin), _layers(layer), strict=True):
         copied.name = own.name  # a layer inside of another would get a new one
     for variable, own in zip(twin.variables, layer.variables, strict=True):
-        value = memo.get(id(own.value), own.value)
-        variable.assign(value.detach())
+        variable.assign(memo.get(id(own.value), own.value).detach())
         variable.trainable = own.trainable
     memo[id(layer)] = twin
     return as_modules(twin)

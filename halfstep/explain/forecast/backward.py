@@ -68,8 +68,7 @@ def watching(model: nn.Module, see: See) -> Iterator[None]:
     seen: WeakValueDictionary[tuple[int, int], Tensor] = WeakValueDictionary()
     with ExitStack() as undo:
         for name, module in model.named_modules():
-            hook = _hook(uncompiled(name), see, seen, undo)
-            undo.callback(module.register_forward_hook(hook).remove)
+            undo.callback(module.register_forward_hook(_hook(uncompiled(name), see, seen, undo)).remove)
         undo.callback(run_uncompiled())
         yield
 

@@ -400,8 +400,7 @@ def _mostly(sums: Sums, share: Array) -> str:
 
 def _pace(steps: Sequence[StepValues]) -> float:
     """Returns the median time between the last 100 steps, in seconds."""
-    last = steps[-100:]
-    return median([b.time - a.time for a, b in pairwise(last)] or [0.0])
+    return median([b.time - a.time for a, b in pairwise(steps[-100:])] or [0.0])
 
 
 def _percent(share: float) -> str:

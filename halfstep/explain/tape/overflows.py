@@ -71,8 +71,7 @@ class AbsorbedWatch(OpMode):
         locator = Locator(self._live_roots())
         place, aten = locator.here(), aten_name(func, args)
         module = None if place.module is None else locator.module(place.module)
-        operator = public_name(aten, call=[aten], function=place.function, module=module)
-        return _Here(place, operator)
+        return _Here(place, public_name(aten, call=[aten], function=place.function, module=module))
 
     def observations(self, step: int) -> list[Observation]:
         """Returns the absorbed overflows as observations, one for each line of each module where they began."""

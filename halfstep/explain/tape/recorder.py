@@ -349,8 +349,7 @@ class OpRecorder(OpMode):
     def _enter(self, note: Note) -> None:
         """Credits `note` with every autograd node created since the previous operation."""
         now = next_sequence_number()
-        seen = getattr(self._local, "seen", now)
-        for number in range(seen, now):
+        for number in range(getattr(self._local, "seen", now), now):
             self._nodes.setdefault(number, []).append(note)
         self._local.seen = now
 
@@ -444,8 +443,7 @@ def _whole(tensor: Tensor) -> Tensor:
     """Returns a flat tensor of the whole memory that a tensor is part of."""
     if tensor.layout is not torch.strided:
         return tensor
-    storage = tensor.untyped_storage()
-    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage)
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
 
 
 def _is_dense(tensor: Tensor) -> bool:

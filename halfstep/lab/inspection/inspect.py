@@ -59,8 +59,7 @@ def inspect(session: Session, closure: Callable[[], Any]) -> Inspection:
             return meter
 
         meter, disturbed = _least(metered)
-        names = session.assignment.names()
-        formats = dict(zip(names, session.assignment.modules, strict=True))
+        formats = dict(zip(session.assignment.names(), session.assignment.modules, strict=True))
         step = Step(meter, session, formats)
         kernels = profiled(run, device) if device.type == "cuda" else ()
         found = savings(step, metered)  # which makes calls again: random states are put back after it

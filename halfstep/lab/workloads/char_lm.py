@@ -120,8 +120,7 @@ class CharLM(Workload):
         return F.cross_entropy(outputs.flatten(0, 1), targets.flatten())
 
     def _windows(self, ids: Tensor, starts: Tensor) -> Batch:
-        places = starts[:, None] + torch.arange(self.length + 1)
-        windows = ids[places]
+        windows = ids[starts[:, None] + torch.arange(self.length + 1)]
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
     @cached_property

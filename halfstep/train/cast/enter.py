@@ -79,9 +79,7 @@ def _parameters(self: nn.Module, recurse: bool = True) -> Iterator[nn.Parameter]
     """Yields the module's Parameters; torch's AveragedModel, which averages them, gets their fp32 values instead."""
     own = nn.Module.parameters(self, recurse)
     gate = self.__dict__.get(GATE)
-    if gate is None or torch.compiler.is_compiling():
-        return own
-    if sys._getframe(1).f_code is not AVERAGING:
+    if gate is None or torch.compiler.is_compiling() or sys._getframe(1).f_code is not AVERAGING:
         return own
     return (gate.full(parameter) for parameter in own)  # tensors, as update_parameters accepts
 

@@ -278,8 +278,7 @@ def _promote(site: OpSite) -> Act:
     into_first = site.name.endswith("_")
 
     def act(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        found = site.dtypes(args, kwargs)
-        if len(found) > 1:
+        if len(site.dtypes(args, kwargs)) > 1:
             widest = args[0].dtype if into_first else torch.float32
             args, kwargs = site.cast_all(args, kwargs, widest)  # type: ignore[assignment]
         return site.excluded(args, kwargs)

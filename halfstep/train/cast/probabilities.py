@@ -277,13 +277,11 @@ def _keep(
     storage = _storage_of(out)
     if storage is None:
         return
+    if forward is not None and (type(out) is not Tensor or storage.nbytes() != out.numel() * out.element_size()):
+        return
+    kept = Kept(out, node, given, again)
     if forward is not None:
-        if type(out) is not Tensor or storage.nbytes() != out.numel() * out.element_size():
-            return
-        kept = Kept(out, node, given, again)
         forward.kept.append((place, weakref.ref(kept)))
-    else:
-        kept = Kept(out, node, given, again)
     setattr(storage, _KEPT, kept)
 
 

@@ -20,6 +20,7 @@ from halfstep.errors import SessionError, SetupError
 from halfstep.formats import bits_of, is_low
 from halfstep.pages import PROCESSES, more
 from halfstep.torch_internals import is_joining, sends_weights
+from halfstep.train.cast.arriving import line_to_shard
 from halfstep.train.processes.buckets import WideSums
 from halfstep.train.processes.collectives import naming_who_does_not_open, naming_who_is_gone, told_by_all
 from halfstep.train.processes.findings import Findings
@@ -72,8 +73,8 @@ class Replicas:
                 if theirs.get(name) != first.get(name):
                     raise SetupError(
                         f"the mp_policy of {name or 'the model'} differs between processes: process {rank} has "
-                        f"{theirs.get(name)}, process 0 has {first.get(name)}; write {self._state.line_to_shard()}, "
-                        "in all processes"
+                        f"{theirs.get(name)}, process 0 has {first.get(name)}; write "
+                        f"{line_to_shard(self._state.plan)}, in all processes"
                     )
 
     def open(self, *, search: bool, plain: bool = False) -> None:
@@ -222,8 +223,7 @@ class Replicas:
 
     def parted(self) -> dict[str, list[int]]:
         """Returns the parameters that differ between processes, by name, with the ranks that differ from process 0."""
-        numbers = [int(_number_of(self._held(p))) for p in self._alike]
-        found = told_by_all(numbers, self._group)
+        found = told_by_all([int(_number_of(self._held(p))) for p in self._alike], self._group)
         others = {
             self._state.name_of(p): [rank for rank, theirs in enumerate(found) if theirs[i] != first]
             for i, (p, first) in enumerate(zip(self._alike, found[0], strict=True))

@@ -806,8 +806,7 @@ class Session:
     def full_value(self, t: Tensor) -> Tensor | None:
         """Returns the fp32 values of a tensor that shares the memory of a low parameter, None if it shares none's."""
         start = t.untyped_storage().data_ptr()
-        mine = (p for p in self._store if p.untyped_storage().data_ptr() == start)
-        p = next(mine, None)
+        p = next((p for p in self._store if p.untyped_storage().data_ptr() == start), None)
         if p is None or t.dtype is not p.dtype:
             return None
         full = self._store.full(p)

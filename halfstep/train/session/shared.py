@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 from halfstep.plan.io import to_dict
 from halfstep.plan.plan import Plan
 from halfstep.sharded import is_sharded
-from halfstep.train.cast.arriving import line_to_shard
 from halfstep.train.optim.masters import MasterStore
 from halfstep.train.scale.scales import LossScales
 from halfstep.train.session.parts import updated_by
@@ -28,10 +27,6 @@ class SharedState:
     optimizers: Callable[[], Sequence[Optimizer]]
     name_of: Callable[[nn.Parameter], str]
     replaced: Callable[[], None]
-
-    def line_to_shard(self) -> str:
-        """Returns the call of `fully_shard` that fits the plan, for messages."""
-        return line_to_shard(self.plan)
 
     def described(self, parameters: Sequence[nn.Parameter]) -> list[str]:
         """Returns a description of the plan, one entry per line, and of the parameters, one per line."""
