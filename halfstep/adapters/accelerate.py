@@ -74,8 +74,14 @@ def attach(
 
     Under FSDP2 it sets the policy that Accelerate shards with; then call `open_session` after the preparation.
     """
-    _check(accelerator)
+    check_accelerator(accelerator)
     for model in models:
+        away = next((name for name, p in model.named_parameters() if p.is_meta), None)
+        if away is not None and not accelerator.is_fsdp2:
+            raise SetupError(
+                f"{away!r} is on the meta device, where accelerate.cpu_offload and device_map leave weights; load the "
+                f"model without them, and shard it where it is too large for one device: {FSDP2}"
+            )
         if not accelerator.is_fsdp2:
             model.to(accelerator.device)
         elif any(p.requires_grad and is_narrow(p.dtype) for p in model.parameters()):  # they are sharded in fp32
@@ -84,6 +90,11 @@ def attach(
         open_session(accelerator, models, optimizers, plan, **settings)
         return
     plugin, policy = accelerator.state.fsdp_plugin, fsdp_policy(plan, low=settings.get("low"))
+    if policy.param_dtype is not None and hasattr(plugin.cpu_offload, "pin_memory"):  # a CPUOffloadPolicy
+        raise SetupError(
+            "Accelerate's FSDP2 would offload shards to the CPU, where halfstep cannot step them yet; set "
+            "fsdp_offload_params: false in `accelerate config`, or leave cpu_offload out of the plugin, or use O0"
+        )
     if plugin.mixed_precision_policy not in (None, policy) and accelerator.scaler is None:
         raise SetupError(
             "mixed_precision_policy is set in the FullyShardedDataParallelPlugin, and halfstep sets its own; leave it "
@@ -103,13 +114,19 @@ def open_session(
     accelerator.scaler = scaler
 
 
-def _check(accelerator: Accelerator) -> None:
+def check_accelerator(accelerator: Accelerator) -> None:
+    """Raises a SetupError for an Accelerator that a session cannot train in."""
     kind = accelerator.distributed_type
     if kind not in SUPPORTED and not accelerator.is_fsdp2:
         name = "FSDP1" if kind == DistributedType.FSDP else kind.value
         raise SetupError(
             f"halfstep does not work with Accelerate's {name}; use one device, DistributedDataParallel (MULTI_GPU or "
             f"MULTI_CPU in `accelerate config`), or {FSDP2}"
+        )
+    if accelerator.parallelism_config and accelerator.parallelism_config.tp_enabled:
+        raise SetupError(
+            "halfstep does not work with Accelerate's tensor parallel layers; leave tp_size out of ParallelismConfig, "
+            "or write the loop without Accelerate: parallelize_module, fully_shard, the optimizer, halfstep.initialize"
         )
     if accelerator.mixed_precision != "no":
         raise SetupError(

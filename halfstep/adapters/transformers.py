@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
-from halfstep.adapters.accelerate import SessionOptimizer, SessionScaler, attach, open_session, take_over
+from halfstep.adapters.accelerate import (
+    SessionOptimizer,
+    SessionScaler,
+    attach,
+    check_accelerator,
+    open_session,
+    take_over,
+)
 from halfstep.adapters.versions import extra
 from halfstep.errors import SetupError
 from halfstep.formats import is_narrow
@@ -54,6 +61,7 @@ class HalfstepMixin(_Mixed):
         self._counts: dict[str, Any] = {}  # of skipped steps of the session
         super().__init__(*args, **kwargs)
         _check_arguments(self.args)
+        check_accelerator(self.accelerator)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Makes the optimizer as the Trainer does, and opens the session."""
