@@ -48,9 +48,9 @@ class Spoiled(GPT2LMHeadModel):
         return out
 
 
-def language_model(at=None):
+def language_model(at=None, width=16):
     torch.manual_seed(0)
-    sizes = {"n_layer": 1, "n_head": 2, "n_embd": 16, "vocab_size": 64, "n_positions": 16}
+    sizes = {"n_layer": 1, "n_head": 2, "n_embd": width, "vocab_size": 64, "n_positions": 16}
     still = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     model = Spoiled(GPT2Config(**sizes, **still))
     model.at = at

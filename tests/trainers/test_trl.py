@@ -29,7 +29,7 @@ def llama(**settings):
     torch.manual_seed(0)
     sizes = {"vocab_size": 16, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, pad_token_id=0, eos_token_id=1, **settings))
+    return LlamaForCausalLM(LlamaConfig(pad_token_id=0, eos_token_id=1, **{**sizes, **heads, **settings}))
 
 
 def low_with_adapters():
