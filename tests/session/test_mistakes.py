@@ -66,6 +66,13 @@ def test_a_replaced_parameter_is_called_that():
         step(session, model)
 
 
+def test_check_calls_a_replaced_module_that():
+    model, _, session = opened("O2")
+    model[2] = nn.Linear(16, 2)
+    found = halfstep.check(session, lambda: model(torch.ones(3, 8)).float().square().mean())
+    assert "a module was replaced" in next(each.advice for each in found if each.code == "parameter format")
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int64])
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_batch_that_no_plan_casts_is_named(level, dtype):

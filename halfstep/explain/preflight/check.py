@@ -33,8 +33,8 @@ MOST_LOST = 0.1  # share of the nonzero values of a weight; initializations lose
 ALIGNED = 8  # elements of 16 bits: the multiple that tensor cores compute fastest with
 WHETHER = "halfstep.check(session, closure) finds out whether it is"
 RECAST = (
-    "something cast the model inside the session: remove model.half() and the like, close the session, and initialize "
-    "again"
+    "a module was replaced after initialize, or something cast the model: make the optimizer and initialize again "
+    "after the one, remove the other (model.half() and the like)"
 )
 
 
