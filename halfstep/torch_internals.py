@@ -183,6 +183,20 @@ outside_of_transforms: Callable[[], AbstractContextManager[Any]] = _name(
 functorch_unwrapped: Callable[[Tensor], Tensor] = _name("torch._C._functorch.get_unwrapped")
 unflatten: Callable[[Tensor, Sequence[Tensor]], Sequence[Tensor]] = _name("torch._C._nn.unflatten_dense_tensors")
 
+_guards: Callable[..., Any] = _name("torch._C._dynamo.guards.TensorGuards")
+
+
+def same_kinds(tensors: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], bool]:
+    """Returns a function that tells whether tensors have the same classes, devices, dtypes, sizes and strides.
+
+    It is one loop in C, and looks at nothing that depends on the tensors' memory or values.
+    """
+    if any(t.layout is not torch.strided for t in tensors):  # sparse rows are new each time, and CSR ends the process
+        return lambda given: False
+    check, count = _guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check, len(tensors)
+    return lambda given: len(given) == count and check(*given)
+
+
 # Loops over lists of tensors, and torch's fused updates.
 foreach_add_: Callable[..., None] = _name("torch._foreach_add_")
 foreach_mul_: Callable[..., None] = _name("torch._foreach_mul_")

@@ -22,7 +22,7 @@ def twins(cls=AdamW, options=LR, kind="split"):
 
 def fresh(run):
     """Has the next step sort everything anew."""
-    run.stepper._signature = None
+    run.stepper._seen = None
 
 
 def go(runs, seeds, change=lambda run: None):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from halfstep.torch_internals import unflatten
+from halfstep.torch_internals import same_kinds, unflatten
 
 Layout = Literal["full", "low", "copy", "split"]
 T = TypeVar("T")
@@ -127,6 +127,32 @@ class Batch:
     def dtype(self) -> torch.dtype:
         """The dtype in which the update is computed."""
         return self.weights[0].dtype if self.layout == "full" else torch.float32
+
+
+class Gradients(list[Tensor]):
+    """The gradients of a step, and what is derived from the kinds of its tensors: `memory` is for that."""
+
+    memory: dict[str, Any]
+
+
+class Alike:
+    """Gives the gradients of a step the memory of the last step's if all tensors are of the same kinds.
+
+    Kinds are classes, dtypes, devices, sizes and strides, those of the parameters too.
+    """
+
+    def __init__(self) -> None:
+        self._same: Callable[[Sequence[Tensor]], bool] = lambda tensors: False
+        self._memory: dict[str, Any] = {}
+
+    def of(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> Gradients:
+        """Returns the gradients of `params` with their memory."""
+        tensors = (*params, *grads)
+        if not self._same(tensors):
+            self._same, self._memory = same_kinds(tensors), {}
+        found = Gradients(grads)
+        found.memory = self._memory
+        return found
 
 
 class Scratch:

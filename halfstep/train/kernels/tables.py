@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import reduce
-from itertools import accumulate, chain
+from itertools import accumulate
 from operator import or_
 
 import torch
@@ -21,38 +21,64 @@ _VECTOR = 16  # bytes: tensors that start at multiples of it are read and writte
 
 
 @dataclass(frozen=True)
-class Group:
+class Launch:
     """The tensors of one launch."""
 
-    places: list[int]  # their indices in the lists passed to `groups`
+    places: Sequence[int]  # their indices among all
     kind: str  # the format of their gradients
     aligned: bool  # all start at multiples of 16 bytes
+    ends: array[int]  # from `block_ends`
+    table: bytes  # of int64: each tensor's first block, its size, and the further rows
 
     def pick(self, numbers: Sequence[int]) -> array[int]:
-        """Returns this group's entries of `numbers`, which has one per parameter; zeros if `numbers` is empty."""
+        """Returns this launch's entries of `numbers`, which has one per tensor; zeros if `numbers` is empty."""
         if len(numbers) == len(self.places):  # it has them all, in their order
             return array("q", numbers)
         return array("q", [numbers[i] for i in self.places] if numbers else bytes(8 * len(self.places)))
 
 
-def groups(grads: list[Tensor], addresses: Sequence[Sequence[int]]) -> Iterator[Group]:
-    """Yields parameters in groups of one gradient format and one alignment."""
-    found: dict[tuple[str, bool], list[int]] = {}
-    held = [starts for starts in addresses if starts]
-    kinds = {grad.dtype for grad in grads}
-    if len(kinds) == 1 and reduce(or_, chain.from_iterable(held), 0) % _VECTOR == 0:  # as almost always, and faster
-        yield Group(list(range(len(grads))), KINDS[kinds.pop()], True)
-        return
-    for i, (grad, *starts) in enumerate(zip(grads, *held, strict=True)):
-        aligned = reduce(or_, starts) % _VECTOR == 0
-        found.setdefault((KINDS[grad.dtype], aligned), []).append(i)
-    for (kind, aligned), places in found.items():
-        yield Group(places, kind, aligned)
+class Launches:
+    """Sorts tensors into launches, each of one gradient format and one alignment, for step after step.
+
+    `rows` are the numbers of a table that stay the same, the tensors' sizes first. `fixed` of them are addresses that
+    decide the alignment too. Where all is aligned, as almost always, launches are made once.
+    """
+
+    def __init__(
+        self, grads: list[Tensor], length: int, rows: Sequence[Sequence[int]], fixed: Sequence[Sequence[int]] = ()
+    ) -> None:
+        self._kinds = [KINDS[grad.dtype] for grad in grads]
+        self._length = length
+        self._rows = rows
+        held = [starts for starts in fixed if starts]
+        self._starts = [reduce(or_, starts) for starts in zip(*held, strict=True)] if held else [0] * len(grads)
+        self._any = reduce(or_, self._starts, 0)
+        self._aligned: list[Launch] | None = None
+
+    def of(self, starts: list[int]) -> list[Launch]:
+        """Returns the launches for gradients at these addresses."""
+        if reduce(or_, starts, self._any) % _VECTOR:
+            return self._made(starts)
+        if self._aligned is None:
+            self._aligned = self._made(starts)
+        return self._aligned
+
+    def _made(self, starts: list[int]) -> list[Launch]:
+        found: dict[tuple[str, bool], list[int]] = {}
+        for i, (kind, own, start) in enumerate(zip(self._kinds, self._starts, starts, strict=True)):
+            found.setdefault((kind, (own | start) % _VECTOR == 0), []).append(i)
+        made = []
+        for (kind, aligned), places in found.items():
+            ends = block_ends([self._rows[0][i] for i in places], self._length)
+            launch = Launch(places, kind, aligned, ends, b"")
+            rows = [array("q", [0, *ends[:-1]]), *map(launch.pick, self._rows)]
+            made.append(replace(launch, table=b"".join(map(bytes, rows))))
+        return made
 
 
 def addresses(tensors: list[Tensor]) -> list[int]:
     """Returns the memory addresses of the tensors."""
-    return [t.data_ptr() for t in tensors]
+    return list(map(Tensor.data_ptr, tensors))
 
 
 class Tables:
@@ -67,24 +93,23 @@ class Tables:
         self._scratch = scratch
         self._captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
-    def numbers(self, *rows: array[int]) -> Tensor:
-        """Returns rows of integers as one flat int64 tensor, row after row."""
-        joined = b"".join(map(bytes, rows))
+    def numbers(self, numbers: bytes) -> Tensor:
+        """Returns the numbers of an array as a flat int64 tensor."""
 
         def make() -> Tensor:
-            values = torch.frombuffer(bytearray(joined), dtype=torch.int64)
+            values = torch.frombuffer(bytearray(numbers), dtype=torch.int64)
             if self._captured:
                 return filled(values.tolist(), self._device)
             return (values.pin_memory() if self._device.type == "cuda" else values).to(self._device, non_blocking=True)
 
-        return self._kept(joined, make)
+        return self._kept(numbers, make)
 
     def owners(self, ends: array[int]) -> Tensor:
         """Returns, for each block, the index of its tensor (int32); `ends` are cumulative counts from `block_ends`."""
 
         def make() -> Tensor:
             blocks = torch.arange(ends[-1], device=self._device)
-            return torch.bucketize(blocks, self.numbers(ends), out_int32=True, right=True)
+            return torch.bucketize(blocks, self.numbers(bytes(ends)), out_int32=True, right=True)
 
         return self._kept(b"owners" + bytes(ends), make)
 

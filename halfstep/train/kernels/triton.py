@@ -7,11 +7,11 @@ are not specialised on hyper-parameters, so that a scheduler which changes them 
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from operator import is_
 from typing import Any
 
 import torch
@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from halfstep.train.kernels.batch import GROUP, Batch, Options, Scratch, is_dense
-from halfstep.train.kernels.tables import KINDS, Group, Tables, addresses, bits, block_ends, groups
+from halfstep.train.kernels.batch import GROUP, Batch, Gradients, Options, Scratch, is_dense
+from halfstep.train.kernels.tables import KINDS, Launch, Launches, Tables, addresses, bits
 
 _Tensors = tuple[Tensor, Tensor, int, Tensor]  # owners, table, number of tensors, gradients
 
@@ -545,10 +545,16 @@ def _read_kernel(
 
 def can_read(grads: list[Tensor]) -> bool:
     """Returns whether `read` takes these gradients: dense fp32, bf16 or fp16 ones on one device."""
-    return bool(grads) and all(
-        type(grad) is Tensor and grad.dtype in KINDS and grad.device == grads[0].device and grad.layout is torch.strided
-        for grad in grads
-    )
+    memory = grads.memory if isinstance(grads, Gradients) else {}
+    if "triton" not in memory:
+        memory["triton"] = bool(grads) and all(
+            type(grad) is Tensor
+            and grad.dtype in KINDS
+            and grad.device == grads[0].device
+            and grad.layout is torch.strided
+            for grad in grads
+        )
+    return bool(memory["triton"])
 
 
 @torch.no_grad()
@@ -557,26 +563,29 @@ def read(grads: list[Tensor], scratch: Scratch) -> tuple[Tensor, Tensor, Tensor]
     # The order of the sums is fixed, so that equal gradients give equal bits.
     device = grads[0].device
     tables = Tables(device, scratch)
-    held = [grad if is_dense(grad) else grad.contiguous() for grad in grads]
+    memory = grads.memory if isinstance(grads, Gradients) else {}
+    held = grads if "launches" in memory else [grad if is_dense(grad) else grad.contiguous() for grad in grads]
+    launches = memory.get("launches") or Launches(held, _READ_BLOCK, [[t.numel() for t in held], range(len(held))])
+    if all(map(is_, held, grads)):
+        memory["launches"] = launches
     flags = torch.zeros(len(held), dtype=torch.uint8, device=device)
     squares: list[Tensor] = []
-    numels, starts = [grad.numel() for grad in held], addresses(held)
-    for group in groups(held, [starts]):
-        sizes = group.pick(numels)
-        ends = block_ends(sizes, _READ_BLOCK)
-        if not ends[-1]:
+    starts = addresses(held)
+    for launch in launches.of(starts):
+        blocks = launch.ends[-1]
+        if not blocks:
             continue
-        squares.append(torch.empty(ends[-1], dtype=torch.float64, device=device))
+        squares.append(torch.empty(blocks, dtype=torch.float64, device=device))
         with _on(device):
-            _read_kernel[(ends[-1],)](
-                tables.owners(ends),
-                tables.numbers(array("q", [0, *ends[:-1]]), sizes, array("q", group.places)),
-                len(sizes),
-                tables.numbers(group.pick(starts)),
+            _read_kernel[(blocks,)](
+                tables.owners(launch.ends),
+                tables.numbers(launch.table),
+                len(launch.places),
+                tables.numbers(bytes(launch.pick(starts))),
                 squares[-1],
                 flags,
-                KIND=group.kind,
-                ALIGNED=group.aligned,
+                KIND=launch.kind,
+                ALIGNED=launch.aligned,
                 BLOCK=_READ_BLOCK,
                 num_warps=_READ_WARPS,
                 **_EXACT,
@@ -588,6 +597,8 @@ def read(grads: list[Tensor], scratch: Scratch) -> tuple[Tensor, Tensor, Tensor]
 
 def fits(batch: Batch) -> bool:
     """Returns whether the kernels take this batch: the update is in fp32, and the weights are dense in memory."""
+    if "triton" in batch.memory:
+        return True
     if batch.dtype is not torch.float32 or any(grad.dtype not in KINDS for grad in batch.grads):
         return False
     return all(map(is_dense, batch.weights))
@@ -602,41 +613,37 @@ def update(kernel: str, batch: Batch, options: Options, factor: Tensor | None, f
         )
     tables = Tables(batch.device, scratch)
     if "triton" not in batch.memory:
-        batch.memory["triton"] = _lasting(batch)
-    written, rows = batch.memory["triton"]
+        batch.memory["triton"] = _launches(batch)
     grads = addresses(batch.grads)
     common = _Common(factor, found.view(torch.uint8), *_rate(options.lr, batch.device))
     with _on(batch.device):
-        for group in groups(batch.grads, [grads, *rows[1:3], *rows[4:7]]):
-            sizes = group.pick(rows[0])
-            ends = block_ends(sizes, _UPDATE_BLOCK if batch.kept is None else _UPDATE_BLOCK // GROUP)
-            table = tables.numbers(array("q", [0, *ends[:-1]]), sizes, *map(group.pick, rows[1:]))
-            corrections = _corrections(options, common, table, len(sizes)) if batch.steps else None
-            if not ends[-1]:
+        for launch in batch.memory["triton"].of(grads):
+            table, count = tables.numbers(launch.table), len(launch.places)
+            corrections = _corrections(options, common, table, count) if batch.steps else None
+            if not launch.ends[-1]:
                 continue
-            tensors = (tables.owners(ends), table, len(sizes), tables.numbers(group.pick(grads)))
-            compiled_for = _compiled_for(batch, options, group, common)
+            tensors = (tables.owners(launch.ends), table, count, tables.numbers(bytes(launch.pick(grads))))
+            compiled_for = _compiled_for(batch, options, launch, common)
             _LAUNCHES[kernel](tensors, corrections, options, len(batch.states), common, compiled_for)
-    torch.autograd.graph.increment_version(written)
+    torch.autograd.graph.increment_version(batch.weights)  # what autograd may have saved
 
 
-def _lasting(batch: Batch) -> tuple[list[Tensor], list[list[int]]]:
-    """Returns the tensors that an update of the batch writes, and the rows of its table that are the same in each step.
-
-    A row has one number for each tensor: its size (with `kept` in groups), the addresses of its weight, extra, step
-    count and states, and with `kept` those of its bases and its place. The table's first row, each tensor's first
-    block, is not among them.
-    """
+def _launches(batch: Batch) -> Launches:
+    """Returns the launches of the batch's updates."""
+    # A row of their tables has one number for each tensor: its size (with `kept` in groups), the addresses of its
+    # weight, extra, step count and states, and with `kept` those of its bases and its place.
     states = list(batch.states.values())
-    fixed = [batch.weights, batch.extras, batch.steps, *states]
-    rows = [[weight.numel() for weight in batch.weights], *map(addresses, fixed), *[[]] * (3 - len(states))]
+    weights, extras, steps, *held = map(addresses, (batch.weights, batch.extras, batch.steps, *states))
+    rows = [[weight.numel() for weight in batch.weights], weights, extras, steps, *held, *[[]] * (3 - len(states))]
+    length = _UPDATE_BLOCK
     if batch.kept is not None:
         bases = list(batch.kept.bases.values())
         rows[0] = [
             size // place.row * -(-place.row // GROUP) for size, place in zip(rows[0], batch.kept.places, strict=True)
         ]
         rows += [*map(addresses, bases), *[[]] * (2 - len(bases)), *map(list, zip(*batch.kept.places, strict=True))]
-    return [t for tensors in fixed for t in tensors], rows
+        length = _UPDATE_BLOCK // GROUP
+    return Launches(batch.grads, length, rows, [weights, extras, *held])
 
 
 @dataclass(frozen=True)
@@ -733,19 +740,19 @@ _Launch = Callable[[_Tensors, Tensor | None, Options, int, _Common, dict[str, An
 _LAUNCHES: dict[str, _Launch] = {"adam": _launch_adam, "sgd": _launch_sgd, "lion": partial(_launch_sgd, lion=True)}
 
 
-def _compiled_for(batch: Batch, options: Options, group: Group, common: _Common) -> dict[str, Any]:
+def _compiled_for(batch: Batch, options: Options, launch: Launch, common: _Common) -> dict[str, Any]:
     """Returns the compile-time arguments that the kernels of all optimizers share."""
     kept = batch.kept
     return {
         "LAYOUT": batch.layout,
         "KIND": KINDS[batch.weights[0].dtype],
-        "GRAD": group.kind,
+        "GRAD": launch.kind,
         "SCALED": common.factor is not None,
         "MAXIMIZE": bool(options.maximize),
         "WIDTH": "full" if kept is None else kept.kind,
         "ROUNDS": kept is not None and kept.rounds,
         "NEAREST": kept is not None and not any(code.stochastic for code in kept.codes[:1]),
-        "ALIGNED": group.aligned,
+        "ALIGNED": launch.aligned,
         "BLOCK": _UPDATE_BLOCK,
         "num_warps": _UPDATE_WARPS,
         "maxnreg": None if kept is None else _KEPT_REGISTERS,

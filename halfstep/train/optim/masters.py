@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -53,7 +53,6 @@ def _counts(full: Tensor, stored: Tensor) -> Tensor:
 class _Entry:
     param: Parameter
     extra: Tensor | None
-    version: int
     kind: Master
     rounded: Tensor | None = None  # without a master: the counts of the fp32 value that was rounded
 
@@ -81,6 +80,7 @@ class MasterStore:
         self.kind = kind
         self.low = low
         self._joins = joins
+        self._versions: dict[int, int] = {}  # of `note`, by id
         self._entries: dict[int, _Entry] = {}  # by id: the hash of a Tensor is a Python call; entries keep theirs alive
 
     def __contains__(self, p: object) -> bool:
@@ -98,7 +98,8 @@ class MasterStore:
         full = torch.empty_like(p, dtype=torch.float32).copy_(p)  # dense, in the memory format of p
         weight, extra = self._stored(full, kind)
         _set_data(p, weight)
-        self._entries[id(p)] = _Entry(p, extra, version_of(p), kind, _rounded(full, weight, kind))
+        self._entries[id(p)] = _Entry(p, extra, kind, _rounded(full, weight, kind))
+        self.note([p])
         mine = weakref.ref(self), weakref.ref(p)
         vars(p).update({COPIED: partial(_copied, *mine), PICKLED: partial(_pickled, *mine)})
 
@@ -154,7 +155,7 @@ class MasterStore:
         if entry is not None:
             if not self._as_stored(entry):
                 return self._recovered(entry)
-            if entry.kind != "copy" and version_of(p) != entry.version:
+            if entry.kind != "copy" and version_of(p) != self._versions[id(p)]:
                 self.adopt(p)
         layout = self.layout(p)
         if layout == "copy":
@@ -206,12 +207,12 @@ class MasterStore:
             self.extra(p).masked_fill_(_without_remainder(weight), 0)
         self.note([p])
 
-    def adopt_changed(self, params: Iterable[Parameter]) -> None:
+    def adopt_changed(self, params: Sequence[Parameter]) -> None:
         """Adopts the weights that an in-place operation has changed since the store last wrote them."""
-        for p in params:
-            entry = self._entries.get(id(p))
-            if entry is not None and version_of(p) != entry.version:
-                self.adopt(p)
+        if self._entries and list(map(self._versions.get, map(id, params))) != list(map(version_of, params)):
+            for p in params:
+                if p in self and version_of(p) != self._versions[id(p)]:
+                    self.adopt(p)
 
     @torch.no_grad()
     def load(self, p: Parameter, value: Tensor) -> Tensor:
@@ -232,9 +233,8 @@ class MasterStore:
     def loaded(self, p: Parameter) -> None:
         """Notes that torch has copied what `load` returned into `p`, so that this write does not count as a change."""
         # If `p` was written more than once since `load`, it counts as changed.
-        entry = self._entries.get(id(p))
-        if entry is not None and version_of(p) == entry.version + 1:
-            entry.version = version_of(p)
+        if p in self and version_of(p) == self._versions[id(p)] + 1:
+            self.note([p])
 
     @torch.no_grad()
     def restore(self, p: Parameter) -> None:
@@ -261,12 +261,11 @@ class MasterStore:
                 p.requires_grad_(twin.requires_grad)
                 self.write(p, twin.detach())
 
-    def note(self, params: Iterable[Parameter], *, writes_to_come: int = 0) -> None:
+    def note(self, params: Sequence[Parameter], *, writes_to_come: int = 0) -> None:
         """Records that the store or an update, not other code, has written the present values of tracked weights."""
-        for p in params:
-            entry = self._entries.get(id(p))
-            if entry is not None:
-                entry.version = version_of(p) + writes_to_come
+        if self._entries:
+            versions = [version + writes_to_come for version in map(version_of, params)]
+            self._versions.update(zip(map(id, params), versions, strict=True))
 
     def bytes(self) -> int:
         """Returns how many bytes the masters or remainders take."""
@@ -290,7 +289,7 @@ class MasterStore:
         if extra is None or extra.shape != weight.shape:
             return current
         extra = self.extra(p)
-        changed = version_of(p) != entry.version
+        changed = version_of(p) != self._versions[id(p)]
         if entry.kind == "copy":
             same = round_half_away(extra, self.low).to(weight.dtype) == weight
             return torch.where(same, extra, current) if changed else extra

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -15,8 +16,20 @@ from torch.optim import Optimizer
 
 from halfstep.errors import SessionError
 from halfstep.sharded import is_sharded
-from halfstep.torch_internals import mark_stepped
-from halfstep.train.kernels.batch import Batch, Code, Layout, Scratch, as_real, in_layout_of, is_dense, resolved
+from halfstep.torch_internals import mark_stepped, same_kinds
+from halfstep.train.kernels.batch import (
+    Alike,
+    Batch,
+    Code,
+    Gradients,
+    Layout,
+    Scratch,
+    as_real,
+    in_layout_of,
+    is_dense,
+    resolved,
+)
+from halfstep.train.kernels.tables import addresses
 from halfstep.train.optim.gradients import check_gradients, named, true_gradients, widened
 from halfstep.train.optim.hooks import has_hooks, run_post_hooks, run_pre_hooks
 from halfstep.train.optim.implementations import IMPLEMENTATIONS, Implementation, update
@@ -52,6 +65,29 @@ class Dense:
     as_given: bool = True  # whether all gradients come in the memory order of their weights
 
 
+class _Seen:
+    """The tensors that batches were made from, to be recognised in the next step.
+
+    The batches keep their memory alive, so no others can have its addresses, and `held` are the objects whose ids are
+    in the signature.
+    """
+
+    def __init__(self, signature: list[Any], held: list[Any], own: list[Tensor], grads: Gradients) -> None:
+        self._signature, self._held, self._memory = signature, held, grads.memory
+        self._states = [local(value) for value in held if isinstance(value, Tensor)]
+        self._starts = addresses([*own, *self._states])
+        self._alike = same_kinds(self._states)
+
+    def same(self, signature: list[Any], own: list[Tensor], grads: Gradients) -> bool:
+        """Returns whether all tensors are of the kinds, and but for gradients in the memory, that were seen."""
+        return (
+            grads.memory is self._memory
+            and signature == self._signature
+            and addresses([*own, *self._states]) == self._starts
+            and self._alike(self._states)
+        )
+
+
 class OnePassStepper:
     """Updates an optimizer's parameters by `row` of halfstep's table, without the optimizer's `step` or a host sync.
 
@@ -64,7 +100,7 @@ class OnePassStepper:
 
     syncs = False
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # what an update needs
         self,
         optimizer: Optimizer,
         store: MasterStore,
@@ -73,6 +109,7 @@ class OnePassStepper:
         name_of: Callable[[Parameter], str] | None = None,
         moments: Moments | None = None,
         emulates: Callable[[], bool] = lambda: False,
+        scratch: Scratch | None = None,
     ) -> None:
         self._optimizer = optimizer
         self._emulates = emulates
@@ -81,9 +118,10 @@ class OnePassStepper:
         self._row = row
         self._implementations = implementations
         self._name_of = name_of
-        self._scratch = Scratch()
+        self._scratch = scratch or Scratch()
         self._sorted: list[tuple[list[Dense], list[Rows]]] = []  # of each group, as the last step left it
-        self._signature: list[Any] | None = None  # of the tensors in it
+        self._alike = Alike()  # of gradients that hooks leave
+        self._seen: _Seen | None = None  # the tensors in it
         self._unread = sorted(optimizer.defaults.keys() - {*row.reads, *KERNELS})
 
     def step(
@@ -107,7 +145,7 @@ class OnePassStepper:
 
     def close(self) -> None:
         """Moves step counts to where torch keeps them: the CPU, unless the group is `fused` or `capturable`."""
-        self._sorted, self._signature = [], None
+        self._sorted, self._seen = [], None
         if self._moments is not None:
             self._moments.close(self._row.counts)
         for group in self._optimizer.param_groups:
@@ -134,11 +172,14 @@ class OnePassStepper:
     @torch.no_grad()
     def _step(self, params: list[Parameter], grads: list[Tensor], factor: Tensor | None, found: Tensor) -> None:
         self._store.adopt_changed(params)
-        signature = self._signature_of(params, grads)
-        if signature is None or signature != self._signature:
-            self._signature = None
+        grads = grads if isinstance(grads, Gradients) else self._alike.of(params, grads)
+        own = [p if type(p) is Parameter else local(p) for p in params]
+        if self._seen is None or not self._seen.same(self._signature(), own, grads):
+            self._seen = None
             self._sorted = self._sort(params, grads)
-            self._signature = self._signature_of(params, grads)  # with the state that was made
+            if not any(rows for _, rows in self._sorted):  # sparse rows are new in each step
+                held = [*self._members(), *_values(self._optimizer)]  # with the state that was made
+                self._seen = _Seen(self._signature(), held, own, grads)
         else:
             for each in chain.from_iterable(dense for dense, _ in self._sorted):
                 given = [grads[i] for i in each.places]
@@ -150,28 +191,13 @@ class OnePassStepper:
         self._store.note(params)
         mark_stepped(self._optimizer)  # or LR schedulers warn
 
-    def _signature_of(self, params: list[Parameter], grads: list[Tensor]) -> list[Any] | None:
-        """Returns what decides how tensors are sorted into batches; None if that is new in each step (sparse rows)."""
-        # Batches of equal signatures hold the same memory: they keep theirs alive, so no other can have its address.
-        states, found, strided = self._optimizer.state, list[Any](), torch.strided
+    def _signature(self) -> list[Any]:
+        """Returns what decides, beside what `_Seen` compares, how tensors are sorted into batches."""
+        found: list[Any] = [*map(id, self._optimizer.state), *map(id, _values(self._optimizer))]
         for group in self._optimizer.param_groups:
             found += map(id, group["params"])
             found += (self._row.states(group), *map(group.get, self._unread))
             found += () if self._moments is None else self._codes(group).values()
-        for p, grad in zip(params, grads, strict=True):
-            if grad.layout is not strided:
-                return None
-            own = p if type(p) is Parameter else local(p)
-            found += (
-                *(own.data_ptr(), own.shape, own.is_contiguous() or own.stride(), own.dtype),
-                *(type(grad), grad.shape, grad.is_contiguous() or grad.stride(), grad.dtype),
-            )
-            for value in states.get(p, {}).values():
-                if type(value) is Tensor or isinstance(value, Tensor):  # the latter alone takes longer
-                    part = value if type(value) is Tensor else local(value)
-                    found += part.data_ptr(), part.is_contiguous() or part.stride(), part.dtype
-                else:
-                    found.append(type(value))
         return found
 
     def _members(self) -> list[Parameter]:
@@ -323,6 +349,10 @@ class OnePassStepper:
             tensors.append(as_real(local(tensor).detach()))  # an alias keeps the memory, whatever `.data` is set to
         if self._row.counts or counts:
             batch.steps.append(_step_count(state, own.device).detach())
+
+
+def _values(optimizer: Optimizer) -> Iterator[Any]:
+    return chain.from_iterable(map(methodcaller("values"), optimizer.state.values()))
 
 
 def touched_rows(layout: Layout, weight: Tensor, extra: list[Tensor], grad: Tensor) -> Rows | None:

@@ -14,6 +14,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from halfstep.torch_internals import mark_stepped
+from halfstep.train.kernels.batch import Scratch
 from halfstep.train.optim.gradients import check_gradients, named, true_gradients
 from halfstep.train.optim.hooks import original_step, run_own_step
 from halfstep.train.optim.masters import COPIED, PICKLED, MasterStore
@@ -159,13 +160,16 @@ def make_stepper(
     name_of: Callable[[Parameter], str] | None = None,
     moments: Moments | None = None,
     emulates: Callable[[], bool] = lambda: False,
+    scratch: Scratch | None = None,
 ) -> Stepper:
     """Returns halfstep's update if its table has the class, else the optimizer's own step, if `plain` as it is."""
     if plain:
         return PlainStepper(optimizer)
     row = row_of(optimizer)
     if row is not None:
-        return OnePassStepper(optimizer, store, row, name_of=name_of, moments=moments, emulates=emulates)
+        return OnePassStepper(
+            optimizer, store, row, name_of=name_of, moments=moments, emulates=emulates, scratch=scratch
+        )
     return ForeignStepper(optimizer, store, name_of)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,10 +14,12 @@ from torch.utils.weak import TensorWeakRef
 
 from halfstep.formats import is_low
 from halfstep.torch_internals import foreach_mul_, version_of
-from halfstep.train.kernels.batch import Scratch, resolved
+from halfstep.train.kernels.batch import Alike, Scratch, resolved
 from halfstep.train.processes.buckets import WideSums
 from halfstep.train.processes.shards import local, part_of
 from halfstep.train.scale.norm import read
+
+_GRADIENT = attrgetter("grad")
 
 
 @dataclass(eq=False)
@@ -91,6 +95,7 @@ class GradientAccumulator:
         self._first: TensorWeakRef | None = None  # the first gradient
         self.left_over = False
         self._scratch = Scratch()
+        self._alike = Alike()
         self._one = torch.ones((), dtype=torch.float32, device="cpu")
         self._forget()
         for param in self.parameters():
@@ -170,16 +175,18 @@ class GradientAccumulator:
 
     def collect(self) -> Collected:
         """Returns the gradients for one step, with their scales and the overflows noted so far."""
-        params: list[Parameter] = []
-        grads: list[Tensor] = []
-        absent: list[Parameter] = []
-        for param in self.parameters():
-            grad = param.grad
-            if grad is None:
-                absent.append(param)
-            else:
-                params.append(param)
-                grads.append(resolved(grad if type(grad) is Tensor else part_of(grad, param)))
+        params, absent = self.parameters(), list[Parameter]()
+        grads: list[Any] = list(map(_GRADIENT, params))
+        if set(map(type, grads)) != {Tensor}:
+            absent = [param for param, grad in zip(params, grads, strict=True) if grad is None]
+            params = [param for param, grad in zip(params, grads, strict=True) if grad is not None]
+            present = zip(params, [grad for grad in grads if grad is not None], strict=True)
+            grads = [grad if type(grad) is Tensor else part_of(grad, param) for param, grad in present]
+        grads = self._alike.of(params, grads)
+        if "lazy" not in grads.memory:
+            grads.memory["lazy"] = any(resolved(grad) is not grad for grad in grads)
+        if grads.memory["lazy"]:
+            grads = list(map(resolved, grads))
         device = grads[0].device if grads else self._scale.device
         found = None
         for flag in self._flags.values():

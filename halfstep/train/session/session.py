@@ -53,6 +53,7 @@ from halfstep.train.cast.modules import (
     mark,
 )
 from halfstep.train.cast.narrow import Layers
+from halfstep.train.kernels.batch import Scratch
 from halfstep.train.optim.hooks import forbid_step, lend_weights, send_step, watch_steps
 from halfstep.train.optim.masters import MasterStore
 from halfstep.train.optim.moments import Moments
@@ -149,6 +150,7 @@ class Session:
         self._undo = ExitStack()
         self._probes = Probes()
         self._undo.callback(self._probes.detach)
+        self._scratch = Scratch()
         self._store = MasterStore(plan.master, plan.low.dtype, self._joins)
         self._untrained: dict[int, nn.Parameter] = {}  # by id: weights that no optimizer updates
         self._given = Given()
@@ -243,6 +245,7 @@ class Session:
             device=self._device,
             name_of=self._name_of,
             unscales=self._decision.stepping == "optimizer",
+            scratch=self._scratch,
         )
 
     def modules(self) -> Iterator[tuple[nn.Module, ModuleFormats]]:
@@ -311,6 +314,7 @@ class Session:
                 name_of=self._name_of,
                 moments=moments,
                 emulates=lambda: self._casting.emulates,
+                scratch=self._scratch,
             ),
             needs_closure(optimizer),
         )

@@ -89,10 +89,10 @@ class MixedTraining:
     device: torch.device
     name_of: Callable[[nn.Parameter], str]
     unscales: bool
+    scratch: Scratch
 
     def __post_init__(self) -> None:
         self._replacements = Replacements(self.roots, self.parts)
-        self._scratch = Scratch()  # of the read of the gradients
         self._clip = Clip(self.device)
         self._hearing = Hearing(self.replicas)
         self._habits = Habits(self.name_of)
@@ -153,7 +153,7 @@ class MixedTraining:
         for held in step.held:  # before one of them has stepped, and before kernels read what has no memory
             if len(parts) > 1 or set(map(type, held.grads)) != {Tensor}:
                 check_gradients(held.params, held.grads, self.name_of)
-        step.read(self.replicas, self.device, self._scratch, scaled=self.scales.active, stop=stop)
+        step.read(self.replicas, self.device, self.scratch, scaled=self.scales.active, stop=stop)
         found = step.found(self.device)
         if max_norm is not None and step.norm is not None:
             clip = self._clip.factor(step.norm, max_norm)
