@@ -1,7 +1,7 @@
 """What a probe costs: steps of char_lm with and without one, taken in turn on the same batches in one process.
 
     python benchmarks/probe_cost.py                          # O1 bf16, 30 steps, under a minute on 2 cores
-    python benchmarks/probe_cost.py --level O2 --steps 100
+    python benchmarks/probe_cost.py --level O2 --steps 100 [--device cuda]
     python benchmarks/probe_cost.py --cycles 5               # 5 times 50 steps at every=50
     python benchmarks/probe_cost.py --only "precision alone" # one row
 
@@ -29,6 +29,7 @@ import halfstep
 from halfstep.lab.workloads.char_lm import CharLM
 from halfstep.machine import read_machine
 from halfstep.records import TENSOR_KINDS, UPDATE
+from halfstep.timing import synchronize
 from halfstep.train.probe.probe import Probe
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -56,9 +57,12 @@ WARM_UP = 4
 class Run:
     """A model in training, with a probe or without."""
 
-    def __init__(self, workload: CharLM, level: str, low: str, options: dict[str, object] | None) -> None:
+    def __init__(
+        self, workload: CharLM, level: str, low: str, options: dict[str, object] | None, device: torch.device
+    ) -> None:
         self.workload = workload
-        self.model = workload.build(0)
+        self.model = workload.build(0).to(device)
+        self.device = device
         self.optimizer = workload.optimizer(self.model, fused=True)
         self.session = halfstep.initialize(self.model, self.optimizer, level, low=low)
         self.probe: Probe | None = None if options is None else self.session.observe(**options)  # type: ignore[arg-type]
@@ -66,10 +70,12 @@ class Run:
 
     def step(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
         """Trains one step and keeps its time in seconds."""
+        synchronize(self.device)
         start = time.perf_counter()
         self.optimizer.zero_grad()
         self.session.backward(self.workload.loss(self.model(inputs), targets))
         self.session.step(max_norm=1.0)
+        synchronize(self.device)
         self.times.append(time.perf_counter() - start)
 
 
@@ -94,16 +100,17 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--cycles", type=int, default=0)
     parser.add_argument("--only", choices=ROWS)
+    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     rows, steps, span = (CYCLE_ROWS, CYCLE * options.cycles, CYCLE) if options.cycles else (ROWS, options.steps, 1)
     rows = {options.only: ROWS[options.only]} if options.only else rows
     workload = CharLM()
     batches = workload.batches(0)
-    runs = {"no probe": Run(workload, options.level, options.low, None)}
-    runs |= {name: Run(workload, options.level, options.low, row) for name, row in rows.items()}
+    runs = {"no probe": Run(workload, options.level, options.low, None, options.device)}
+    runs |= {name: Run(workload, options.level, options.low, row, options.device) for name, row in rows.items()}
     for order in turns(list(runs), WARM_UP + steps):
-        inputs, targets = next(batches)
+        inputs, targets = (each.to(options.device) for each in next(batches))
         for name in order:
             runs[name].step(inputs, targets)
     base = runs["no probe"].times[WARM_UP:]
@@ -119,9 +126,10 @@ def main() -> None:
         print(f"  {name:30} {100 * (value - 1):+6.1f}%")
     print(f"  flush: {flush * 1e3:.1f} ms an observed step of {len(seen) // observed} tensors")
     if options.save:
-        machine = read_machine(torch.device("cpu"))
+        machine = read_machine(options.device)
+        where = f"{machine.cores}-cores" if options.device.type == "cpu" else options.device.type
         what = "-every-50" if options.cycles else ""
-        target = RESULTS / f"probe-cost-{options.level}-{options.low}{what}-{machine.cores}-cores.json"
+        target = RESULTS / f"probe-cost-{options.level}-{options.low}{what}-{where}.json"
         result = {
             "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
             "machine": asdict(machine),

@@ -1,6 +1,6 @@
 """A whole step of a small network, where Python is all that costs: halfstep against torch.amp.
 
-    python benchmarks/small_step.py [--steps 1000] [--json FILE]
+    python benchmarks/small_step.py [--steps 1000] [--device cuda] [--json FILE]
 
 The network has three layers, 64 wide; a step is zero_grad, forward, loss, backward, clip, update of AdamW(fused=True),
 on one thread, in CPU time. Each ratio is against the loop that does the same work: with `torch.amp.GradScaler` where
@@ -31,8 +31,6 @@ from halfstep.lab.bench.variants import PEER, Entry
 from halfstep.lab.workloads.regression import Regression
 from halfstep.measurements import BenchResult
 
-CPU = torch.device("cpu")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Small(Regression):
@@ -56,14 +54,14 @@ def small() -> Small:
     return Small()
 
 
-def measure(levels: tuple[str, ...], steps: int, *, scaled: bool) -> BenchResult:
+def measure(levels: tuple[str, ...], steps: int, device: torch.device, *, scaled: bool) -> BenchResult:
     """Returns the times of torch.amp and of some levels in bf16, with or without a loss scale."""
     names = [(PEER, True), *((level, False) for level in levels)]
     return bench(
         small(),
         [Entry(level, BF16, peer=peer, scaled=scaled) for level, peer in names],
         steps=steps,
-        device=CPU,
+        device=device,
         origin=Origin(f"{Path(__file__).resolve()}:small", {}),
         command=shlex.join(["python", "benchmarks/small_step.py", *sys.argv[1:]]),
     )
@@ -73,12 +71,13 @@ def main() -> None:
     """Measures, prints the table and writes the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
     parser.add_argument("--json", type=Path, help="write every figure, with machine and versions, to this file")
     options = parser.parse_args()
     torch.set_num_threads(1)
     results = [
-        measure(("O1", "O2", "O3"), options.steps, scaled=False),
-        measure(("O1", "O2"), options.steps, scaled=True),
+        measure(("O1", "O2", "O3"), options.steps, options.device, scaled=False),
+        measure(("O1", "O2"), options.steps, options.device, scaled=True),
     ]
     table = Table("step", "us (quartiles)", "time x torch.amp", title=f"64 wide, {options.steps} steps")
     rows: dict[str, dict[str, Any]] = {}

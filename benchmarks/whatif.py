@@ -125,14 +125,24 @@ class Comparison:
 
 
 def compare(
-    job: Workload, low: str, plan: str, *, scale: float | None = None, steps: int = STEPS, draws: int = DRAWS
+    job: Workload,
+    low: str,
+    plan: str,
+    device: torch.device | str = "cpu",
+    *,
+    scale: float | None = None,
+    steps: int = STEPS,
+    draws: int = DRAWS,
 ) -> Comparison:
     """Returns how far prediction and low run are apart; without a `scale` at the recommended one."""
-    first = _once(job, low, plan, scale=scale, steps=steps)
+    first = _once(job, low, plan, device, scale=scale, steps=steps)
     beyond = [(row.module, row.kind) for row in first.differences if row.most > ALLOWED]
     if not beyond or not draws:
         return first
-    several = [first, *(_once(job, low, plan, scale=first.scale, steps=steps, draw=n + 1) for n in range(draws))]
+    several = [
+        first,
+        *(_once(job, low, plan, device, scale=first.scale, steps=steps, draw=n + 1) for n in range(draws)),
+    ]
     by_place = [{(row.module, row.kind): row for row in one.differences} for one in several]
     return replace(first, scattered=tuple(_scatter([rows[place] for rows in by_place]) for place in beyond))
 
@@ -148,13 +158,15 @@ def _scatter(rows: Sequence[Difference]) -> Scatter:
     )
 
 
-def _once(job: Workload, low: str, plan: str, *, scale: float | None, steps: int, draw: int = 0) -> Comparison:
-    model = _model(job, low, draw)
+def _once(
+    job: Workload, low: str, plan: str, device: torch.device | str, *, scale: float | None, steps: int, draw: int = 0
+) -> Comparison:
+    model = _model(job, low, draw).to(device)
     optimizer = job.optimizer(model, fused=False)
     closure = _closure(job, model, optimizer)
     found = halfstep.whatif(closure, model, (low,), steps=steps, optimizer=optimizer, plan=plan, loss_scale=scale)
     carried = next(row.scale for row in found.rows if row.kind == "weight_grad")
-    counted, skipped = _low_run(job, _model(job, low, draw), low, plan, scale=carried, steps=steps)
+    counted, skipped = _low_run(job, _model(job, low, draw).to(device), low, plan, scale=carried, steps=steps)
     rows = [(row, counted[row.module, row.kind]) for row in found.rows if (row.module, row.kind) in counted]
     differences = sorted(
         (
@@ -280,6 +292,7 @@ def main() -> int:
     parser.add_argument("--data", type=Path, help="the folder with cifar10/ and imdb/")
     parser.add_argument("--workload", choices=WORKLOADS, action="append", help="only this one; repeatable")
     parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--again", action="store_true", help="also run what is there")
     options = parser.parse_args()
@@ -302,16 +315,17 @@ def _run(name: str, options: argparse.Namespace) -> None:
     if folder is not None and options.data is None:
         raise SystemExit(f"{name} reads data: give --data FOLDER, with {folder}/ in it")
     job = load_workload(name, data=None if folder is None else options.data / folder)
+    device: torch.device = options.device
     for low, plan in itertools.product(("fp16", "bf16"), ("O1", "O2")):
         for scale in (None, 1.0) if low == "fp16" else (None,):  # bf16 needs no scale
             path = options.out / f"{name}-{plan}-{low}-{'recommended' if scale is None else 'one'}.json"
             if path.exists() and not options.again:
                 continue
-            row = compare(job, low, plan, scale=scale, steps=options.steps)
+            row = compare(job, low, plan, device, scale=scale, steps=options.steps)
             print(table([row]).splitlines()[-1], file=sys.stderr, flush=True)
             result = {
                 **asdict(row),
-                "machine": asdict(read_machine(torch.device("cpu"))),
+                "machine": asdict(read_machine(device)),
                 "command": shlex.join(["python", *sys.argv]),
                 "date": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
             }
