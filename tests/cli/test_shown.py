@@ -100,6 +100,7 @@ INSTEAD = [
     (r"\.venv/bin/python -m pytest .*", "is what ./dev test runs", "dev"),
     (r"python hatch_build\.py", "builds beside the package", "tests/kernels/test_library.py::test_it_runs_as"),
     (r"python docs/look\.py", "needs the site; ./dev docs runs it", "dev"),
+    (r"python benchmarks/fp8_torchao\.py.*", "needs torchao", "tests/cast/test_narrow.py::test_the_three_products"),
     (r"benchmarks/gpu\.sh.*", "needs a GPU, or hours", "tests/test_benchmarks.py::TestGpuScript"),
     (r"torchrun --nproc-per-node 2 -m .*", "two processes", "tests/cli/test_run.py::test_processes_of_torchrun"),
     (r"torchrun --max-restarts", "kills processes", "tests/test_elastic.py::test_a_run_whose_process_was_killed"),
