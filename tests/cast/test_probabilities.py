@@ -137,6 +137,43 @@ def test_the_gradient_of_a_saturated_one_is_that_of_fp32():
     torch.testing.assert_close(model.layer.bias.grad, expected, rtol=0.01, atol=0)
 
 
+class Same(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, p):
+        return p.view_as(p)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+@pytest.mark.parametrize("between", ["hook", "function"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_the_gradient_is_that_of_fp32_behind_a_hook_or_a_function_too(between, level):
+    found = []
+    for low in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Sigmoid())
+        nn.init.constant_(model[0].bias, 9.0)
+        seen = []
+        if between == "hook":
+            model[1].register_full_backward_hook(lambda module, before, after, seen=seen: seen.append(after[0]))
+        else:
+            model.append(Passes())
+        session = opened(model, level) if low else None
+        F.binary_cross_entropy(model(X), torch.zeros(3, 4)).backward()
+        found.append(model[0].bias.grad.float())
+        assert len(seen) == (between == "hook")
+        if session:
+            session.close()
+    torch.testing.assert_close(found[1], found[0], rtol=0.02, atol=0)
+
+
+class Passes(nn.Module):
+    def forward(self, p):
+        return Same.apply(p)
+
+
 def saturating(seed, level, skips=()):
     """Trains from logits of some 50, where fp32's sigmoid is 1 too, and leaves out steps; returns losses and skips."""
     torch.manual_seed(seed)

@@ -6,6 +6,7 @@ import gc
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import halfstep
 from halfstep.errors import SessionError, SetupError
@@ -325,10 +326,27 @@ def test_what_looks_at_steps_is_no_hook_that_updates_would_have_to_run():
 
 
 def test_a_session_that_nobody_closed_looks_at_no_step_once_it_is_gone():
-    gc.collect()
+    opened("O2", "bf16")[2].close()  # which takes away what earlier tests left
     held = len(GLOBAL_STEP_PRE_HOOKS)
     model, optimizer, session = opened("O2", "bf16")
     assert len(GLOBAL_STEP_PRE_HOOKS) == held + 1
     del model, optimizer, session
     gc.collect()
+    _, _, session = opened("O2", "bf16")
+    assert len(GLOBAL_STEP_PRE_HOOKS) == held + 1
+    session.close()
     assert len(GLOBAL_STEP_PRE_HOOKS) == held
+
+
+def test_a_session_that_is_collected_while_an_optimizer_runs_its_hooks_breaks_no_step():
+    model, optimizer, session = opened("O2", "bf16")
+    model.itself = [model, optimizer, session]
+    del model, optimizer, session
+    hooks = [lambda *_: gc.collect() and None, lambda *_: None]
+    handles = [register_optimizer_step_pre_hook(each) for each in hooks]
+    other = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+    try:
+        other.step()
+    finally:
+        for handle in handles:
+            handle.remove()

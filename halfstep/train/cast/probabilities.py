@@ -54,7 +54,18 @@ class Kept:
     """
 
     __slots__ = (
-        *("__weakref__", "again", "counted", "dtype", "full", "full_with_gradient", "given", "left", "node"),
+        *(
+            "__weakref__",
+            "again",
+            "corrected",
+            "counted",
+            "dtype",
+            "full",
+            "full_with_gradient",
+            "given",
+            "left",
+            "node",
+        ),
         *("shape", "stride", "versions"),
     )
 
@@ -63,7 +74,7 @@ class Kept:
         self.dtype, self.shape, self.stride = result.dtype, result.shape, result.stride()
         self.counted = not result.is_inference()  # in inference mode nobody counts what is written into a tensor
         self.versions = [version_of(each) for each in (result, *given)] if self.counted else []
-        self.left = False
+        self.left = self.corrected = False
         self.full: Tensor | None = None
         self.full_with_gradient: Tensor | None = None
 
@@ -80,6 +91,39 @@ class Kept:
                 setattr(self, name, self.again())
         full: Tensor = getattr(self, name)
         return full
+
+    def correct(self, value: Tensor) -> None:
+        """Has the operation's own node give the gradient of the result in fp32, whatever lies behind it."""
+        node = value.grad_fn
+        for _ in range(_NODES):
+            if node is None or node.name() == self.node or len(node.next_functions) != 1:
+                break
+            node = node.next_functions[0][0]
+        again = self.again
+        if (
+            self.corrected
+            or node is None
+            or node.name() != self.node
+            or not self.counted
+            or getattr(again, "func", None) is not _again
+        ):
+            return
+        self.corrected = True
+        op, given, rest = again.args  # type: ignore[union-attr]
+        version = version_of(given)
+
+        def correct(
+            low: tuple[Tensor | None, ...], grads: tuple[Tensor | None, ...]
+        ) -> tuple[Tensor | None, ...] | None:
+            written = version_of(given) != version
+            if low[0] is None or grads[0] is None or grads[0].requires_grad or written:
+                return None
+            with torch.enable_grad():
+                x = given.detach().float().requires_grad_()
+                (full,) = torch.autograd.grad(op(x, *rest), x, grads[0].float())
+            return (full.to(low[0].dtype), *low[1:])
+
+        node.register_hook(correct)
 
     def clear(self) -> None:
         """Drops the inputs and what was computed from them."""
@@ -307,6 +351,7 @@ def _full(kept: Kept, value: Tensor) -> Tensor:
     if with_gradient and not (full.requires_grad and _comes_from(value.grad_fn, kept.node)):
         wide = value.float()  # a function of the user's may change the gradient on its way
         full = wide + (full - wide).detach()
+        kept.correct(value)
     return full
 
 

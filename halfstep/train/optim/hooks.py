@@ -116,18 +116,21 @@ class _Watch:
     """A step hook that passes the optimizer to a method, without keeping the method's object alive."""
 
     def __init__(self, look: WeakMethod[Callable[[Optimizer], None]]) -> None:
-        self._look = look
+        self.look = look
 
     def __call__(self, optimizer: Optimizer, *_: Any) -> None:
-        look = self._look()
+        look = self.look()
         if look is not None:
             look(optimizer)
 
 
 def watch_steps(look: Callable[[Optimizer], None]) -> Callable[[], None]:
     """Calls `look`, a method held weakly, with each optimizer before it steps; returns a function that undoes this."""
-    method = WeakMethod(look, lambda _: undo())
-    undo: Callable[[], None] = register_optimizer_step_pre_hook(_Watch(method)).remove
+    # Those whose object is gone are taken away here: when it goes, torch may be going over them.
+    for key, hook in list(GLOBAL_STEP_PRE_HOOKS.items()):
+        if type(hook) is _Watch and hook.look() is None:
+            GLOBAL_STEP_PRE_HOOKS.pop(key, None)
+    undo: Callable[[], None] = register_optimizer_step_pre_hook(_Watch(WeakMethod(look))).remove
     return undo
 
 
