@@ -169,6 +169,36 @@ def test_the_gradient_is_that_of_fp32_behind_a_hook_or_a_function_too(between, l
     torch.testing.assert_close(found[1], found[0], rtol=0.02, atol=0)
 
 
+@pytest.mark.parametrize("when", ["in the forward", "before the backward pass"])
+def test_the_gradient_behind_a_function_is_not_computed_from_an_input_that_was_written_since(when):
+    class Writes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+            nn.init.constant_(self.layer.bias, 2.0)
+
+        def forward(self, x):
+            self.z = self.layer(x).clone()  # of whose values a sigmoid keeps none for its gradient
+            p = Same.apply(self.z.sigmoid())
+            if when == "in the forward":
+                self.write()
+            return p
+
+        def write(self):
+            with torch.no_grad():
+                self.z.zero_()
+
+    model = Writes()
+    with opened(model):
+        out = model(X)
+        if when == "before the backward pass":
+            model.write()
+        out.sum().backward()
+        p = out.detach().float()
+    expected = (p * (1 - p)).sum(0)
+    torch.testing.assert_close(model.layer.bias.grad.float(), expected, rtol=0.03, atol=0)
+
+
 class Passes(nn.Module):
     def forward(self, p):
         return Same.apply(p)

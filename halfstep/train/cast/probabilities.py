@@ -110,7 +110,7 @@ class Kept:
             return
         self.corrected = True
         op, given, rest = again.args  # type: ignore[union-attr]
-        version = version_of(given)
+        version = self.versions[1]  # before the model wrote into it, if it did
 
         def correct(
             low: tuple[Tensor | None, ...], grads: tuple[Tensor | None, ...]
