@@ -382,14 +382,19 @@ def test_swapped_for_another_model_each_is_trained(level, low):
         first(X)
 
 
-def test_an_optimizer_state_of_a_dropped_optimizer_is_loaded_into_the_next():
+@pytest.mark.parametrize("kept", [True, False])
+def test_an_optimizer_state_is_loaded_exactly_into_the_next(kept):
     with under_run("O2", "bf16") as run:
         trainer = Trainer()
         trainer.fit(2)
-        state = trainer.optimizer.state_dict()
+        old, state = [trainer.optimizer] * kept, trainer.optimizer.state_dict()
+        expected = copy.deepcopy(state["state"][0])
         trainer.optimizer = Adam(trainer.model.parameters(), lr=0.05)
         trainer.optimizer.load_state_dict(state)
+        taken = trainer.optimizer.state_dict()["state"][0]
+        assert all(torch.equal(taken[name], value) for name, value in expected.items())
         trainer.fit()
+        del old
         assert trainer.optimizer.state_dict()["state"][0]["step"] == 3
     assert run.trained.steps == 3
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import nn, optim
 
 import halfstep
+from halfstep.torch_internals import LOADS_STATE
 from halfstep.train.optim.table import TABLE
 from tests.contracts.cases import backward_and_step, differing, snapshot
 
@@ -105,6 +106,24 @@ def test_what_a_hook_raises_in_a_load_puts_everything_back():
     assert differing(snapshot(model, optimizer, session), before) == []
     session.close()
     assert "load_state_dict" not in vars(optimizer)
+
+
+@pytest.mark.parametrize("low", ["bf16", "fp16"])
+def test_an_optimizer_outside_loads_the_state_exactly_while_the_session_is_open(low):
+    model, other = nn.Linear(4, 4), nn.Linear(4, 4).bfloat16()
+    optimizer = optim.Adam(model.parameters())
+    session = halfstep.initialize(model, optimizer, "O2", low=low)
+    step(model, optimizer, session)
+    saved = optimizer.state_dict()
+    for value in saved["state"].values():
+        value["exp_avg_sq"].fill_(1e-12)  # 0 in fp16
+    second, foreign = optim.Adam(model.parameters()), optim.Adam(other.parameters())
+    for loads in (second, foreign):
+        loads.load_state_dict(saved)
+    assert all(v["exp_avg_sq"].unique().tolist() == [torch.tensor(1e-12).item()] for v in second.state.values())
+    assert all(v["exp_avg_sq"].dtype is torch.bfloat16 for v in foreign.state.values())
+    session.close()
+    assert not hasattr(getattr(optim.Optimizer, LOADS_STATE), "_halfstep_place")
 
 
 CHOICES = ("capturable", "foreach", "differentiable", "maximize")

@@ -28,15 +28,16 @@ from halfstep.train.cast.ops import OpEngine, Switch
 from halfstep.train.cast.tree import cast_floats, tensors_of
 
 Undo = Callable[[], None]
+Call = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 _LOCK = DeferringLock()
 
 
 @dataclass(frozen=True)
 class _Patch:
-    """How one session casts the calls of a function: the op list to follow, and the switch that turns casting on."""
+    """How one session makes the calls of a function, while it is on."""
 
-    switch: Switch
-    category: OpList
+    is_on: Callable[[], bool]
+    call: Call
 
 
 def call_as(
@@ -67,8 +68,8 @@ class _Attribute:
         @functools.wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             for patch in tuple(patches):  # a finalizer may take one out meanwhile
-                if patch.switch.is_on():
-                    return call_as(patch.category, patch.switch, function, args, kwargs)
+                if patch.is_on():
+                    return patch.call(function, args, kwargs)
             return function(*args, **kwargs)
 
         self.own = vars(self.holder).get(self.name)
@@ -93,23 +94,36 @@ def patch_functions(changes: OpChanges, engine: OpEngine) -> Undo:
     # Autocast is off inside the functions. torch's losses that consist of several operations run in fp32, unless
     # `changes` names them.
     asked = _functions(changes)
-    wanted = [(*_find(op), _Patch(engine.switch, category)) for category, op in asked]
+    wanted = [(*_find(op), _casting(category, engine.switch)) for category, op in asked]
     places = [
         (_place(where, bound, patch), patch)
         for holder, name, patch in wanted
         for where, bound in [(holder, name), *_further_names(holder, name)]
     ]
-    full = _Patch(engine.switch, "deny")
+    full = _casting("deny", engine.switch)
     for op in LOSSES:
         if all(op != other for _, other in asked):
             places.append((_place(*_find(op), full), full))  # by torch's name alone: a look at all modules takes long
+    return _undo_of(places, engine)
 
+
+def patch_function(holder: Any, name: str, call: Call, *, owner: object) -> Undo:
+    """Makes `call(function, args, kwargs)` stand for `holder.name(...)`, until this is undone or `owner` is gone."""
+    patch = _Patch(lambda: True, call)
+    return _undo_of([(_place(holder, name, patch), patch)], owner)
+
+
+def _casting(category: OpList, switch: Switch) -> _Patch:
+    return _Patch(switch.is_on, functools.partial(call_as, category, switch))
+
+
+def _undo_of(places: list[tuple[_Attribute, _Patch]], owner: object) -> Undo:
     def undo() -> None:
         while places:
             place, patch = places.pop()
             place.remove(patch)
 
-    weakref.finalize(engine, _LOCK.defer, undo).atexit = False  # of a session that nobody closes
+    weakref.finalize(owner, _LOCK.defer, undo).atexit = False  # of a session that nobody closes
     return undo
 
 

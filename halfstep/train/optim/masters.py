@@ -328,6 +328,12 @@ def _both(store: weakref.ref[MasterStore], of: weakref.ref[Parameter]) -> tuple[
     return p, values or MasterStore("none", p.dtype)  # of a session that is gone
 
 
+def full_state(cast: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Casts a value that any optimizer loads as torch does, but to fp32 where the parameter is tracked by a store."""
+    (p, given), value = args[:2], cast(*args, **kwargs)
+    return given.to(p.device, torch.float32) if COPIED in vars(p) and value.dtype is p.dtype else value
+
+
 def _without_remainder(weight: Tensor) -> Tensor:
     """Returns which elements of a changed weight need a remainder of 0: zeros and values that are not finite."""
     if weight.dtype is torch.bfloat16:  # its bits: on a CPU that flushes subnormals they compare equal to zero

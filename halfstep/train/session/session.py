@@ -40,10 +40,11 @@ from halfstep.records import (
 )
 from halfstep.sharded import is_sharded
 from halfstep.stack import begin_pass
-from halfstep.torch_internals import parameters_of
+from halfstep.torch_internals import LOADS_STATE, parameters_of
 from halfstep.train.cast.arriving import read_as_planned
 from halfstep.train.cast.casting import Casting
 from halfstep.train.cast.copies import CheckpointHook, plain_copies
+from halfstep.train.cast.functions import patch_function
 from halfstep.train.cast.modules import (
     Given,
     holds_state,
@@ -55,7 +56,7 @@ from halfstep.train.cast.modules import (
 from halfstep.train.cast.narrow import Layers
 from halfstep.train.kernels.batch import Scratch
 from halfstep.train.optim.hooks import forbid_step, lend_weights, send_step, watch_steps
-from halfstep.train.optim.masters import MasterStore
+from halfstep.train.optim.masters import MasterStore, full_state
 from halfstep.train.optim.moments import Moments
 from halfstep.train.optim.state import exact_state_loading, widen_states
 from halfstep.train.optim.steppers import make_stepper, needs_closure
@@ -210,6 +211,7 @@ class Session:
         self._undo.callback(gates)
         if self.plan.param == "low":
             self._undo.callback(watch_steps(self._refuse_others))
+            self._undo.callback(patch_function(Optimizer, LOADS_STATE, full_state, owner=self._store))
         self._replicas.meet()
         if self._decision.mixed:  # after all have met, so that what one refuses all have
             self._undo.callback(read_as_planned(self._roots, pairs, self.plan))
