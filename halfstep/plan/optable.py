@@ -110,7 +110,7 @@ _TABLE: tuple[tuple[Source, OpList, str, str], ...] = (
         "linalg_cholesky linalg_cholesky_ex linalg_cond linalg_cond.p_str linalg_eig linalg_eigh linalg_eigvals "
         "linalg_eigvalsh linalg_householder_product linalg_inv linalg_inv_ex linalg_lstsq linalg_matrix_rank "
         "linalg_matrix_rank.atol_rtol_float linalg_matrix_rank.atol_rtol_tensor linalg_matrix_rank.tol_tensor "
-        "linalg_qr linalg_solve linalg_svd linalg_svdvals linalg_tensorinv linalg_tensorsolve "
+        "linalg_matrix_sqrth linalg_qr linalg_solve linalg_svd linalg_svdvals linalg_tensorinv linalg_tensorsolve "
         "cholesky cholesky_inverse cholesky_solve geqrf inverse lu_solve orgqr ormqr pinverse qr svd triangular_solve "
         "_lu_with_info "
         "linalg_matrix_norm linalg_matrix_norm.str_ord nuclear_norm nuclear_norm.dim cdist pdist multi_margin_loss "
@@ -153,10 +153,20 @@ _TABLE: tuple[tuple[Source, OpList, str, str], ...] = (
 )
 
 
+def _registered(overload: str, key: str | None = None) -> bool:
+    name = f"aten::{overload}"
+    try:
+        if key is None:
+            return bool(has_kernel(name))
+        return bool(has_kernel_for(name, key))
+    except RuntimeError:  # this torch has no such op, or no such device
+        return False
+
+
 def _build_rows() -> tuple[ListedOp, ...]:
     rows: dict[str, ListedOp] = {}
     for source, category, why, words in _TABLE:
-        for overload in words.split():
+        for overload in filter(_registered, words.split()):  # each release of torch has other ops
             op = overload.partition(".")[0]
             earlier = rows[op].overloads if op in rows else ()
             rows[op] = ListedOp(op, (*earlier, overload), category, why, source)
@@ -298,16 +308,6 @@ def check_op_changes(changes: OpChanges) -> None:
                 raise PlanError(
                     f"op {op!r} in {category} and {name!r} in {where} are both {overload!r}; list each op only once"
                 )
-
-
-def _registered(overload: str, key: str | None = None) -> bool:
-    name = f"aten::{overload}"
-    try:
-        if key is None:
-            return bool(has_kernel(name))
-        return bool(has_kernel_for(name, key))
-    except RuntimeError:  # this torch has no such op, or no such device
-        return False
 
 
 def _schemas(packet: str) -> list[FunctionSchema]:

@@ -10,7 +10,7 @@ from halfstep.plan.levels import level
 from halfstep.plan.optable import ROWS, effective
 from halfstep.train.cast.opregistry import find_overload
 from halfstep.train.cast.ops import OpEngine
-from tests.cast.op_samples import ALLOW, DENY, GONE, IN_PLACE, INFER, PROMOTE, UNREACHABLE
+from tests.cast.op_samples import ALLOW, DENY, IN_PLACE, INFER, PROMOTE, UNREACHABLE
 
 # deprecated ops say so, rnns in other formats than their weights too
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore::UserWarning")]
@@ -79,7 +79,7 @@ def engines():
 
 def test_every_overload_of_the_table_has_a_sample():
     named = {overload for row in ROWS for overload in row.overloads}
-    assert {*ALLOW, *DENY, *PROMOTE, *IN_PLACE, *INFER} == named - UNREACHABLE - GONE
+    assert {*ALLOW, *DENY, *PROMOTE, *IN_PLACE, *INFER} == named - UNREACHABLE
 
 
 @pytest.mark.parametrize("low", [BF16, FP16], ids=IDS.get)
@@ -107,7 +107,7 @@ def test_a_deny_row_computes_in_fp32(engines, name):
 @pytest.mark.parametrize("row", [row for row in ROWS if row.category == "deny"], ids=lambda row: row.op)
 def test_a_deny_row_runs_as_stored_at_o2_unless_it_is_a_loss_or_has_no_low_kernel(engines, row):
     by_hand = FP32 if row.why in ("loss", "no low kernel") else None
-    for name in set(row.overloads) - {"layer_norm", "native_layer_norm", "group_norm"} - GONE:
+    for name in set(row.overloads) - {"layer_norm", "native_layer_norm", "group_norm"}:
         for dtype in DTYPES:
             found = run(name, DENY[name], Tensors(dtype), engines["O2", BF16].region())
             assert_same(name, dtype, found, run(name, DENY[name], Tensors(dtype, by_hand=by_hand)))
