@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal, get_args
 
 from halfstep.errors import PlanError
-from halfstep.validate import as_tuple, count, one_of, real, text
+from halfstep.validate import as_tuple, count, one_of, real, text, with_near_misses
 
 
 def _code(value: Any) -> str:
@@ -35,6 +35,7 @@ OutputWidth = Literal["full", "low", "input"]
 ProductsOf = Literal["plan", "low", "recipe"]
 
 
+@with_near_misses
 @dataclass(frozen=True)
 class Policy:
     """The width of a module's parameters, of its computation and of its output.
@@ -81,6 +82,7 @@ RuleInput = Literal["policy", "keep", "low"]
 TYPE_PREFIX = "type:"
 
 
+@with_near_misses
 @dataclass(frozen=True)
 class Rule:
     """The policy of all modules that match a pattern, and of all modules inside them.
@@ -151,6 +153,7 @@ def _op_name(where: str, op: object) -> None:
         )
 
 
+@with_near_misses
 @dataclass(frozen=True)
 class OpChange:
     """One op and the list that it moves to.
@@ -173,6 +176,7 @@ class OpChange:
     __repr__ = _code
 
 
+@with_near_misses
 @dataclass(frozen=True)
 class OpChanges:
     """The ops that a plan moves to other lists of the op table; each field takes a tuple or a list of op names.
@@ -222,6 +226,7 @@ LARGEST_SCALE = 2.0**126
 _USED_BY = {"none": ("kind",), "static": ("kind", "init")}  # the fields of the kinds that do not adapt
 
 
+@with_near_misses
 @dataclass(frozen=True)
 class Scaling:
     """The kind of loss scale and, for a dynamic one, its schedule (Micikevicius et al. 2018, section 3.2).

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, ParamSpec, get_args
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -29,28 +28,10 @@ from halfstep.train.processes.collectives import agreed, telling_of_errors
 from halfstep.train.session.decide import Stepping
 from halfstep.train.session.open import open_session
 from halfstep.train.session.session import Session, Sink
-from halfstep.validate import as_list, near_miss, short
-
-Given = ParamSpec("Given")
-OPT_LEVEL = ", which is apex's: session = halfstep.initialize(model, optimizer, {!r})"
+from halfstep.validate import as_list, check_keywords, short, with_near_misses
 
 
-def _with_near_misses(opens: Callable[Given, Session]) -> Callable[Given, Session]:
-    """Returns the function with errors that name the nearest keyword, and apex's `opt_level`."""
-    parameters = inspect.signature(opens).parameters
-
-    @functools.wraps(opens)
-    def opened(*args: Given.args, **kwargs: Given.kwargs) -> Session:
-        for name in kwargs:
-            if name not in parameters:
-                instead = OPT_LEVEL.format(kwargs[name]) if name == "opt_level" else near_miss(name, parameters)
-                raise TypeError(f"initialize() has no keyword {name!r}{instead}; it has {', '.join(parameters)}")
-        return opens(*args, **kwargs)
-
-    return opened
-
-
-@_with_near_misses
+@with_near_misses
 def initialize(  # noqa: PLR0913  # the one public entry; each keyword is a documented override of the plan
     model: nn.Module | Sequence[nn.Module],
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
@@ -156,6 +137,12 @@ def initialize(  # noqa: PLR0913  # the one public entry; each keyword is a docu
             if session.plan.low.needs_scale and optimizer is not None:
                 session.sample_absorbed()
         return session
+
+
+def check_adapted(settings: Mapping[str, Any]) -> None:
+    """Raises a TypeError unless the settings are keywords of `initialize` that an adapter leaves to its user."""
+    known = list(inspect.signature(initialize).parameters)[3:-1]  # without model, optimizer, plan and stepping
+    check_keywords("an adapter's initialize()", settings, known)
 
 
 def _check_settings(plan: Plan, sinks: Any, on_failure: Any, stepping: Any, emulate: Any) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import functools
+import inspect
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -18,6 +20,9 @@ from halfstep.errors import PlanError, SetupError
 
 _SHOWN = 80
 _NAMED = 5
+_APEX = ", which is apex's: session = halfstep.initialize(model, optimizer, {!r})"
+
+Made = TypeVar("Made", bound=Callable[..., Any])
 
 # What is passed by mistake as a model or an optimizer, and what to do instead.
 _INSTEAD: tuple[tuple[Callable[[Any], bool], str], ...] = (
@@ -35,6 +40,32 @@ def near_miss(value: object, allowed: Iterable[str]) -> str:
     by_lower = {word.lower(): word for word in allowed}
     found = difflib.get_close_matches(value.lower(), list(by_lower), n=1)
     return f"; did you mean {by_lower[found[0]]!r}?" if found else ""
+
+
+def check_keywords(name: str, given: Mapping[str, Any], known: Collection[str]) -> None:
+    """Raises a TypeError if one of the keywords `given` is not `known`; it names the nearest that is."""
+    for word, value in given.items():
+        if word not in known:
+            instead = _APEX.format(value) if word == "opt_level" else near_miss(word, known)
+            raise TypeError(f"{name} has no keyword {word!r}{instead}; it has {', '.join(known)}")
+
+
+def with_near_misses(made: Made) -> Made:
+    """Returns a function, or a class, whose error for an unknown keyword names the nearest one."""
+    cls: Any = made if isinstance(made, type) else None
+    run = made if cls is None else cls.__init__
+    known = {name: None for name in inspect.signature(run).parameters if name != "self"}
+
+    @functools.wraps(run)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        if not kwargs.keys() <= known.keys():
+            check_keywords(f"{made.__name__}()", kwargs, known)
+        return run(*args, **kwargs)
+
+    if cls is None:
+        return checked  # type: ignore[return-value]
+    cls.__init__ = checked
+    return made
 
 
 def short(value: object) -> str:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from halfstep.adapters.versions import extra
 from halfstep.errors import SessionError, SetupError
 from halfstep.formats import is_narrow
-from halfstep.initialize import initialize
+from halfstep.initialize import check_adapted, initialize
 from halfstep.plan.plan import Plan
 from halfstep.records import StepRecord
 from halfstep.train.processes.fsdp import fsdp_policy
@@ -74,6 +74,7 @@ def attach(
 
     Under FSDP2 it sets the policy that Accelerate shards with; then call `open_session` after the preparation.
     """
+    check_adapted(settings)
     check_accelerator(accelerator)
     for model in models:
         away = next((name for name, p in model.named_parameters() if p.is_meta), None)

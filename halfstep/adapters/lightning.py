@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import partial
@@ -15,7 +14,7 @@ from torch.optim import Optimizer
 from halfstep.adapters.versions import extra
 from halfstep.errors import SessionError, SetupError
 from halfstep.formats import is_narrow
-from halfstep.initialize import initialize
+from halfstep.initialize import check_adapted, initialize
 from halfstep.plan.matching import unwrap
 from halfstep.plan.plan import Plan
 from halfstep.records import StepRecord, counted
@@ -62,7 +61,7 @@ class Halfstep(Precision):
     """
 
     def __init__(self, plan: Plan | str = "O1", **settings: Any) -> None:
-        inspect.signature(initialize).bind(None, None, plan, stepping="optimizer", **settings)
+        check_adapted(settings)
         self._plan, self._settings = plan, settings
         self._session: Session | None = None
         self._loop: type[FabricPrecision] = Precision  # whose base of a plugin, that of a Trainer or of Fabric

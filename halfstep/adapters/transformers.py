@@ -20,7 +20,7 @@ from halfstep.adapters.accelerate import (
 from halfstep.adapters.versions import extra
 from halfstep.errors import SetupError
 from halfstep.formats import is_narrow
-from halfstep.initialize import initialize
+from halfstep.initialize import check_adapted, initialize
 from halfstep.plan.plan import Plan
 from halfstep.records import StepRecord, counted
 
@@ -57,6 +57,7 @@ class HalfstepMixin(_Mixed):
         self, *args: Any, plan: Plan | str = "O1", halfstep: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
         self._plan, self._settings = plan, dict(halfstep or {})
+        check_adapted(self._settings)
         self._record: StepRecord | None = None
         self._counts: dict[str, Any] = {}  # of skipped steps of the session
         super().__init__(*args, **kwargs)

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 from halfstep.edits import Edit, OpChange, OpChanges, Rule, Scaling, Width
 from halfstep.errors import PlanError
 from halfstep.formats import BF16, E4M3, E5M2, LOW_FORMATS, Format, as_format
-from halfstep.validate import as_tuple, instance, one_of, text
+from halfstep.validate import as_tuple, instance, one_of, text, with_near_misses
 
 Ops = Literal["none", "table"]
 Master = Literal["none", "copy", "split"]
@@ -25,6 +25,7 @@ _WORDS: Mapping[str, Any] = {
 NARROW = "; for products in 8 bits keep low='bf16' and pass products='fp8'"  # to who asks for e4m3 or e5m2
 
 
+@with_near_misses
 @dataclass(frozen=True)
 class Plan:
     """How a model trains: which format, what is stored in it, which ops run in it, and how the update is kept precise.

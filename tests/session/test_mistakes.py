@@ -1,5 +1,6 @@
 """What users often do wrong after other libraries, or while they experiment, and the words that they get."""
 
+import dataclasses
 import gc
 import json
 import logging
@@ -13,6 +14,7 @@ from torch.nn.utils import prune
 
 import halfstep
 from halfstep.explain.report.run import read_log
+from halfstep.initialize import check_adapted
 
 OLD = Path(__file__).parents[1] / "data/3338c92"
 
@@ -100,18 +102,53 @@ def test_ids_are_not_blamed_for_formats_that_meet_inside():
     session.close()
 
 
-@pytest.mark.parametrize(
-    ("keyword", "words"),
-    [
-        ("opt_level", "which is apex's: session = halfstep.initialize"),
-        ("momnets", "did you mean 'moments'"),
-        ("loss_scales", "did you mean 'loss_scale'"),
-        ("xyz", "it has model, optimizer, plan"),
-    ],
-)
-def test_an_unknown_keyword_names_the_nearest(keyword, words):
-    with pytest.raises(TypeError, match=words):
-        halfstep.initialize(*make(), **{keyword: "O1"})
+PLAN = halfstep.level("O1", "bf16")
+NEAREST = {
+    "opt_level": lambda given: halfstep.initialize(*make(), **given),
+    "momnets": lambda given: halfstep.initialize(*make(), **given),
+    "loss_scales": lambda given: halfstep.initialize(*make(), **given),
+    "xyz": lambda given: halfstep.initialize(*make(), **given),
+    "evry": lambda given: opened()[2].observe(**given),
+    "maxnorm": lambda given: opened()[2].step(**given),
+    "unscaled": lambda given: opened()[2].scaling(torch.ones(()), **given),
+    "loss_idx": lambda given: opened()[2].backward(torch.ones((), requires_grad=True), **given),
+    "presicion": lambda given: halfstep.check(opened()[2], **given),
+    "prodcts": lambda given: halfstep.whatif(lambda: None, make()[0], **given),
+    "lossid": lambda given: halfstep.blame(opened()[2], lambda: None, **given),
+    "lw": lambda given: halfstep.fsdp_policy("O1", **given),
+    "lows": lambda given: halfstep.level("O1", **given),
+    "untraned": lambda given: halfstep.resolve(PLAN, make()[0], **given),
+    "samples": lambda given: halfstep.measure(torch.ones(1), **given),
+    "lov": lambda given: halfstep.load_plan("plan.toml", **given),
+    "ops_changes": lambda given: dataclasses.replace(PLAN, **given),
+    "norm": lambda given: halfstep.Plan("own", "bf16", "full", "table", **given),
+    "buffer": lambda given: halfstep.Rule("head", halfstep.FULL, **given),
+    "computes": lambda given: halfstep.Policy("full", **given),
+    "grow_interval": lambda given: halfstep.Scaling("dynamic", **given),
+    "opp": lambda given: halfstep.OpChange("deny", **given),
+    "denies": lambda given: halfstep.OpChanges(**given),
+    "initial_scale": lambda given: halfstep.GradScaler("cpu", **given),
+    "stepping": check_adapted,  # which adapters set themselves
+    "loss_scal": check_adapted,
+}
+SAID = {
+    "opt_level": "which is apex's: session = halfstep.initialize",
+    "xyz": "it has model, optimizer, plan",
+    "stepping": "an adapter's initialize.. has no keyword 'stepping'.*it has low, loss_scale",
+    "momnets": "did you mean 'moments'.; it has model, ",
+    "maxnorm": r"step\(\) has no keyword 'maxnorm'; did you mean 'max_norm'.; it has optimizer, max_norm",
+}
+
+
+@pytest.mark.parametrize("keyword", NEAREST)
+def test_an_unknown_keyword_names_the_nearest(keyword):
+    with pytest.raises(TypeError, match=SAID.get(keyword, f"has no keyword '{keyword}'; did you mean '")):
+        NEAREST[keyword]({keyword: "O1"})
+
+
+def test_check_compares_precision_or_not():
+    with pytest.raises(halfstep.SessionError, match=r"precision is 'yes'; pass True .* or False"):
+        halfstep.check(opened()[2], lambda: None, precision="yes")
 
 
 def test_unpacking_a_session_says_what_initialize_returns():

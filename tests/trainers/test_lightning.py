@@ -578,7 +578,7 @@ def test_sinks_of_the_user_get_the_steps_too():
 
 
 def test_settings_are_checked_when_the_plugin_is_made_and_versions_when_the_adapter_is_imported(monkeypatch):
-    with pytest.raises(TypeError, match="lossscale"):
+    with pytest.raises(TypeError, match="no keyword 'lossscale'; did you mean 'loss_scale'"):
         Halfstep("O1", lossscale=4.0)
     monkeypatch.setattr(lightning, "__version__", "3.0.1")
     monkeypatch.delattr(lightning.pytorch.callbacks, "WeightAveraging")  # others have other names

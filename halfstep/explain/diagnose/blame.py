@@ -24,7 +24,7 @@ from halfstep.plan.levels import level
 from halfstep.records import Finding, Verdict
 from halfstep.train.session.parts import StepFacts
 from halfstep.train.session.session import Session
-from halfstep.validate import named
+from halfstep.validate import named, with_near_misses
 
 _LOG = logging.getLogger("halfstep")
 NOT_SEEN = (
@@ -36,6 +36,7 @@ _NO_REPEAT = "the closure does not repeat; use the same batch, and reset what th
 LEAST = 2.0**-24  # the lowest loss scale that is tried: below it, little is left of a gradient in fp16
 
 
+@with_near_misses
 def blame(session: Session, closure: Callable[[], Tensor], *, loss_id: int = 0) -> Verdict | None:
     """Returns which operation made the first non-finite value in the loss or the gradients; None if all are finite.
 

@@ -40,6 +40,7 @@ from halfstep.train.processes.wrappers import alone, wrappers_of
 from halfstep.train.scale.loss import FP16_LOSS_CEILING
 from halfstep.train.session.open import open_session
 from halfstep.train.session.session import Session
+from halfstep.validate import with_near_misses
 
 FORMATS = tuple(fmt.name for fmt in NARROW)
 # The gradient with which the scouting backward pass starts instead of 1. Every low format rounds it, so a gradient that
@@ -48,6 +49,7 @@ START = 1 + 2.0**-12
 _NOT_FINITE = "not finite"  # the code of a finding
 
 
+@with_near_misses
 def whatif(  # noqa: PLR0913  # the settings of a prediction
     closure: Callable[[], Any],
     model: nn.Module,

@@ -25,7 +25,7 @@ from halfstep.torch_internals import buffers_of, parameters_of
 from halfstep.train.optim.masters import Fit
 from halfstep.train.scale.grad_scaler import GradScaler
 from halfstep.train.session.session import Session
-from halfstep.validate import named
+from halfstep.validate import named, short, with_near_misses
 
 ROTARY = ("inv_freq", "freqs", "rotary", "rope", "cos", "sin", "timescale", "sinusoid")  # parts of buffer names
 PRODUCT_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -74,6 +74,7 @@ class Setup:
     rounded: Set[int] = frozenset()  # ids of the weights that the traced step cast to the low format
 
 
+@with_near_misses
 def check(
     session: Session,
     closure: Callable[[], Any] | None = None,
@@ -94,7 +95,8 @@ def check(
     use the same batch on every call.
 
     Raises:
-        SessionError: the session is closed, the model is on the meta device, or the closure returns no scalar loss.
+        SessionError: the session is closed, the model is on the meta device, the closure returns no scalar loss, or
+            `scaler` or `precision` is something else.
         SetupError: the model is sharded.
     """
     check_given("check", session, (lambda: None) if closure is None else closure)
@@ -103,6 +105,8 @@ def check(
         raise SessionError(
             f"scaler is of type {what}; pass the torch.amp.GradScaler that the loop uses, or leave it out"
         )
+    if not isinstance(precision, bool):
+        raise SessionError(f"precision is {short(precision)}; pass True to compare the step with fp32, or False")
     if any(tensor.is_meta for module, _ in session.modules() for tensor in module.parameters(recurse=False)):
         raise SessionError(
             "the model is on the meta device, where no number can be read; move it with to_empty() first"

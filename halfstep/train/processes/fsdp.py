@@ -10,11 +10,13 @@ from halfstep.formats import FP32, Format, as_format
 from halfstep.machine import read_facts
 from halfstep.plan.io import choose_plan
 from halfstep.plan.plan import Plan
+from halfstep.validate import with_near_misses
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
 
+@with_near_misses
 def fsdp_policy(
     plan: Plan | str = "O1",
     *,

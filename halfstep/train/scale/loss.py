@@ -14,12 +14,16 @@ from torch.autograd.graph import GradientEdge
 from halfstep.errors import SessionError
 from halfstep.formats import is_low
 from halfstep.torch_internals import leaf_of
+from halfstep.validate import check_keywords
 
+BACKWARD = ("loss", "loss_id", "gradient", "retain_graph", "create_graph", "inputs")  # of a session
 FP16_LOSS_CEILING = 32768.0  # the backward pass of an fp16 loss starts with the scale itself, and 65,504 is the largest
 
 
 def check_loss(loss: Any, kwargs: dict[str, Any]) -> None:
     """Refuses a loss that no backward pass can start from; `kwargs` are those of `Tensor.backward`."""
+    if kwargs:
+        check_keywords("backward()", kwargs, BACKWARD)
     if not isinstance(loss, Tensor):
         raise SessionError(
             f"backward() expected the loss as a tensor, got {type(loss).__name__}; pass what the loss function "

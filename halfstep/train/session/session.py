@@ -92,7 +92,7 @@ from halfstep.train.session.shared import SharedState
 from halfstep.train.session.state import STATE_SCHEMA, check_state
 from halfstep.train.session.step import Step
 from halfstep.train.session.training import MixedTraining, PlainTraining, Training
-from halfstep.validate import as_list
+from halfstep.validate import as_list, with_near_misses
 
 Sink = Callable[[StepRecord], None]
 STEP_IS_OURS = (
@@ -411,6 +411,7 @@ class Session:
             sent = scaled(loss, scale) if self._scales.active or self._replicas.joining else loss
             begin_pass(partial(sent.backward, **kwargs))
 
+    @with_near_misses
     def scaling(self, *losses: Tensor, loss_id: int = 0, unscale: bool = True) -> AbstractContextManager[Tensor]:
         """Returns a context that yields the loss scale (0-dim fp32), for a backward pass that the caller runs in it.
 
@@ -495,6 +496,7 @@ class Session:
         self._check_training()
         self._training.unscale_()
 
+    @with_near_misses
     def step(self, optimizer: Optimizer | None = None, *, max_norm: float | None = None) -> StepRecord:
         """Updates the weights from the gradients of the `backward` calls since the last step, unless one is non-finite.
 
@@ -515,7 +517,8 @@ class Session:
             NumericsError: steps keep being skipped for a reason that no lower loss scale cures (`on_failure="raise"`).
         """
         self._check_training()
-        if max_norm is not None and not (_is_number(max_norm) and max_norm > 0):
+        is_number = isinstance(max_norm, Real) and not isinstance(max_norm, bool)
+        if max_norm is not None and not (is_number and max_norm > 0):
             raise SessionError(f"max_norm is {max_norm!r}; pass a positive number, or None for no clipping")
         return self._step(parts_to_step(self._parts, self._awaiting, optimizer), max_norm)
 
@@ -698,6 +701,7 @@ class Session:
             lost=self._casting.layers.losses() if self._casting.layers is not None else (),
         )
 
+    @with_near_misses
     def observe(
         self,
         every: int = 50,
@@ -943,7 +947,3 @@ def _full(store: MasterStore, casting: Casting) -> Iterator[None]:
             yield
     finally:
         casting.weights_changed()
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
