@@ -87,10 +87,10 @@ def _reasons(layers: Sequence[ModuleFormats]) -> str:
 
 
 def check_some_products(assignment: Assignment) -> None:
-    """Raises a SetupError if no layer of the models multiplies by the plan's recipe; the message says why each."""
+    """Raises a SetupError if no layer of the models multiplies by the plan's recipe, and not because a rule says so."""
     how = assignment.plan.products
     layers = [f for f in assignment.modules if f.products is not None]
-    if how == "plan" or any(f.products == how for f in layers):
+    if how == "plan" or any(f.products == how or ": rule " in (f.products or "") for f in layers):
         return
     why = _reasons(layers) or "the model has no linear layer"
     raise SetupError(

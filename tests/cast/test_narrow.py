@@ -439,10 +439,11 @@ class Masked(nn.Module):
         return self.last(self.frozen(torch.cat([h[:9], torch.full_like(h[:1], -torch.inf)]))[:9])
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_blame_names_the_operand_and_tries_the_products_of_the_layer_in_bf16(level):
-    model = Masked()
-    optimizer, session = opened(model, "fp8", level=level)
+@pytest.mark.parametrize(("level", "alone"), [("O1", False), ("O2", False), ("O2", True)])
+def test_blame_names_the_operand_and_tries_the_products_of_the_layer_in_bf16(level, alone):
+    """Also those of the only layer that multiplies by the recipe."""
+    model, others = Masked(), [Rule("first", LOW_PRODUCTS)]
+    optimizer, session = opened(model, "fp8", level=level, rules=others if alone else [])
     verdict = halfstep.blame(session, lambda: model(batch(0)).square().mean())
     assert "linear (output by fp8, whose input is not finite) gave 320 NaN" in verdict.evidence
     assert verdict.cure == (Rule("frozen", replace(LOW_PRODUCTS, param="full" if level == "O1" else "low")),)
@@ -452,7 +453,7 @@ def test_blame_names_the_operand_and_tries_the_products_of_the_layer_in_bf16(lev
     session = halfstep.initialize(model, optimizer, plan)
     session.backward(model(batch(0)).square().mean())
     assert not bool(session.step().skipped)
-    assert session.status().products["fp8"] == ("first",)
+    assert session.status().products.get("fp8", ()) == (() if alone else ("first",))
     session.close()
 
 
