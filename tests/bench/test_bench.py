@@ -1,5 +1,6 @@
 """The experiment: same weights, same batches, in turn; what it keeps when something fails or someone interrupts."""
 
+import dataclasses
 import re
 from dataclasses import dataclass
 
@@ -9,11 +10,13 @@ from torch import nn
 
 from halfstep.errors import DataError, OpError, SetupError, WorkloadError
 from halfstep.formats import BF16, FP32
+from halfstep.lab.bench import bench as experiment
 from halfstep.lab.bench.bench import bench
 from halfstep.lab.bench.variants import Entry, Facts, entries
 from halfstep.lab.workloads.imdb_lstm import ImdbLSTM
 from halfstep.lab.workloads.regression import Regression
 from halfstep.machine import AVX2, AVX512_BF16, DeviceFacts
+from halfstep.train.cast.recipes import RECIPES
 
 FACTS = DeviceFacts("cpu", processor=AVX512_BF16)
 CPU = torch.device("cpu")
@@ -184,6 +187,25 @@ def test_a_plan_that_does_not_fit_is_a_row_that_says_why():
     assert (refused.error, refused.step_ms, refused.train_loss) == ("does not fit", None, ())
     assert (o0.error, len(o0.train_loss)) == (None, 2)
     assert result.complete
+
+
+@pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_rows_for_whose_op_tables_a_process_has_no_room_have_one_of_their_own(real, monkeypatch):
+    """Torch's dispatcher has room for five; O0 has none, and rows of one table share it."""
+    asked = []
+
+    def lane(task):
+        asked.append(task.entry.name)
+        raise WorkloadError("asked for")
+
+    if not real:
+        monkeypatch.setattr(experiment, "Remote", lane)
+    rows = [row for row in entries(["O0", "O2"], [BF16], FACTS, peer=False, products=["plan", *RECIPES])]
+    rows.append(dataclasses.replace(rows[1], moments="bf16"))
+    job = Regression(batch=16, d_in=32, d_out=32, layers=2)
+    result = bench(job, rows, steps=2, device=CPU, memory=False)
+    assert [run.name for run in result.runs if run.error] == asked == ([] if real else ["O2 bf16, products nvfp4"])
+    assert all(len(run.train_loss) == 1 for run in result.runs if run.name not in asked)
 
 
 def test_a_row_that_is_refused_is_never_started():

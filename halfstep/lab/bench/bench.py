@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from time import perf_counter
+from typing import Any
 
 import torch
 
@@ -18,6 +19,8 @@ from halfstep.lab.bench.tally import Tally, first_batch, foreseen, result_of
 from halfstep.lab.bench.variants import Entry
 from halfstep.lab.workloads.workload import Workload
 from halfstep.measurements import BenchResult
+from halfstep.plan.optable import effective
+from halfstep.train.cast.opregistry import MARKERS
 
 STEPS = 100  # where neither steps nor seconds are given
 
@@ -72,7 +75,8 @@ def bench(  # noqa: PLR0913  # what one experiment is; all of it stands in the r
     """Trains `workload` once per entry of `rows`, from the same weights on the same batches, one step of each in turn.
 
     Rows of torch.amp train in a process of their own that never opens a session, which loads the workload from
-    `origin`; without it, that of one of halfstep's own workloads. All other rows share this process.
+    `origin`; without it, that of one of halfstep's own workloads. All other rows share this process, but for those for
+    whose op tables torch's dispatcher has no room beside the others.
 
     First each row makes two steps in which its peak memory is counted, unless `memory` is false. Then each row makes
     `steps` steps (100 if nothing is said). With `seconds`, the trial of two steps decides how many: as many as fit into
@@ -92,7 +96,8 @@ def bench(  # noqa: PLR0913  # what one experiment is; all of it stands in the r
     with foreseen(f"{workload.name}: building the model"):
         parameters = sum(p.numel() for p in workload.build(seeds[0]).parameters())
     first_batch(workload, seeds[0])  # missing data ends it here, before anything was measured
-    if origin is None and any(row.peer and row.refused is None for row in rows):
+    apart = _apart([row for row in rows if row.refused is None])
+    if origin is None and apart:
         origin = origin_of(workload)
     tallies = [Tally(row, error=row.refused) for row in rows]
     told = _Told(progress)
@@ -103,7 +108,7 @@ def bench(  # noqa: PLR0913  # what one experiment is; all of it stands in the r
     taken, complete, deal = Course(most if until is None else 0, warmup(most)), True, Deal(workload, device)
     try:
         with ExitStack() as stack:
-            running = _open(origin, deal, tallies, told, stack)
+            running = _open(origin, apart, deal, tallies, told, stack)
             for row in running if within is not None else ():
                 told.now(f"{row.name}: the error of its gradient")
                 with row.tally.failing("the gradient of a first batch"):
@@ -118,7 +123,7 @@ def bench(  # noqa: PLR0913  # what one experiment is; all of it stands in the r
                 }
             if until is not None:
                 taken = _course(running, spent, left, seeds=len(seeds), most=most, told=told)
-            if any(row.tally.entry.peer for row in running):
+            if any(row.tally.entry in apart for row in running):
                 taken = replace(taken, turn=turn_of(filter(None, spent.values()), taken.steps))
             deal.turn = taken.turn
             for seed in seeds:
@@ -142,8 +147,23 @@ def _most(steps: int | None, seconds: float | None, seeds: Sequence[int]) -> int
     return most
 
 
+def _apart(rows: Sequence[Entry]) -> list[Entry]:
+    """Returns the rows that have a process of their own: torch.amp's, and those beyond the op tables of a process."""
+    apart = [row for row in rows if row.peer]
+    tables: set[Any] = set()
+    for row in rows if len(rows) > len(MARKERS) else ():
+        actions = frozenset() if row.peer else frozenset(effective(row.plan).items())
+        table = actions, row.emulated, row.products
+        if actions and table not in tables and len(tables) == len(MARKERS):
+            apart.append(row)
+        elif actions:
+            tables.add(table)
+    return apart
+
+
 def _open(
     origin: Origin | None,
+    apart: Sequence[Entry],
     deal: Deal,
     tallies: Sequence[Tally],
     told: _Told,
@@ -156,7 +176,7 @@ def _open(
             continue
         with tally.failing("start"):
             lane: Local | Remote
-            if tally.entry.peer:
+            if tally.entry in apart:
                 assert origin is not None
                 told.now(f"{tally.entry.name}: starting its process")
                 lane = Remote(Task(origin, tally.entry, deal.device))

@@ -42,8 +42,8 @@ def origin_of(workload: Workload) -> Origin:
     """Returns the origin of one of halfstep's own workloads."""
     if WORKLOADS.get(workload.name) is not type(workload):
         raise WorkloadError(
-            f"torch.amp trains in a process of its own, which cannot load {type(workload).__name__}; pass "
-            "origin=Origin('path.py:function', settings), or leave the rows of torch.amp out"
+            "torch.amp, and each row after five with other op tables, train in processes of their own, which cannot "
+            f"load {type(workload).__name__}; pass origin=Origin('path.py:function', settings), or leave them out"
         )
     return Origin(workload.name, settings_of(workload), workload.data)
 
