@@ -446,8 +446,10 @@ _HOOKS = "_comm_hooks"
 
 _GLOO = "gloo/transport"  # in the messages of what connects processes on CPUs; tests/test_sharded.py has them come
 default_store: Callable[[], Any]  # in which the processes of a group have met
+group_named: Callable[[str], Any]
 if torch.distributed.is_available():
     default_store = _name("torch.distributed.distributed_c10d._get_default_store")
+    group_named = _name("torch.distributed.distributed_c10d._resolve_process_group")
 
 
 def is_lost_connection(error: RuntimeError) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import json
 import os
 import time
@@ -35,11 +36,12 @@ import halfstep
 from halfstep import NumericsError
 from halfstep.errors import HalfstepError, SessionError
 from halfstep.sharded import is_sharded
+from halfstep.train.cast.recipes import RECIPES, round_operand
 from halfstep.train.optim.masters import MasterStore
 from halfstep.train.optim.moments import Moments
 from halfstep.train.optim.step import OnePassStepper
 from halfstep.train.optim.table import TABLE
-from halfstep.train.processes.shards import local, reshard
+from halfstep.train.processes.shards import Part, local, reshard
 from tests.replicas import Sent, digest
 
 LEVELS = ("O1", "O2", "O3")
@@ -788,14 +790,19 @@ def cut_short(rank, folder, how):
 def by_recipe(rank, products, kind):
     """Returns losses and weights of a model whose layers multiply by a recipe; each process has the same batches."""
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 32), nn.GELU(), nn.Linear(32, 16))
-    if kind == "fsdp":
-        for layer in net[::2]:
-            fully_shard(layer, mp_policy=halfstep.fsdp_policy("O2", low="bf16"))
-        fully_shard(net, mp_policy=halfstep.fsdp_policy("O2", low="bf16"))
-    elif kind == "tp":
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        net = parallelize_module(net, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    hidden = 48 if kind == "odd" else 256
+    net = nn.Sequential(nn.Linear(32, hidden), nn.GELU(), nn.Linear(hidden, 32), nn.GELU(), nn.Linear(32, 16))
+    with torch.no_grad():
+        for p in net.parameters():
+            p.mul_(torch.randn_like(p).mul(3).exp())  # so far apart that scales decide what becomes 0
+    if kind in ("tp", "odd", "both"):
+        shape = (2, dist.get_world_size() // 2) if kind == "both" else (dist.get_world_size(),)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "tensor")[-len(shape) :])
+        net = parallelize_module(net, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    if kind in ("fsdp", "both"):
+        options = {"mesh": mesh["data"]} if kind == "both" else {}
+        for each in (*net[::2], net):
+            fully_shard(each, mp_policy=halfstep.fsdp_policy("O2", low="bf16"), **options)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     with halfstep.initialize(net, optimizer, "O2", low="bf16", products=products) as session:
         model = torch.nn.parallel.DistributedDataParallel(net) if kind == "ddp" else net
@@ -811,3 +818,19 @@ def by_recipe(rank, products, kind):
             session.step()
             losses.append(loss.item())
         return [losses, digest(whole(net))]
+
+
+def parts_cast(rank, products):
+    """Returns whether parts of operands are cast as the whole is, along both dimensions, with a NaN in the last one."""
+    size, seed, found = dist.get_world_size(), torch.tensor(7), []
+    whole = torch.randn(128 * size, 128 * size, generator=torch.Generator().manual_seed(0)) ** 5
+    spoiled = whole.clone()
+    spoiled[-1, -1] = torch.nan
+    for cast, x, dim in itertools.product(dict.fromkeys(RECIPES[products].casts.values()), (whole, spoiled), (0, 1)):
+        part, expected = Part(dist.group.WORLD, dim), round_operand(x, cast, seed=seed)
+        if not (cast.rotated and dim == 1):  # what that product sums over is never split
+            given = round_operand(x.chunk(size, dim)[rank], cast, seed=seed, part=part)
+            found.append(
+                torch.equal(given.values.nan_to_num(1e9), expected.values.nan_to_num(1e9).chunk(size, dim)[rank])
+            )
+    return found

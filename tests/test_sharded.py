@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import halfstep
+from halfstep.train.cast.recipes import RECIPES
 from tests import replicas, sharded
 from tests.sharded import LEVELS, LOWS
 
@@ -53,8 +54,9 @@ CASES |= {
 }
 CODED = (0,), (1,)
 CASES |= {f"coded {dims}": (sharded.coded, ("8bit", *dims)) for dims in CODED}
-RECIPES = ("fp8", "fsdp"), ("nvfp4", "fsdp"), ("fp8-row", "ddp"), ("fp8", "tp")
-CASES |= {f"recipe {how}": (sharded.by_recipe, how) for how in RECIPES}
+USES = ("fp8", "fsdp"), ("nvfp4", "fsdp"), ("fp8-row", "ddp"), ("fp8-row", "odd"), *((name, "tp") for name in RECIPES)
+CASES |= {f"recipe {how}": (sharded.by_recipe, how) for how in USES}
+CASES |= {f"parts by {name}": (sharded.parts_cast, (name,)) for name in RECIPES}
 CASES |= {f"muon {dims}": (sharded.coded, ("muon", *dims)) for dims in CODED}
 CASES |= {f"{level} summed": (sharded.summed, (level,)) for level in LEVELS}
 CASES |= {f"unfrozen {what}": (sharded.unfrozen, ("O2", what == "group")) for what in ("weight", "group")}
@@ -444,21 +446,35 @@ def test_moments_in_codes_give_the_same_bits_however_weights_are_split(dims, fou
     assert_coded(found, dims)
 
 
-@pytest.mark.parametrize("how", RECIPES)
+def assert_as_alone(products, came, *, split):
+    alone = sharded.by_recipe(0, products, "alone")
+    assert came == [came[0] if split else alone] * len(came)
+    assert came[0][0] == pytest.approx(alone[0], rel=1e-4)  # the order in which processes add up in fp32
+
+
+@pytest.mark.parametrize("how", USES)
 def test_products_in_8_bits_have_the_same_bits_in_all_processes_or_are_refused(how, found):
     came = [each[f"recipe {how}"] for each in found]
-    if how[1] == "tp":
-        assert all("products='fp8' does not run in layers whose weights tensor parallelism splits" in e for e in came)
+    if how[1] == "odd":
+        assert all(
+            "in each process a multiple of 16 rows or columns of the weight; here a weight of 48" in e for e in came
+        )
     else:
-        assert came == [sharded.by_recipe(0, how[0], "alone")] * len(found)
+        assert_as_alone(how[0], came, split=how[1] == "tp")
+
+
+@pytest.mark.parametrize("products", RECIPES)
+def test_parts_of_operands_are_cast_as_the_whole_is(products, found):
+    assert all(all(each[f"parts by {products}"]) for each in found)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("size", "kinds"), [(3, ("fsdp", "ddp")), (4, ("both",))])
 @pytest.mark.parametrize("products", ["fp8", "fp8-row", "nvfp4"])
-def test_products_in_8_bits_have_the_same_bits_in_three_processes(products, tmp_path):
-    cases = {kind: (sharded.by_recipe, (products, kind)) for kind in ("fsdp", "ddp")}
-    alone = sharded.by_recipe(0, products, "alone")
-    assert replicas.run(tmp_path, 3, cases) == [dict.fromkeys(cases, alone)] * 3
+def test_products_in_8_bits_have_the_same_bits_in_more_processes(products, size, kinds, tmp_path):
+    found = replicas.run(tmp_path, size, {kind: (sharded.by_recipe, (products, kind)) for kind in kinds})
+    for kind in kinds:
+        assert_as_alone(products, [each[kind] for each in found], split=kind == "both")
 
 
 @pytest.mark.parametrize("dims", CODED)

@@ -21,6 +21,8 @@ CALLS = {
 
 
 class Net(nn.Module):
+    """`first` multiplies in a function of its own; the weight of `second` is also used outside of its forward."""
+
     def __init__(self, reentrant=None, call="linear"):
         super().__init__()
         torch.manual_seed(0)
@@ -29,7 +31,8 @@ class Net(nn.Module):
         self.reentrant = reentrant
 
     def body(self, x):
-        return F.gelu(self.second(F.gelu(self.first(x))))
+        h = F.gelu(self.second(F.gelu(self.first(x))))
+        return h + 0 * F.linear(h.detach(), self.second.weight.detach())
 
     def forward(self, x):
         return self.last(

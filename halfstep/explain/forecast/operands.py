@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from torch.overrides import TorchFunctionMode
 
+from halfstep.explain.tape.locator import Locator
 from halfstep.formats import FP32
 from halfstep.plan.matching import first_device, unwrap
 from halfstep.plan.plan import Plan
@@ -19,7 +20,7 @@ from halfstep.plan.products import check_some_products
 from halfstep.plan.resolve import resolve
 from halfstep.records import Finding, Foreseen
 from halfstep.torch_internals import without_modes
-from halfstep.train.cast.narrow import OPERANDS, PRODUCTS, READERS, Layers, Operands, fits, rows_of
+from halfstep.train.cast.narrow import OPERANDS, PRODUCTS, READERS, How, Layers, Operands, fits, rows_of
 from halfstep.train.cast.recipes import RECIPES, Product, Rounded, multiply, rotated
 from halfstep.train.probe.hooks import readable
 
@@ -44,11 +45,20 @@ class Recast:
         check_some_products(assignment)
         each = zip(assignment.names(), unwrap(model).modules(), assignment.modules, strict=True)
         own = {name: (module, f.param) for name, module, f in each if f.products == plan.products}
+        layers = zip(assignment.names(), assignment.modules, strict=True)
+        self._recipes = {name: f.products == plan.products for name, f in layers if f.products is not None}
         self.recipe, self._plan, device = plan.products, plan, first_device([model])
+        self._how = How(self.recipe, "fp32")
         self._low = [param is not None and param is not FP32 for _, param in own.values()]  # whose weights are
         self._layers = Layers(((name, module) for name, (module, _) in own.items()), device)
         # Of each layer and product the squares of both operands and of the result, and those of their errors.
         self._squares = torch.zeros((len(own), len(PRODUCTS), 3, 2), dtype=torch.float64, device=device)
+
+    def runs(self, module: str | None) -> bool:
+        """Tells whether the forward of a module multiplies by the recipe."""
+        while module and module not in self._recipes:
+            module = module.rpartition(".")[0]
+        return module is not None and self._recipes.get(module, False)
 
     def look(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, quietly: Quietly) -> None:
         """Rounds the operands of a call if a layer makes it, and those of its gradients when these come."""
@@ -60,7 +70,7 @@ class Recast:
         rows, w, needed = rows_of(x.detach()), weight.detach(), (x.requires_grad, weight.requires_grad)
         w = w.bfloat16() if self._low[number] else w
         keep = torch.is_grad_enabled() and needed[1]
-        held = partial(self._layers.weight, number, self.recipe, units="fp32", keep=keep)
+        held = partial(self._layers.weight, number, self._how, keep=keep)
         self._add(number, "output", rows, w, held("output", weight, w))
 
         def look_back(grad: Tensor) -> None:
@@ -74,8 +84,8 @@ class Recast:
             out.register_hook(partial(quietly, look_back))  # type: ignore[no-untyped-call]
 
     def _add(self, number: int, product: Product, a: Tensor, b: Tensor, held: Operands | None = None) -> None:
-        (left,) = self._layers.round(number, self.recipe, [(product, "a")], a, "fp32")
-        right = held or self._layers.round(number, self.recipe, [(product, "b")], b, "fp32")[0]
+        (left,) = self._layers.round(number, self._how, [(product, "a")], a)
+        right = held or self._layers.round(number, self._how, [(product, "b")], b)[0]
         assert isinstance(left, Rounded)
         assert isinstance(right, Rounded)
         at = self._squares[number, PRODUCTS.index(product)]
@@ -107,9 +117,10 @@ class Recast:
 class CallsSeen(TorchFunctionMode):
     """A mode that passes each call of a linear layer's product to `recasts`, and its gradients until `end_step`."""
 
-    def __init__(self, recasts: Sequence[Recast]) -> None:
+    def __init__(self, recasts: Sequence[Recast], model: nn.Module) -> None:
         super().__init__()
         self._recasts = recasts
+        self._locator = Locator([model])
         self._on = True
 
     def end_step(self) -> None:
@@ -128,8 +139,10 @@ class CallsSeen(TorchFunctionMode):
         if read is not None:
             rest = {name: value for name, value in named.items() if name not in _NAMES}
             given = read(*args, *(named[name] for name in _NAMES if name in named), **rest)
-            for recast in self._recasts if given is not None else ():
-                self._quietly(recast.look, *given, result, self._quietly)
+            module = None if given is None else self._locator.here().module
+            for recast in self._recasts:
+                if recast.runs(module):
+                    self._quietly(recast.look, *given, result, self._quietly)
         return result
 
     def _quietly(self, look: Callable[..., None], *given: Any) -> None:

@@ -89,7 +89,7 @@ def _step(
     closure: Callable[[], Any], model: nn.Module, tally: RoundingTotals, number: int, recasts: Sequence[Recast]
 ) -> None:
     """Runs one step in fp32, then repeats its backward pass in each format; `p.grad` keeps the fp32 gradients."""
-    params, calls = list(model.parameters()), CallsSeen(recasts)
+    params, calls = list(model.parameters()), CallsSeen(recasts, model)
     looking = calls if recasts else nullcontext()
     with ExitStack() as undo:
         undo.enter_context(watching(model, tally.see))

@@ -8,12 +8,13 @@ names, and FSDP2 puts other tensors in the place of parameters.
 
 from __future__ import annotations
 
-import copy
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
@@ -24,14 +25,20 @@ from halfstep.later import Later
 from halfstep.plan.plan import Plan
 from halfstep.records import OPERAND, Finding, Observation, ProductLoss, TensorStats
 from halfstep.sharded import is_sharded
-from halfstep.torch_internals import StorageWeakRef, parameters_of, storage_identity, uncompiled, version_of
+from halfstep.torch_internals import (
+    StorageWeakRef,
+    group_named,
+    parameters_of,
+    storage_identity,
+    uncompiled,
+    version_of,
+)
 from halfstep.train.cast.opkernels import Act, OpSite
 from halfstep.train.cast.recipes import (
     RECIPES,
     Coded,
     Operand,
     Product,
-    Recipe,
     Rounded,
     Units,
     code_operand,
@@ -39,6 +46,10 @@ from halfstep.train.cast.recipes import (
     multiply_coded,
     round_operand,
 )
+from halfstep.train.processes.shards import Part, local
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 Place = tuple[Product, Operand]
 Operands = Rounded | Coded
@@ -47,15 +58,37 @@ MULTIPLIES = "mps"
 """The device type whose autocast bit is on in a layer that multiplies by a recipe; plans with op tables refuse it."""
 PRODUCTS: tuple[Product, ...] = ("output", "grad_input", "grad_weight")
 OPERANDS = {"output": ("input", "weight"), "grad_input": ("gradient", "weight"), "grad_weight": ("gradient", "input")}
+# By the features of a layer that tensor parallelism splits, the dimension that this splits of each operand: 0 for rows,
+# 1 for what the product sums over.
+SPLITS: dict[str, dict[Place, int]] = {
+    "": {},
+    "out": {("output", "b"): 0, ("grad_input", "a"): 1, ("grad_input", "b"): 1, ("grad_weight", "a"): 0},
+    "in": {("output", "a"): 1, ("output", "b"): 1, ("grad_input", "b"): 0, ("grad_weight", "b"): 0},
+}
 SPLIT = (
-    "products={recipe!r} does not run in layers whose weights tensor parallelism splits: the scale of a whole tensor "
-    "or row would need the parts of all processes. Keep these layers in the low format with Rule(name, Policy('low', "
-    "'low', 'low', products='low')), or leave products out"
+    "products={recipe!r} in tensor parallel layers needs ColwiseParallel or RowwiseParallel on a mesh of one "
+    "dimension, and in each process a multiple of {step} rows or columns of the weight; here a weight of {shape} is "
+    "{placed}, and its input {given}. Keep such layers in the low format with Rule(name, Policy('low', 'low', 'low', "
+    "products='low')), or leave products out"
 )
 TWICE = (
     "products={recipe!r} has gradients, but no gradients of gradients: keep the layers that a penalty goes through in "
     "the low format with Rule(name, Policy(param, 'low', 'low', products='low')), or leave products out"
 )
+
+
+class How(NamedTuple):
+    """How a layer multiplies: by a recipe, in units, and what tensor parallelism splits: features, and the group."""
+
+    recipe: str
+    units: Units
+    split: str = ""
+
+    def part(self, place: Place) -> Part | None:
+        """Returns which part of an operand this process has; None if it has all."""
+        features, _, group = self.split.partition(" ")
+        dim = SPLITS[features].get(place)
+        return None if dim is None else Part(group_named(group), dim)
 
 
 class Layers:
@@ -69,7 +102,7 @@ class Layers:
         named = dict(layers)
         self.names, self._modules = tuple(named), list(named.values())
         self.counts = torch.zeros((len(named), len(PRODUCTS), 2, 3), dtype=torch.int64, device=device)
-        self.seen = [[[0, 0] for _ in PRODUCTS] for _ in named]
+        self.seen: Counter[tuple[int, int, int]] = Counter()
         self.step = torch.zeros((), dtype=torch.int64, device=device)
         sharded = [any(is_sharded(p) for p in each.parameters(recurse=False)) for each in self._modules]
         self._whole = [not each for each in sharded]  # a rounded weight of the others would take its whole size
@@ -82,12 +115,14 @@ class Layers:
         key = _memory(weight)
         found = self._at.get(key)
         if found is None or found[1].expired():
-            self._at = {
-                _memory(p): (number, StorageWeakRef(p.untyped_storage()))  # type: ignore[no-untyped-call]
+            held = {at: each for at, each in self._at.items() if not each[1].expired()}  # the backward pass reads them
+            self._at = held | {
+                _memory(own): (number, StorageWeakRef(own.untyped_storage()))  # type: ignore[no-untyped-call]
                 for number, module in enumerate(self._modules)
                 for each in (module, *module.children())
                 for p in parameters_of(each).values()
-                if p is not None and p.dim() == 2 and not is_sharded(p)
+                if p is not None and p.dim() == 2
+                for own in [local(p)]
             }
             found = self._at.get(key)
         return None if found is None else found[0]
@@ -96,24 +131,23 @@ class Layers:
         """Returns what was lost so far; waits for the device."""
         return self._losses(self.counts.tolist(), self.seen)
 
-    def _losses(self, counts: list[Any], seen: list[list[list[int]]]) -> tuple[ProductLoss, ...]:
+    def _losses(self, counts: list[Any], seen: Counter[tuple[int, int, int]]) -> tuple[ProductLoss, ...]:
+        found = ((seen[at], at, PRODUCTS[at[1]]) for at in sorted(seen))
         return tuple(
-            ProductLoss(name, product, OPERANDS[product][at], seen[layer][number][at], *counts[layer][number][at])
-            for layer, name in enumerate(self.names)
-            for number, product in enumerate(PRODUCTS)
-            for at in (0, 1)
-            if seen[layer][number][at]
+            ProductLoss(self.names[i], product, OPERANDS[product][k], elements, *counts[i][j][k])
+            for elements, (i, j, k), product in found
+            if elements
         )
 
     def watched(self, modules: Container[str]) -> Callable[[int], Callable[[], list[Observation]]]:
         """Counts from now on; the result, called with a step, copies that to the host, and what it returns reads it."""
-        counts, seen = self.counts.clone(), copy.deepcopy(self.seen)
+        counts, seen = self.counts.clone(), self.seen.copy()
 
         def end(step: int) -> Callable[[], list[Observation]]:
-            later, before, after = Later([self.counts - counts]), seen, copy.deepcopy(self.seen)
+            later, before, after = Later([self.counts - counts]), seen, self.seen.copy()
 
             def read() -> list[Observation]:
-                lost = self._losses(later.read()[0].tolist(), _apart(after, before))
+                lost = self._losses(later.read()[0].tolist(), after - before)
                 named = ((each, f"{each.product}.{each.operand}") for each in lost if each.layer in modules)
                 return [
                     Observation(step, each.layer, OPERAND, name, "fp32", 1.0, TensorStats.of_operand(each))
@@ -137,59 +171,41 @@ class Layers:
         """Drops the rounded weights."""
         self._held.clear()
 
-    def round(self, number: int, recipe: str, places: Sequence[Place], x: Tensor, units: Units) -> list[Operands]:
+    def round(self, number: int, how: How, places: Sequence[Place], x: Tensor) -> list[Operands]:
         """Rounds an operand of a layer's product, and for a second place its transpose, and counts what that loses."""
-        law, counts = RECIPES[recipe], []
+        recipe, counts, parts = RECIPES[how.recipe], [], [how.part(place) for place in places]
         for product, operand in places:
-            at = PRODUCTS.index(product), "ab".index(operand)
-            self.seen[number][at[0]][at[1]] += x.numel()
-            counts.append(self.counts[number][at])
-        return _round(law, places, x, units, counts, self.step, number)
+            at = number, PRODUCTS.index(product), "ab".index(operand)
+            self.seen[at] += x.numel()
+            counts.append(self.counts[at])
+        multiple = recipe.multiple
+        if how.units == "own":
+            return list(code_operand(x, recipe.casts[places[0]], multiple=multiple, counts=counts, parts=parts))
+        rounded: list[Operands] = []
+        for place, each, lost, part in zip(places, (x, x.t()), counts, parts, strict=False):
+            cast, short = recipe.casts[place], -each.shape[1] % multiple
+            filled = pad(each, (0, short)) if short else each  # what a product sums over
+            seed = self.step * 8192 + (number * 4 + PRODUCTS.index(place[0])) if cast.stochastic else None
+            rounded.append(round_operand(filled, cast, counts=lost, seed=seed, part=part))
+        return rounded
 
-    def weight(
-        self, number: int, recipe: str, product: Product, weight: Tensor, w: Tensor, units: Units, *, keep: bool
-    ) -> Operands:
+    def weight(self, number: int, how: How, product: Product, weight: Tensor, w: Tensor, *, keep: bool) -> Operands:
         """Returns `w`, a layer's `weight` as an operand, rounded; with `keep` this is done once until it changes."""
         own: Place = (product, "b")
         if not keep or not self._whole[number] or weight.is_inference():
-            return self.round(number, recipe, [own], w, units)[0]
+            return self.round(number, how, [own], w)[0]
         sign = storage_identity(weight.untyped_storage()), version_of(weight)
         held = self._held.get((number, product))
         if held is None or held[:2] != sign:
             places = [own]
             if product == "grad_input":
                 self._both.add(number)
-            elif units == "own" and number in self._both:  # one read of the weight for both
+            elif how.units == "own" and number in self._both:  # one read of the weight for both
                 places.append(("grad_input", "b"))
-            rounded = self.round(number, recipe, places, w, units)
+            rounded = self.round(number, how, places, w)
             self._held |= {(number, place[0]): (*sign, r) for place, r in zip(places, rounded, strict=True)}
             return rounded[0]
         return held[2]
-
-
-def _round(
-    recipe: Recipe,
-    places: Sequence[Place],
-    x: Tensor,
-    units: Units,
-    counts: Sequence[Tensor],
-    step: Tensor,
-    number: int,
-) -> list[Operands]:
-    """Rounds a matrix for a place, and its transpose for a second one; what each sums over is filled up with zeros."""
-    if units == "own":
-        return list(code_operand(x, recipe.casts[places[0]], multiple=recipe.multiple, counts=counts))
-    rounded: list[Operands] = []
-    for place, each, lost in zip(places, (x, x.t()), counts, strict=False):
-        cast = recipe.casts[place]
-        seed = step * 8192 + (number * 4 + PRODUCTS.index(place[0])) if cast.stochastic else None
-        short = -each.shape[1] % recipe.multiple
-        rounded.append(round_operand(pad(each, (0, short)) if short else each, cast, counts=lost, seed=seed))
-    return rounded
-
-
-def _apart(after: list[Any], before: list[Any]) -> list[Any]:
-    return [_apart(a, b) if isinstance(a, list) else a - b for a, b in zip(after, before, strict=True)]
 
 
 def _memory(weight: Tensor) -> tuple[int, int]:
@@ -203,42 +219,32 @@ def define_products(find: Find) -> torch.library.Library:
     """Returns a library with the operations of such layers; `find` returns the session's layers and a weight's."""
     library = torch.library.Library("halfstep", "FRAGMENT")  # type: ignore[no-untyped-call]
 
-    def operands(w: Tensor, recipe: str, places: Sequence[Place], x: Tensor, units: Units) -> list[Operands]:
-        layer = find(w)
-        if layer is None:
-            counts = w.new_zeros((len(places) + 1, 3), dtype=torch.int64)
-            return _round(RECIPES[recipe], places, x, units, list(counts[1:]), counts[0, 0], 0)
-        return layer[0].round(layer[1], recipe, places, x, units)
+    def layer_of(w: Tensor) -> tuple[Layers, int]:
+        return find(w) or (Layers([("", nn.Module())], w.device), 0)  # which counts for nobody
 
-    def weight(w: Tensor, recipe: str, product: Product, units: Units, keep: bool) -> Operands:
-        layer, turned = find(w), w if product == "output" else w.t()
-        if layer is None:
-            return operands(w, recipe, [(product, "b")], turned, units)[0]
-        return layer[0].weight(layer[1], recipe, product, w, turned, units, keep=keep)
-
-    def output(x: Tensor, w: Tensor, bias: Tensor | None, recipe: str, units: Units, keep: bool) -> Tensor:
-        a = operands(w, recipe, [("output", "a")], rows_of(x), units)[0]
+    def output(x: Tensor, w: Tensor, bias: Tensor | None, *given: Any) -> Tensor:
+        (layers, number), how, keep = layer_of(w), How(*given[:-1]), given[-1]
+        a = layers.round(number, how, [("output", "a")], rows_of(x))[0]
+        b = layers.weight(number, how, "output", w, w, keep=keep)
         low = None if bias is None else bias.bfloat16()
-        out = _multiply(a, weight(w, recipe, "output", units, keep), units, bias=low, fast=True)
+        out = _multiply(a, b, how.units, how.part(("output", "a")), bias=low, fast=True)
         return out.view(*x.shape[:-1], w.shape[0])
 
-    def gradients(
-        g: Tensor, x: Tensor | None, w: Tensor, needs_x: bool, recipe: str, units: Units, keep: bool
-    ) -> tuple[Tensor, Tensor]:
+    def gradients(g: Tensor, x: Tensor | None, w: Tensor, needs_x: bool, *given: Any) -> tuple[Tensor, Tensor]:
+        (layers, number), how, keep = layer_of(w), How(*given[:-1]), given[-1]
         gx = gw = g.new_empty(0, dtype=torch.bfloat16)
         both: list[Place] = [("grad_input", "a"), ("grad_weight", "a")]
-        places = both[not needs_x : 1 + (x is not None)]
         rows = rows_of(g)
-        rounded = operands(w, recipe, places, rows if needs_x else rows.t(), units)
+        rounded = layers.round(number, how, both[not needs_x : 1 + (x is not None)], rows if needs_x else rows.t())
         if needs_x:
-            gx = _multiply(rounded[0], weight(w, recipe, "grad_input", units, keep), units)
-            gx = gx.view(*g.shape[:-1], w.shape[1])
+            b = layers.weight(number, how, "grad_input", w, w.t(), keep=keep)
+            gx = _multiply(rounded[0], b, how.units, how.part(("grad_input", "a"))).view(*g.shape[:-1], w.shape[1])
         if x is not None:
-            b = operands(w, recipe, [("grad_weight", "b")], rows_of(x).t(), units)[0]
-            gw = _multiply(rounded[-1], b, units)
+            b = layers.round(number, how, [("grad_weight", "b")], rows_of(x).t())[0]
+            gw = _multiply(rounded[-1], b, how.units)
         return gx, gw
 
-    how = "str recipe, str units, bool keep)"  # blame says the names of arguments and results
+    how = "str recipe, str units, str split, bool keep)"  # blame says the names of arguments and results
     for name, arguments, run, fake in (
         ("linear", f"Tensor input, Tensor weight, Tensor? bias, {how} -> Tensor output", output, _fake_linear),
         (
@@ -276,12 +282,28 @@ def _without_autocast(run: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _multiply(a: Operands, b: Operands, units: Units, *, bias: Tensor | None = None, fast: bool = False) -> Tensor:
+def _multiply(
+    a: Operands,
+    b: Operands,
+    units: Units,
+    shared: Part | None = None,
+    *,
+    bias: Tensor | None = None,
+    fast: bool = False,
+) -> Tensor:
+    """Multiplies, and adds up in fp32 what the processes have that share what a product sums over; then rounds."""
+    added = None if shared else bias
     if isinstance(a, Coded) and isinstance(b, Coded):
-        return multiply_coded(a, b, bias=bias, fast=fast)
-    assert isinstance(a, Rounded)
-    assert isinstance(b, Rounded)
-    return multiply(a, b, units=units, bias=bias)
+        out = multiply_coded(a, b, bias=added, fast=fast)
+    else:
+        assert isinstance(a, Rounded)
+        assert isinstance(b, Rounded)
+        out = multiply(a, b, units="fp32" if shared else units, bias=added, wide=shared is not None)
+    if shared is None:
+        return out
+    total = out.float()
+    dist.all_reduce(total, group=shared.group)
+    return (total if bias is None else total + bias).bfloat16()
 
 
 def _fake_linear(x: Tensor, w: Tensor, *_: Any) -> Tensor:
@@ -308,7 +330,7 @@ def _backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         gx, gw = ops.linear_backward(g, x, w, needed[0], *ctx.how)
         gx, gw = gx.to(dtypes[0]) if needed[0] else None, gw.to(dtypes[1]) if needed[1] else None
     gb = rows_of(g).sum(0, dtype=torch.float32).to(dtypes[2]) if needed[2] else None
-    return gx, gw, gb, None, None, None
+    return gx, gw, gb, None, None, None, None
 
 
 def _name(ctx: Any, inputs: Any, output: Tensor) -> None:
@@ -328,13 +350,32 @@ def make_narrow(site: OpSite, plain: Act, recipe: str, units: Units) -> Act:
             given = read(*args, **kwargs)
             if given is not None and fits(multiple, *given) and all(map(site.is_here, given[:2])):
                 x, w, bias = given
-                if is_sharded(w):  # FSDP2 gathers its shards before
-                    raise OpError(SPLIT.format(recipe=recipe))
                 keep = torch.is_grad_enabled() and w.requires_grad
-                return torch.ops.halfstep.linear(x, w, bias, recipe, units, keep)
+                if is_sharded(w):  # FSDP2 gathers its shards before
+                    return _multiply_parts(x, w, bias, recipe, units, keep)
+                return torch.ops.halfstep.linear(x, w, bias, recipe, units, "", keep)
         return plain(keyset, args, kwargs)
 
     return act
+
+
+def _multiply_parts(x: Tensor, w: DTensor, bias: Tensor | None, recipe: str, units: Units, keep: bool) -> Tensor:
+    """Multiplies the parts that this process has of a tensor parallel layer, and of its input if that is split too."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    given: Any = (x, w, bias)
+    mesh, every, last, law = w.device_mesh, Replicate(), Shard(x.dim() - 1), RECIPES[recipe]
+    step = max(law.multiple, *(size or 1 for cast in law.casts.values() for size in cast.block))
+    for dim, features, takes, adds, gives in ((0, "out", every, Shard(0), last), (1, "in", last, every, every)):
+        placed = [(w, Shard(dim)), (x, takes), *([] if bias is None else [(bias, adds)])]
+        fit = all(is_sharded(t) and t.device_mesh == mesh and t.placements == (at,) for t, at in placed)
+        if fit and w.shape[dim] % (step * mesh.size()) == 0:
+            own = [None if t is None else t.to_local() for t in given]
+            out = torch.ops.halfstep.linear(*own, recipe, units, f"{features} {mesh.get_group().group_name}", keep)
+            return DTensor.from_local(out, mesh, [gives], run_check=False)
+    shape = " x ".join(map(str, w.shape))
+    whole = x.placements if is_sharded(x) else "a plain tensor"
+    raise OpError(SPLIT.format(recipe=recipe, step=step, shape=shape, placed=w.placements, given=whole))
 
 
 def fits(multiple: int, x: Tensor, w: Tensor, bias: Tensor | None) -> bool:

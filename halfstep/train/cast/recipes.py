@@ -21,6 +21,7 @@ from torch.nn.functional import ScalingType, SwizzleType, pad, scaled_mm
 from halfstep.formats import E2M1, E4M3, E5M2, FP32, Format, mix_bits, round_nearest, round_stochastic, saturate
 from halfstep.machine import FIRST_CAPABILITY
 from halfstep.train.kernels.devices import triton_casts
+from halfstep.train.processes.shards import Part
 
 Product = Literal["output", "grad_input", "grad_weight"]
 Operand = Literal["a", "b"]
@@ -117,8 +118,10 @@ RECIPES: Mapping[str, Recipe] = {
 """The values of `Plan.products` beside "plan". "nvfp4" is that of arXiv 2509.25149."""
 
 
-def round_operand(x: Tensor, cast: Cast, *, counts: Tensor | None = None, seed: Tensor | None = None) -> Rounded:
-    """Rounds an operand (M, K).
+def round_operand(
+    x: Tensor, cast: Cast, *, counts: Tensor | None = None, seed: Tensor | None = None, part: Part | None = None
+) -> Rounded:
+    """Rounds an operand (M, K), or this process's `part` of one, of whole blocks, with the bits that the whole has.
 
     `counts` (3, int64) has added to it the elements that saturated, those that became 0, and those that were not
     finite. `seed` (0-dim, int64) chooses the random bits of a stochastic cast: the same seed gives the same bits, on
@@ -126,13 +129,13 @@ def round_operand(x: Tensor, cast: Cast, *, counts: Tensor | None = None, seed: 
     """
     wide = rotated(x) if cast.rotated else x.float()
     tiles = _tiles(wide, cast.block)
-    encode, inner, outer, is_power = _SCALES[cast.scales](tiles, cast)
+    encode, inner, outer, is_power = _SCALES[cast.scales](tiles, cast, part)
     scaled = tiles * encode if is_power else tiles / encode
     saturated = None if is_power else torch.count_nonzero(scaled.abs() > cast.elements.max)
     if cast.stochastic:
         assert seed is not None
         kept = saturate(scaled, cast.elements)
-        numbers = round_stochastic(kept, cast.elements, _random_bits(kept, seed))
+        numbers = round_stochastic(kept, cast.elements, _random_bits(kept, seed, part))
     elif is_power:  # then nothing is beyond the format
         numbers = _rounded_(scaled, cast.elements)
     else:
@@ -151,18 +154,23 @@ def round_operand(x: Tensor, cast: Cast, *, counts: Tensor | None = None, seed: 
     return Rounded(low, grid, _flat(outer), _flat(decode), cast.elements, is_power)
 
 
-def code_operand(x: Tensor, cast: Cast, *, multiple: int, counts: Sequence[Tensor]) -> list[Coded]:
+def code_operand(
+    x: Tensor, cast: Cast, *, multiple: int, counts: Sequence[Tensor], parts: Sequence[Part | None] = (None, None)
+) -> list[Coded]:
     """Rounds an operand (M, K) for a device's own units, and with a second of `counts` its transpose too.
 
-    What each sums over is filled up with zeros to a `multiple`. `counts` as in `round_operand`. Does not sync.
+    What each sums over is filled up with zeros to a `multiple`. `counts`, and `parts` of each, as in `round_operand`.
+    Does not sync.
     """
-    kernels = triton_casts(x.device) if x.numel() else None
+    shared = any(parts) and None in cast.block  # scales, which kernels do not wait for
+    kernels = triton_casts(x.device) if x.numel() and not shared else None
     if kernels is not None:
         whole = cast.block == (None, None)
         coded = kernels.cast(x, cast.elements, cast.block[1], counts, whole=whole, multiple=multiple)
     else:
         filled = [pad(each, (0, -each.shape[1] % multiple)) for each in (x, x.t())]
-        rounded = [round_operand(each, cast, counts=lost) for each, lost in zip(filled, counts, strict=False)]
+        each = zip(filled, counts, parts, strict=False)
+        rounded = [round_operand(t, cast, counts=lost, part=part) for t, lost, part in each]
         coded = [(each.elements, each.decode) for each in rounded]
     return [Coded(*each) for each in coded]
 
@@ -185,8 +193,8 @@ def product_of(
     return multiply(left, round_operand(b, recipe.casts[product, "b"], counts=counts[1], seed=seed), units=units)
 
 
-def multiply(a: Rounded, b: Rounded, *, units: Units, bias: Tensor | None = None) -> Tensor:
-    """Returns the product of two rounded operands in bf16: sums in fp32, which are rounded once.
+def multiply(a: Rounded, b: Rounded, *, units: Units, bias: Tensor | None = None, wide: bool = False) -> Tensor:
+    """Returns the product of two rounded operands in bf16: sums in fp32, which are rounded once, or not if `wide`.
 
     `units` are those that multiply: "bf16" or "fp32" emulate, and "own" are the device's. "fp32" gives the bits of
     `torch.nn.functional.scaled_mm` on a CPU for "fp8" and "fp8-row". Units for bf16 sum in another order: at most some
@@ -202,7 +210,7 @@ def multiply(a: Rounded, b: Rounded, *, units: Units, bias: Tensor | None = None
         out = (a.grid @ b.grid.t()) * factors
     else:
         out = torch.addmm((bias / factors).bfloat16(), a.grid, b.grid.t()) * factors
-    return out.bfloat16()
+    return out if wide else out.bfloat16()
 
 
 def multiply_coded(a: Coded, b: Coded, *, bias: Tensor | None = None, fast: bool = False) -> Tensor:
@@ -232,9 +240,10 @@ Scaling = tuple[Tensor, Tensor | None, Tensor, bool]
 """What multiplies blocks, or divides them if it is no power of two; inner and outer decoding; if it is a power."""
 
 
-def _by_powers(tiles: Tensor, cast: Cast) -> Scaling:
+def _by_powers(tiles: Tensor, cast: Cast, part: Part | None) -> Scaling:
     """Scales each block by the largest power of two with which it fits; 2**126 at most, whose inverse is normal."""
-    bits = _amax(tiles).view(torch.int32)
+    own = _amax(tiles)
+    bits = (own if part is None or cast.block[part.dim] is not None else part.largest(own)).view(torch.int32)
     largest = struct.unpack("<i", struct.pack("<f", cast.elements.max))[0]
     exponent = (((largest - bits) >> 23) + 127).clamp(max=253)
     exponent = torch.where(bits == 0, 127, exponent)
@@ -246,17 +255,18 @@ def _by_powers(tiles: Tensor, cast: Cast) -> Scaling:
     return encode, decode, torch.ones_like(decode[:1, :, :1]), True
 
 
-def _in_two_levels(tiles: Tensor, cast: Cast) -> Scaling:
+def _in_two_levels(tiles: Tensor, cast: Cast, part: Part | None) -> Scaling:
     """Scales each block by an e4m3 number, and these by one fp32 number for the tensor (arXiv 2509.25149)."""
     own = _amax(tiles)
     whole = own.amax((0, 2), keepdim=True)
+    whole = whole if part is None else part.largest(whole)
     outer = (whole / (cast.elements.max * E4M3.max)).clamp(min=FP32.smallest_normal)
     outer = torch.where(whole.isfinite(), outer, math.nan)
     inner = round_nearest(own / (cast.elements.max * outer), E4M3)
     return torch.where(inner == 0, math.inf, inner * outer), inner, outer, False  # whose inverse may be infinite
 
 
-_SCALES: Mapping[Scales, Callable[[Tensor, Cast], Scaling]] = {
+_SCALES: Mapping[Scales, Callable[[Tensor, Cast, Part | None], Scaling]] = {
     "power": _by_powers,
     "e8m0": _by_powers,
     "e4m3": _in_two_levels,
@@ -303,7 +313,8 @@ def rotated(x: Tensor) -> Tensor:
     return y.view(x.shape)
 
 
-def _random_bits(tiles: Tensor, seed: Tensor) -> Tensor:
+def _random_bits(tiles: Tensor, seed: Tensor, part: Part | None) -> Tensor:
     """Returns 32 random bits for each element, by its place in the operand."""
-    index = torch.arange(tiles.numel(), dtype=torch.int64, device=tiles.device).view(tiles.shape)
+    index = torch.arange(tiles.numel(), dtype=torch.int64, device=tiles.device)
+    index = (index if part is None else part.index(index, tiles.shape[2] * tiles.shape[3])).view(tiles.shape)
     return mix_bits(index * 0x9E3779B1 + mix_bits(seed & 0xFFFFFFFF) & 0xFFFFFFFF)

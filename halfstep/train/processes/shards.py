@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -67,6 +68,27 @@ def shards(p: Tensor) -> int:
         return 1
     sizes = zip(p.placements, p.device_mesh.shape, strict=True)
     return math.prod(size for placement, size in sizes if not placement.is_replicate())
+
+
+@dataclass(frozen=True)
+class Part:
+    """This process's part of a matrix, of which each process of a group has as many rows (`dim` 0) or columns (1)."""
+
+    group: dist.ProcessGroup
+    dim: int
+
+    def largest(self, magnitudes: Tensor) -> Tensor:
+        """Returns the largest of each magnitude (fp32) in all processes; NaN is the largest."""
+        bits = magnitudes.view(torch.int32).contiguous()  # in the order of the magnitudes
+        dist.all_reduce(bits, dist.ReduceOp.MAX, self.group)
+        return bits.view(torch.float32)
+
+    def index(self, own: Tensor, columns: int) -> Tensor:
+        """Returns the indices in the whole matrix, row by row, of those in this part, which has `columns`."""
+        size, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
+        if self.dim == 0:
+            return own + rank * own.numel()
+        return own + (own // columns * (size - 1) + rank) * columns
 
 
 def sharded_parameters(roots: Iterable[nn.Module]) -> list[nn.Parameter]:
