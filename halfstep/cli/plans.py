@@ -8,14 +8,14 @@ import torch
 import typer
 
 from halfstep.cli.screen import stdout
-from halfstep.edits import OpChanges
+from halfstep.edits import OpChange
 from halfstep.explain.report.tables import level_table, op_table
 from halfstep.machine import read_facts
 from halfstep.plan.io import choose_plan
 from halfstep.plan.levels import LEVELS
-from halfstep.plan.optable import check_op_changes
+from halfstep.plan.optable import find
 
-Text = Annotated[str, typer.Argument(metavar="TEXT", help="Only ops whose name contains this.")]
+Text = Annotated[str, typer.Argument(metavar="TEXT", help="Only ops whose name contains this, or of this list.")]
 PlanName = Annotated[str, typer.Option("--plan", help="The level, or plan file, whose treatment of each op is shown.")]
 Low = Annotated[str, typer.Option("--low", help="The low format: bf16 or fp16.")]
 
@@ -28,14 +28,17 @@ def levels() -> None:
 def ops(text: Text = "", plan: PlanName = "O1", low: Low = "bf16") -> None:
     """Print the op table: which op runs low, which in fp32, which in the format of its widest input, and why."""
     chosen, _ = choose_plan(plan, low, read_facts(torch.device("cpu")))
-    text = text.removeprefix("torch.")
-    found = op_table(chosen, text)
+    found = op_table(chosen, lambda line: text.removeprefix("torch.") in line.op or text == line.category)
+    if found is None and ":" not in text:
+        named = {overload.partition(".")[0] for overload in find(text)}  # an error if torch has none that can be cast
+        found = op_table(chosen, lambda line: line.op in named)
     if found is not None:
         stdout().print(found)
         return
-    check_op_changes(OpChanges(deny=(text,)))  # an error if torch has no such op, or none that can be cast
+    runs = "is not in the table: it runs in the formats of its inputs"
+    what = "is a Python function, whose operations run by their own rows" if ":" in text else runs
     stdout().print(
-        f"{text} is not in the table: it runs in the formats of its inputs. To run it in fp32, deny it: "
-        f'ops={{"deny": ["{text}"]}} in halfstep.initialize, or plan.edit(OpChange("deny", "{text}")).',
+        f"{text} {what}. To run it in fp32, deny it: "
+        f'ops={{"deny": ["{text}"]}} in halfstep.initialize, or plan.edit({OpChange("deny", text)}).',
         soft_wrap=True,
     )

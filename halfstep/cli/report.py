@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from halfstep.cli.options import html_pages
-from halfstep.cli.screen import stdout
+from halfstep.cli.options import Quiet, html_pages
+from halfstep.cli.screen import activity, stdout
 from halfstep.errors import LogError
 from halfstep.explain.report.run import PROCESSES, first_overflow, read_log, rows_of, shown
 from halfstep.explain.report.tables import table
@@ -25,16 +25,17 @@ Low = Annotated[
 ]
 
 
-def report(logs: Logs, output: Output = None, low: Low = None) -> None:
+def report(logs: Logs, output: Output = None, low: Low = None, quiet: Quiet = False) -> None:
     """Make one HTML page of a run log: exponent histograms, lost and saturated shares, loss, scale, verdicts."""
     pages = html_pages("halfstep report")
-    runs = [read_log(log) for log in logs]
-    rows = rows_of(runs) if len(runs) > 1 else ()
-    found = rows[0].run if rows else runs[0]
-    page = found.path.with_suffix(".html") if output is None else output
-    if page.resolve() in [run.path.resolve() for run in runs]:
-        raise LogError(f"the page would overwrite the log {page}; name another file with --output")
-    text = pages.page_html(found, low, processes=rows)
+    with activity("reading the log, and drawing the page", quiet=quiet):
+        runs = [read_log(log) for log in logs]
+        rows = rows_of(runs) if len(runs) > 1 else ()
+        found = rows[0].run if rows else runs[0]
+        page = found.path.with_suffix(".html") if output is None else output
+        if page.resolve() in [run.path.resolve() for run in runs]:
+            raise LogError(f"the page would overwrite the log {page}; name another file with --output")
+        text = pages.page_html(found, low, processes=rows)
     try:
         page.write_text(text, encoding="utf-8")
     except OSError as error:

@@ -12,7 +12,7 @@ import typer
 
 from halfstep.adapters.script.run import Ran, own
 from halfstep.adapters.script.run import run as run_script
-from halfstep.cli.options import Low, Moments, Products, html_pages
+from halfstep.cli.options import Low, Moments, Products, Quiet, html_pages
 from halfstep.errors import LogError, PlanError
 from halfstep.explain.report.log import LOG_NAME, RunLog
 from halfstep.explain.report.run import read_log, shown
@@ -54,6 +54,7 @@ def run(  # noqa: PLR0913  # each is an option of the command, described above
     products: Products = None,
     report: Report = None,
     module: Module = False,
+    quiet: Quiet = False,
 ) -> None:
     """Run a script that does not use mixed precision, and train its models in mixed precision."""
     if level is not None and plan is not None:
@@ -65,7 +66,7 @@ def run(  # noqa: PLR0913  # each is an option of the command, described above
     def ended(ran: Ran) -> None:
         done.append(ran)
         page = "" if recorded is None else recorded.close(ran)
-        if ran.rank == 0:
+        if ran.rank == 0 and not quiet:
             print(f"halfstep: {summary(ran)}{page}", file=sys.stderr, flush=True)
 
     try:

@@ -45,6 +45,22 @@ def test_an_op_that_is_not_in_the_table_runs_as_written(halfstep):
     assert 'deny it: ops={"deny": ["gelu"]}' in said
 
 
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("F.softmax", "softmax +deny"),  # by its public name
+        ("torch.nn.functional.cross_entropy", "cross_entropy_loss +deny"),
+        ("promote", "addcdiv +promote"),  # all of a list
+        ("torch.nn.functional:normalize", r"is a Python function.*OpChange..deny., .torch\.nn\.functional:normalize"),
+        ("normalize", 'is a Python function made of several ops; name it "torch.nn.functional:normalize"'),
+        ("exp,log", "halfstep: op 'exp,log' is not a torch op"),
+    ],
+)
+def test_ops_takes_names_of_functions_and_lists(halfstep, name, says):
+    _, out, err = halfstep("ops", name)
+    assert re.search(says, out + err)
+
+
 def test_what_takes_long_says_what_it_does_and_nothing_with_quiet(monkeypatch, capsys):
     monkeypatch.setattr(screen, "PAUSE", 0.01)
     for quiet in (False, True):
@@ -54,8 +70,8 @@ def test_what_takes_long_says_what_it_does_and_nothing_with_quiet(monkeypatch, c
         assert ("measuring casts\n" in capsys.readouterr().err) is not quiet
 
 
-@pytest.mark.parametrize("command", ["bench", "check", "doctor", "inspect", "whatif"])
-def test_commands_that_measure_take_quiet(halfstep, command):
+@pytest.mark.parametrize("command", ["bench", "check", "doctor", "inspect", "report", "run", "whatif"])
+def test_commands_that_take_long_take_quiet(halfstep, command):
     assert "--quiet" in halfstep(command, "--help")[1]
 
 

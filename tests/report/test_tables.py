@@ -50,6 +50,12 @@ def test_levels_are_the_table_of_the_design():
     ]
 
 
+def test_jupyter_shows_the_table_of_the_terminal():
+    shown = level_table(LEVELS.values())._repr_mimebundle_((), ())
+    assert "<pre" in shown["text/html"]
+    assert " O3 " in shown["text/html"]
+
+
 def ops(plan):
     header, *rows = lines(op_table(plan))
     assert header == ["op", "category", "why", "list of", f"at {plan.name}", "on cpu by", "on cuda by"]

@@ -75,6 +75,18 @@ def test_check_calls_a_replaced_module_that():
     assert "a module was replaced" in next(each.advice for each in found if each.code == "parameter format")
 
 
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_check_names_parameters_that_the_model_has_no_more(level):
+    model, _, session = opened(level)
+    assert not [each for each in halfstep.check(session) if each.severity == "error"]
+    model[2] = nn.Linear(16, 2)
+    error = next(each for each in halfstep.check(session) if each.code == "replaced parameters")
+    assert "AdamW\n  seen: updates 2 parameters that the model lacks, the first of shape (4, 16)" in str(error)
+    model[2] = nn.Sequential(nn.Linear(16, 2))
+    with pytest.raises(halfstep.SessionError, match="5 modules instead of 4: a module was replaced after initialize"):
+        halfstep.check(session)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int64])
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_batch_that_no_plan_casts_is_named(level, dtype):
@@ -110,15 +122,12 @@ NEAREST = {
     "xyz": lambda given: halfstep.initialize(*make(), **given),
     "evry": lambda given: opened()[2].observe(**given),
     "maxnorm": lambda given: opened()[2].step(**given),
-    "unscaled": lambda given: opened()[2].scaling(torch.ones(()), **given),
     "loss_idx": lambda given: opened()[2].backward(torch.ones((), requires_grad=True), **given),
     "presicion": lambda given: halfstep.check(opened()[2], **given),
     "prodcts": lambda given: halfstep.whatif(lambda: None, make()[0], **given),
     "lossid": lambda given: halfstep.blame(opened()[2], lambda: None, **given),
     "lw": lambda given: halfstep.fsdp_policy("O1", **given),
     "lows": lambda given: halfstep.level("O1", **given),
-    "untraned": lambda given: halfstep.resolve(PLAN, make()[0], **given),
-    "samples": lambda given: halfstep.measure(torch.ones(1), **given),
     "lov": lambda given: halfstep.load_plan("plan.toml", **given),
     "ops_changes": lambda given: dataclasses.replace(PLAN, **given),
     "norm": lambda given: halfstep.Plan("own", "bf16", "full", "table", **given),
@@ -127,7 +136,6 @@ NEAREST = {
     "grow_interval": lambda given: halfstep.Scaling("dynamic", **given),
     "opp": lambda given: halfstep.OpChange("deny", **given),
     "denies": lambda given: halfstep.OpChanges(**given),
-    "initial_scale": lambda given: halfstep.GradScaler("cpu", **given),
     "stepping": check_adapted,  # which adapters set themselves
     "loss_scal": check_adapted,
 }

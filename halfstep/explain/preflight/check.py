@@ -24,7 +24,7 @@ from halfstep.records import SEVERITIES, Finding
 from halfstep.torch_internals import buffers_of, parameters_of
 from halfstep.train.optim.masters import Fit
 from halfstep.train.scale.grad_scaler import GradScaler
-from halfstep.train.session.session import Session
+from halfstep.train.session.session import REPLACED, Session
 from halfstep.validate import named, short, with_near_misses
 
 ROTARY = ("inv_freq", "freqs", "rotary", "rope", "cos", "sin", "timescale", "sinusoid")  # parts of buffer names
@@ -32,10 +32,7 @@ PRODUCT_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 MOST_LOST = 0.1  # share of the nonzero values of a weight; initializations lose less than 0.001
 ALIGNED = 8  # elements of 16 bits: the multiple that tensor cores compute fastest with
 WHETHER = "halfstep.check(session, closure) finds out whether it is"
-RECAST = (
-    "a module was replaced after initialize, or something cast the model: make the optimizer and initialize again "
-    "after the one, remove the other (model.half() and the like)"
-)
+RECAST = f"{REPLACED}; or something cast the model (model.half() and the like): remove that"
 
 
 @dataclass(frozen=True)
@@ -149,6 +146,16 @@ def _parameters(setup: Setup) -> Iterator[Finding]:
             ):
                 what = f"stored as {dtype}, but the plan stores it as {expected} (reason: {part.formats.reason})"
                 yield Finding("error", "parameter format", place, what, RECAST)
+
+
+def _replaced(setup: Setup) -> Iterator[Finding]:
+    """Finds parameters that an optimizer updates, but that the model no longer has."""
+    here = {id(p) for part in setup.parts for p in part.module.parameters()}
+    for optimizer in setup.optimizers:
+        gone = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in here]
+        if gone:
+            what = f"updates {len(gone)} parameters that the model lacks, the first of shape {tuple(gone[0].shape)}"
+            yield Finding("error", "replaced parameters", type(optimizer).__name__, what, REPLACED)
 
 
 def _untrained(setup: Setup) -> Iterator[Finding]:
@@ -359,7 +366,7 @@ def _shapes(setup: Setup) -> Iterator[Finding]:
 
 
 CHECKS: tuple[Callable[[Setup], Iterator[Finding]], ...] = (
-    *(_parameters, _untrained, _values, _ranges, _scalers),
+    *(_parameters, _replaced, _untrained, _values, _ranges, _scalers),
     *(_buffers, _constants, _losses, _scale, _shapes),
 )
 """The checks that run nothing; a new check is a new row."""

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import exp, inf, isfinite, log
 from statistics import fmean, mean, stdev
 
-from rich.console import Group, RenderableType
+from rich.console import RenderableType
 from rich.text import Text
 
-from halfstep.explain.report.tables import ABSENT, MIB, Columns, cells, disturbed, numbered, table
+from halfstep.explain.report.tables import ABSENT, MIB, Columns, Shown, cells, disturbed, numbered, table
 from halfstep.measurements import BenchResult, BenchRun
 
 BEFORE: Columns = {
@@ -24,7 +24,7 @@ BEFORE: Columns = {
 AFTER: Columns = {"skipped\nsteps": lambda run: _span(run.skipped), "final\nscale": lambda run: _span(run.scale)}
 
 
-def bench_table(result: BenchResult, *, width: int) -> Group:
+def bench_table(result: BenchResult, *, width: int = 120) -> Shown:
     """Returns a table with a row for each run, and notes below it."""
     runs = [run for run in result.runs if run.error is None]
     figures = dict.fromkeys(name for run in result.runs for name in run.validation)
@@ -37,7 +37,7 @@ def bench_table(result: BenchResult, *, width: int) -> Group:
     for group in _fitting(names, [(header, *column) for header, column in zip(columns, filled, strict=True)], width):
         header, *rows = zip(names, *group, strict=True)
         parts += [table(rows, numbered(header), words=[""]), Text()]
-    return Group(Text(_title(result)), *parts, *map(Text, _below(result)))
+    return Shown(Text(_title(result)), *parts, *map(Text, _below(result)))
 
 
 def _fitting(names: Sequence[str], columns: Iterable[Sequence[str]], width: int) -> Iterator[list[Sequence[str]]]:

@@ -8,6 +8,7 @@ from operator import attrgetter, itemgetter
 from typing import Any
 
 from rich.console import Group
+from rich.jupyter import JupyterMixin
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
@@ -24,6 +25,11 @@ MIB = 2**20
 DISTURBED = (
     "Other work ran on this machine: {what}. Measure again when it is quiet; ratios are more reliable than times."
 )
+
+
+class Shown(JupyterMixin, Group):
+    """What the terminal prints, which Jupyter shows too."""
+
 
 Columns = Mapping[str, Callable[[Any], object]]  # what stands in a row's cell, by the column's header; None is "-"
 
@@ -74,14 +80,14 @@ LEVELS: Columns = {
 }
 
 
-def level_table(levels: Iterable[Level]) -> Group:
+def level_table(levels: Iterable[Level]) -> Shown:
     """Returns a table with a row for each level: what it stores low, what it casts, and how it scales the loss."""
 
     def both(fill: Callable[[Any], object]) -> Callable[[Level], str]:
         return lambda row: " / ".join(dict.fromkeys(str(fill(row.plans[low])) for low in (BF16, FP16)))
 
     columns: Columns = {header: both(fill) for header, fill in LEVELS.items()} | {"for": lambda row: row.purpose}
-    return Group(Text("low is bf16 or fp16"), table(levels, columns, words=columns))
+    return Shown(Text("low is bf16 or fp16"), table(levels, columns, words=columns))
 
 
 def _if_low(plan: Plan, stored: str, cast: str) -> str:
@@ -131,9 +137,9 @@ _WITHOUT_ROW: Mapping[Action, OpLine] = {
 }
 
 
-def op_table(plan: Plan, text: str = "") -> Table | None:
-    """Returns a table of the ops whose name contains `text`, and what a plan does with each; None if there are none."""
-    lines = [line for line in op_lines(plan) if text in line.op]
+def op_table(plan: Plan, wanted: Callable[[OpLine], bool] = lambda line: True) -> Table | None:
+    """Returns a table of the ops that are `wanted`, and what a plan does with each; None if there are none."""
+    lines = list(filter(wanted, op_lines(plan)))
     headers = ("op", "category", "why", "list of", f"at {plan.name}", "on cpu by", "on cuda by")
     columns = {header: attrgetter(each.name) for header, each in zip(headers, fields(OpLine), strict=True)}
     return table(lines, columns, words=headers) if lines else None

@@ -15,7 +15,6 @@ from halfstep.later import Later
 from halfstep.records import BINS, COUNTS, DOUBLES, Observation, TensorStats
 from halfstep.torch_internals import version_of
 from halfstep.train.kernels.stats import Updates, add_stats, empty_rows, is_sampled
-from halfstep.validate import with_near_misses
 
 _NAMES = {dtype: fmt.name for dtype, fmt in BY_DTYPE.items()} | {torch.float64: "fp64"}
 _FIRST = 128  # rows to begin with
@@ -149,7 +148,6 @@ def _observation(step: int, row: _Row, scale: float, stats: TensorStats) -> Obse
     )
 
 
-@with_near_misses
 def measure(tensor: Tensor, *, sample: int | None = None) -> TensorStats:
     """Returns the statistics of one tensor, read on the host.
 

@@ -100,6 +100,7 @@ STEP_IS_OURS = (
     "gradients and not update the masters. After session.close(), optimizer.step() works again"
 )
 NO_OPTIMIZER = "this session has no optimizer (inference); to train, pass the optimizer to halfstep.initialize"
+REPLACED = "a module was replaced after initialize: make the optimizer and initialize again after that"
 IN_A_CLOSURE = (
     "a closure for blame or check must only compute and return the loss; leave out backward and step, since blame and "
     "check run backward themselves"
@@ -253,7 +254,10 @@ class Session:
     def modules(self) -> Iterator[tuple[nn.Module, ModuleFormats]]:
         """Yields every module with its formats in the assignment; a module that several models share comes once."""
         seen: set[int] = set()
-        for module, formats in zip(self._roots_modules(), self.assignment.modules, strict=True):
+        now, then = self._roots_modules(), self.assignment.modules
+        if len(now) != len(then):
+            raise SessionError(f"the model has {len(now)} modules instead of {len(then)}: {REPLACED}")
+        for module, formats in zip(now, then, strict=True):
             if id(module) not in seen:
                 seen.add(id(module))
                 yield module, formats
@@ -411,7 +415,6 @@ class Session:
             sent = scaled(loss, scale) if self._scales.active or self._replicas.joining else loss
             begin_pass(partial(sent.backward, **kwargs))
 
-    @with_near_misses
     def scaling(self, *losses: Tensor, loss_id: int = 0, unscale: bool = True) -> AbstractContextManager[Tensor]:
         """Returns a context that yields the loss scale (0-dim fp32), for a backward pass that the caller runs in it.
 
@@ -517,8 +520,7 @@ class Session:
             NumericsError: steps keep being skipped for a reason that no lower loss scale cures (`on_failure="raise"`).
         """
         self._check_training()
-        is_number = isinstance(max_norm, Real) and not isinstance(max_norm, bool)
-        if max_norm is not None and not (is_number and max_norm > 0):
+        if max_norm is not None and (isinstance(max_norm, bool) or not isinstance(max_norm, Real) or not max_norm > 0):
             raise SessionError(f"max_norm is {max_norm!r}; pass a positive number, or None for no clipping")
         return self._step(parts_to_step(self._parts, self._awaiting, optimizer), max_norm)
 
