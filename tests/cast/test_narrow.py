@@ -20,7 +20,8 @@ from halfstep.machine import AVX2, AVX512_BF16
 from halfstep.plan.plan import multiple_of
 from halfstep.train.cast.casting import Casting
 from halfstep.train.cast.narrow import PRODUCTS
-from halfstep.train.cast.recipes import RECIPES, Coded, Rounded, product_of
+from halfstep.train.cast.recipes import RECIPES, Coded, Rounded
+from tests.cast.laws import product_of
 
 EIGHT = Policy("low", "low", "low", products="recipe")
 LOW_PRODUCTS = Policy("low", "low", "low", products="low")

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from halfstep.formats import E2M1, E4M3
-from halfstep.train.cast.recipes import RECIPES, _in_tiles, code_operand, multiply, product_of, round_operand
+from halfstep.train.cast.recipes import RECIPES, Coded, _in_tiles, code_operand, multiply, multiply_coded, round_operand
+from tests.cast.laws import product_of
 
 PRODUCTS = ("output", "grad_input", "grad_weight")
 CASTS = {}
@@ -90,7 +91,8 @@ def test_products_are_those_of_scaled_mm(name, product, shape):
     a, b = torch.randn(m, k) * 3, torch.randn(n, k).bfloat16()
     left, right = (round_operand(x, recipe.casts[product, at]) for at, x in (("a", a), ("b", b)))
     for given in (None, bias):
-        expected = multiply(left, right, units="own", bias=given)  # torch.nn.functional.scaled_mm
+        coded = (Coded(each.elements.contiguous(), each.decode) for each in (left, right))
+        expected = multiply_coded(*coded, bias=given)  # torch.nn.functional.scaled_mm
         assert torch.equal(multiply(left, right, units="fp32", bias=given), expected)
         units = multiply(left, right, units="bf16", bias=given)
         assert torch.allclose(units.float(), expected.float(), rtol=2.0**-7, atol=0)

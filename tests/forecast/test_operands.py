@@ -11,7 +11,8 @@ from torch.utils.checkpoint import checkpoint
 import halfstep
 from halfstep.errors import HalfstepError
 from halfstep.train.cast.narrow import OPERANDS
-from halfstep.train.cast.recipes import RECIPES, product_of
+from halfstep.train.cast.recipes import RECIPES
+from tests.cast.laws import product_of
 
 CALLS = {
     "linear": lambda layer, x: F.linear(x, bias=layer.bias, weight=layer.weight),

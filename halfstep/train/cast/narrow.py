@@ -104,8 +104,8 @@ class Layers:
         self.counts = torch.zeros((len(named), len(PRODUCTS), 2, 3), dtype=torch.int64, device=device)
         self.seen: Counter[tuple[int, int, int]] = Counter()
         self.step = torch.zeros((), dtype=torch.int64, device=device)
-        sharded = [any(is_sharded(p) for p in each.parameters(recurse=False)) for each in self._modules]
-        self._whole = [not each for each in sharded]  # a rounded weight of the others would take its whole size
+        # A rounded weight of the others would take its whole size.
+        self._whole = [not any(map(is_sharded, each.parameters(recurse=False))) for each in self._modules]
         self._held: dict[tuple[int, Product], tuple[int, int, Operands]] = {}
         self._both: set[int] = set()  # layers whose inputs need gradients
         self._at: dict[tuple[int, int], tuple[int, Any]] = {}  # by a weight's memory
@@ -132,11 +132,9 @@ class Layers:
         return self._losses(self.counts.tolist(), self.seen)
 
     def _losses(self, counts: list[Any], seen: Counter[tuple[int, int, int]]) -> tuple[ProductLoss, ...]:
-        found = ((seen[at], at, PRODUCTS[at[1]]) for at in sorted(seen))
         return tuple(
-            ProductLoss(self.names[i], product, OPERANDS[product][k], elements, *counts[i][j][k])
-            for elements, (i, j, k), product in found
-            if elements
+            ProductLoss(self.names[i], PRODUCTS[j], OPERANDS[PRODUCTS[j]][k], seen[i, j, k], *counts[i][j][k])
+            for i, j, k in sorted(+seen)  # that are not 0
         )
 
     def watched(self, modules: Container[str]) -> Callable[[int], Callable[[], list[Observation]]]:
@@ -227,8 +225,7 @@ def define_products(find: Find) -> torch.library.Library:
         a = layers.round(number, how, [("output", "a")], rows_of(x))[0]
         b = layers.weight(number, how, "output", w, w, keep=keep)
         low = None if bias is None else bias.bfloat16()
-        out = _multiply(a, b, how.units, how.part(("output", "a")), bias=low, fast=True)
-        return out.view(*x.shape[:-1], w.shape[0])
+        return _multiply(a, b, how, "output", low).view(*x.shape[:-1], w.shape[0])
 
     def gradients(g: Tensor, x: Tensor | None, w: Tensor, needs_x: bool, *given: Any) -> tuple[Tensor, Tensor]:
         (layers, number), how, keep = layer_of(w), How(*given[:-1]), given[-1]
@@ -238,10 +235,10 @@ def define_products(find: Find) -> torch.library.Library:
         rounded = layers.round(number, how, both[not needs_x : 1 + (x is not None)], rows if needs_x else rows.t())
         if needs_x:
             b = layers.weight(number, how, "grad_input", w, w.t(), keep=keep)
-            gx = _multiply(rounded[0], b, how.units, how.part(("grad_input", "a"))).view(*g.shape[:-1], w.shape[1])
+            gx = _multiply(rounded[0], b, how, "grad_input").view(*g.shape[:-1], w.shape[1])
         if x is not None:
             b = layers.round(number, how, [("grad_weight", "b")], rows_of(x).t())[0]
-            gw = _multiply(rounded[-1], b, how.units)
+            gw = _multiply(rounded[-1], b, how, "grad_weight")
         return gx, gw
 
     how = "str recipe, str units, str split, bool keep)"  # blame says the names of arguments and results
@@ -282,27 +279,21 @@ def _without_autocast(run: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _multiply(
-    a: Operands,
-    b: Operands,
-    units: Units,
-    shared: Part | None = None,
-    *,
-    bias: Tensor | None = None,
-    fast: bool = False,
-) -> Tensor:
+def _multiply(a: Operands, b: Operands, how: How, product: Product, bias: Tensor | None = None) -> Tensor:
     """Multiplies, and adds up in fp32 what the processes have that share what a product sums over; then rounds."""
+    part = how.part((product, "a"))
+    shared = part is not None and part.dim == 1
     added = None if shared else bias
     if isinstance(a, Coded) and isinstance(b, Coded):
-        out = multiply_coded(a, b, bias=added, fast=fast)
+        out = multiply_coded(a, b, bias=added, fast=product == "output")
     else:
         assert isinstance(a, Rounded)
         assert isinstance(b, Rounded)
-        out = multiply(a, b, units="fp32" if shared else units, bias=added, wide=shared is not None)
-    if shared is None:
+        out = multiply(a, b, units="fp32" if shared else how.units, bias=added, wide=shared)
+    if part is None or not shared:
         return out
     total = out.float()
-    dist.all_reduce(total, group=shared.group)
+    dist.all_reduce(total, group=part.group)
     return (total if bias is None else total + bias).bfloat16()
 
 
@@ -389,10 +380,6 @@ def fits(multiple: int, x: Tensor, w: Tensor, bias: Tensor | None) -> bool:
     )
 
 
-def _read_linear(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Any:
-    return x, w, bias
-
-
 def _read_product(x: Tensor, w: Tensor) -> Any:
     return (x, w.t(), None) if w.dim() == 2 and x.dim() > 1 else None
 
@@ -402,7 +389,7 @@ def _read_sum(bias: Tensor, x: Tensor, w: Tensor, *, beta: float = 1, alpha: flo
 
 
 READERS: dict[str, Callable[..., Any]] = {
-    "linear": _read_linear,
+    "linear": lambda x, w, bias=None: (x, w, bias),
     "mm": _read_product,
     "matmul": _read_product,
     "addmm": _read_sum,

@@ -175,33 +175,13 @@ def code_operand(
     return [Coded(*each) for each in coded]
 
 
-def product_of(
-    recipe: Recipe,
-    product: Product,
-    a: Tensor,
-    b: Tensor,
-    *,
-    units: Units,
-    counts: Sequence[Tensor | None] = (None, None),
-    seed: Tensor | None = None,
-) -> Tensor:
-    """Returns a product of operands (M, K) and (N, K), each rounded as a recipe says, in bf16 (M, N).
-
-    `units` as in `multiply`; `counts` of each operand and `seed` as in `round_operand`.
-    """
-    left = round_operand(a, recipe.casts[product, "a"], counts=counts[0], seed=seed)
-    return multiply(left, round_operand(b, recipe.casts[product, "b"], counts=counts[1], seed=seed), units=units)
-
-
 def multiply(a: Rounded, b: Rounded, *, units: Units, bias: Tensor | None = None, wide: bool = False) -> Tensor:
     """Returns the product of two rounded operands in bf16: sums in fp32, which are rounded once, or not if `wide`.
 
-    `units` are those that multiply: "bf16" or "fp32" emulate, and "own" are the device's. "fp32" gives the bits of
-    `torch.nn.functional.scaled_mm` on a CPU for "fp8" and "fp8-row". Units for bf16 sum in another order: at most some
-    of 10,000 elements are another neighbour of the sum.
+    `units` are those that multiply, "bf16" or "fp32", which gives the bits of `torch.nn.functional.scaled_mm` on a CPU
+    for "fp8" and "fp8-row". Units for bf16 sum in another order: at most some of 10,000 elements are another neighbour
+    of the sum.
     """
-    if units == "own":
-        return multiply_coded(*(Coded(each.elements.contiguous(), each.decode) for each in (a, b)), bias=bias)
     factors = (a.factor * b.factor.t()).clamp(max=2.0**127)  # both first, since either alone may overflow the sums
     if units == "fp32" or not (a.is_power and b.is_power):
         out = (a.grid.float() @ b.grid.float().t()) * factors
