@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import time
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from unittest.mock import patch
@@ -36,6 +37,7 @@ import halfstep
 from halfstep import NumericsError
 from halfstep.errors import HalfstepError, SessionError
 from halfstep.sharded import is_sharded
+from halfstep.train.cast.casting import Casting
 from halfstep.train.cast.recipes import RECIPES, round_operand
 from halfstep.train.optim.masters import MasterStore
 from halfstep.train.optim.moments import Moments
@@ -795,7 +797,7 @@ def by_recipe(rank, products, kind):
     with torch.no_grad():
         for p in net.parameters():
             p.mul_(torch.randn_like(p).mul(3).exp())  # so far apart that scales decide what becomes 0
-    if kind in ("tp", "odd", "both"):
+    if kind in ("tp", "odd", "both", "own"):
         shape = (2, dist.get_world_size() // 2) if kind == "both" else (dist.get_world_size(),)
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "tensor")[-len(shape) :])
         net = parallelize_module(net, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
@@ -804,7 +806,8 @@ def by_recipe(rank, products, kind):
         for each in (*net[::2], net):
             fully_shard(each, mp_policy=halfstep.fsdp_policy("O2", low="bf16"), **options)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-    with halfstep.initialize(net, optimizer, "O2", low="bf16", products=products) as session:
+    units = patch.object(Casting, "_units", lambda self, emulate: "own") if kind == "own" else nullcontext()
+    with units, halfstep.initialize(net, optimizer, "O2", low="bf16", products=products) as session:
         model = torch.nn.parallel.DistributedDataParallel(net) if kind == "ddp" else net
         losses = []
         for step in range(3):

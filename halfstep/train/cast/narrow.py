@@ -72,7 +72,7 @@ SPLIT = (
     "products='low')), or leave products out"
 )
 TWICE = (
-    "products={recipe!r} has gradients, but no gradients of gradients: keep the layers that a penalty goes through in "
+    "products in 8 or 4 bits have gradients, but no gradients of gradients: keep layers that a penalty goes through in "
     "the low format with Rule(name, Policy(param, 'low', 'low', products='low')), or leave products out"
 )
 
@@ -255,7 +255,7 @@ def define_products(find: Find) -> torch.library.Library:
         library.define(f"{name}({arguments}")  # type: ignore[no-untyped-call]
         library.impl(name, uncompiled(_without_autocast(run)), "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
         torch.library.register_fake(f"halfstep::{name}", fake, lib=library)
-        backward, setup = (_backward, _save) if name == "linear" else (_refuse, _name)
+        backward, setup = (_backward, _save) if name == "linear" else (_refuse, None)
         torch.library.register_autograd(f"halfstep::{name}", backward, setup_context=setup, lib=library)
     return library
 
@@ -282,18 +282,18 @@ def _without_autocast(run: Callable[..., Any]) -> Callable[..., Any]:
 def _multiply(a: Operands, b: Operands, how: How, product: Product, bias: Tensor | None = None) -> Tensor:
     """Multiplies, and adds up in fp32 what the processes have that share what a product sums over; then rounds."""
     part = how.part((product, "a"))
-    shared = part is not None and part.dim == 1
-    added = None if shared else bias
+    group = part.group if part is not None and part.dim == 1 else None
+    added = bias if group is None else None
     if isinstance(a, Coded) and isinstance(b, Coded):
         out = multiply_coded(a, b, bias=added, fast=product == "output")
     else:
         assert isinstance(a, Rounded)
         assert isinstance(b, Rounded)
-        out = multiply(a, b, units="fp32" if shared else how.units, bias=added, wide=shared)
-    if part is None or not shared:
+        out = multiply(a, b, units=how.units if group is None else "fp32", bias=added, wide=group is not None)
+    if group is None:
         return out
     total = out.float()
-    dist.all_reduce(total, group=part.group)
+    dist.all_reduce(total, group=group)
     return (total if bias is None else total + bias).bfloat16()
 
 
@@ -324,12 +324,8 @@ def _backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
     return gx, gw, gb, None, None, None, None
 
 
-def _name(ctx: Any, inputs: Any, output: Tensor) -> None:
-    ctx.recipe = next(each for each in inputs if isinstance(each, str))
-
-
-def _refuse(ctx: Any, *_: Tensor) -> None:
-    raise OpError(TWICE.format(recipe=ctx.recipe))
+def _refuse(*_: Any) -> None:
+    raise OpError(TWICE)
 
 
 def make_narrow(site: OpSite, plain: Act, recipe: str, units: Units) -> Act:

@@ -167,12 +167,11 @@ def code_operand(
     if kernels is not None:
         whole = cast.block == (None, None)
         coded = kernels.cast(x, cast.elements, cast.block[1], counts, whole=whole, multiple=multiple)
-    else:
-        filled = [pad(each, (0, -each.shape[1] % multiple)) for each in (x, x.t())]
-        each = zip(filled, counts, parts, strict=False)
-        rounded = [round_operand(t, cast, counts=lost, part=part) for t, lost, part in each]
-        coded = [(each.elements, each.decode) for each in rounded]
-    return [Coded(*each) for each in coded]
+        return [Coded(*each) for each in coded]
+    filled = (pad(each, (0, -each.shape[1] % multiple)) for each in (x, x.t()))
+    each = zip(filled, counts, parts, strict=False)
+    rounded = [round_operand(t, cast, counts=lost, part=part) for t, lost, part in each]
+    return [Coded(each.elements, each.decode) for each in rounded]
 
 
 def multiply(a: Rounded, b: Rounded, *, units: Units, bias: Tensor | None = None, wide: bool = False) -> Tensor:
