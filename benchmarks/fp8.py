@@ -42,7 +42,7 @@ def alone(recipe: Recipe, product: str) -> Recipe:
 
 def gradient(work: Any, batch: Any, products: str | None, *, seed: int) -> tuple[Tensor, Any]:
     """Returns the gradient of a batch under O1 with products, or in fp32 for None, and what was lost."""
-    model = work.build(seed)
+    model = work.build(seed).to(batch[0].device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     level, ways = ("O0", "plan") if products is None else ("O1", products)
     with halfstep.initialize(model, optimizer, level, low="bf16", products=ways) as session:
@@ -55,7 +55,7 @@ def time_over_plan(work: Any, batch: Any, products: str) -> float:
     """Returns the time of a step with products by a recipe over that of O1 in bf16, the least of ten in turn each."""
     calls, sessions = {}, []
     for name in ("plan", products):
-        model = work.build(0)
+        model = work.build(0).to(batch[0].device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         sessions.append(halfstep.initialize(model, optimizer, "O1", low="bf16", products=name))
 
@@ -65,7 +65,7 @@ def time_over_plan(work: Any, batch: Any, products: str) -> float:
             session.step()
 
         calls[name] = step
-    times = take_turns(calls, device=torch.device("cpu"), seconds=20.0, least=10, most=10)
+    times = take_turns(calls, device=batch[0].device, seconds=20.0, least=10, most=10)
     for session in sessions:
         session.close()
     return min(times[products]) / min(times["plan"])
@@ -76,14 +76,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--set", action="append", default=[], help="a setting of char_lm; repeatable")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="a GPU multiplies in 8 bits itself")
+    parser.add_argument("--json", type=Path, help="write the figures to this file, after each row")
     args = parser.parse_args()
     settings = {**SMALL, **parse_settings(args.set)}
     work: Any = load_workload("char_lm", settings)
     rows: dict[str, dict[str, float]] = {}
     for seed in range(args.seeds):
         batches = work.batches(seed)
-        one, other = next(batches), next(batches)
+        one, other = ([t.to(args.device) for t in next(batches)] for _ in range(2))
         exact, _ = gradient(work, one, None, seed=seed)
         noise = float((gradient(work, other, None, seed=seed)[0] - exact).norm() / exact.norm())
         for name in ROWS:
@@ -104,8 +105,8 @@ def main() -> None:
             f"{name:9}  {row['error']:.4f}  {row['of the noise']:12.1%}  {each}  {row['flushed']:7.2%}"
             f"  {row['saturated']:9.2%}  {row['time']:5.2f}"
         )
-    if args.json is not None:
-        args.json.write_text(json.dumps({"settings": settings, "seeds": args.seeds, "rows": rows}, indent=1))
+        if args.json is not None:
+            args.json.write_text(json.dumps({"settings": settings, "seeds": args.seeds, "rows": rows}, indent=1))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Everything of halfstep that needs a GPU, in one command of less than 9 minutes: tests, CUDA graphs, both benchmarks,
-# and accuracy in real fp16 and bf16. Needs python3 with torch and, for its full speed, Triton; no network, and nothing
-# is installed: packages that are missing are unpacked from benchmarks/bare, which `pack` fills, into a temporary folder.
+# Everything of halfstep that needs a GPU, in one command of parts that take less than 9 minutes each: tests, CUDA graphs,
+# benchmarks, and accuracy in real fp16 and bf16. A part writes its results as it goes. Needs python3 with torch and, for
+# its full speed, Triton; no network, and nothing is installed: packages that are missing are unpacked from
+# benchmarks/bare, which `pack` fills, into a temporary folder.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -12,7 +13,8 @@ benchmarks/gpu.sh [OPTIONS]         runs all parts, goes on after a failure, and
   --data DIR       holds cifar10/ (default: $HALFSTEP_DATA, shared/data, ../shared/data or benchmarks/bare/data)
   --device cpu     runs the same on a CPU, to see that the script works; tests that need a GPU are skipped
   --quick          small sizes and few steps, to see that the script works
-  --part NAME      only this part (tests, graph, optimizer_step, gpt2, resnet50, accuracy); repeatable
+  --part NAME      only this part (tests, graph, optimizer_step, gpt2, gpt2_compiled, resnet50, accuracy, fp8, blocks);
+                   repeatable; the summary is then summary-NAME.json
 benchmarks/gpu.sh pack [VERSION]    where there is a network: fetches the packages for Python VERSION (3.12), and
                                     copies cifar10 if it is found, into benchmarks/bare, to be taken along
 Another python than python3: PYTHON=/path/to/python benchmarks/gpu.sh
@@ -97,10 +99,10 @@ results=$(cd "$results" && pwd)
 [ -n "$data" ] || data=$(find_data)
 room=$(mktemp -d)
 trap 'rm -rf "$room"' EXIT
-found=$room/found # what this run measures; an earlier run's results do not count
-mkdir -p "$found"
-rm -f "$results/summary.json"
-log=$results/log.txt
+summary=summary$(printf -- '-%s' ${parts[@]+"${parts[@]}"})
+summary=${summary%-}
+rm -f "$results/$summary.json"
+log=$results/${summary/summary/log}.txt
 : >"$log"
 unpack_missing "$room/site" 2>&1 | tee -a "$log"
 PYTHONPATH="$(pwd):$room/site${PYTHONPATH:+:$PYTHONPATH}"
@@ -109,24 +111,18 @@ export PYTHONPATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 : >"$room/parts.txt"
 : >"$room/left_out.txt"
 
-deadline=510 # seconds after the start: with what comes after it, 537
-
-# part NAME SECONDS COMMAND...: runs one part, at most so long and not beyond the deadline, and goes on whatever becomes
-# of it.
+# part NAME SECONDS COMMAND...: runs one part, at most so long, and goes on whatever becomes of it. What an earlier run
+# has left of it does not count.
 part() {
-  local name=$1 limit=$2 code=124 start=$SECONDS
+  local name=$1 limit=$2 code start=$SECONDS
   shift 2
   if [ ${#parts[@]} -gt 0 ] && [[ " ${parts[*]} " != *" $name "* ]]; then
     return
   fi
   rm -f "$results/$name.json" "$results/$name"/*-seed0.json
-  limit=$((limit < deadline - SECONDS ? limit : deadline - SECONDS))
   printf '\n== %s (at most %s s): %s\n' "$name" "$limit" "$*" | tee -a "$log"
-  if [ "$limit" -gt 0 ]; then
-    timeout --kill-after=5 "$limit" "$@" 2>&1 | tee -a "$log"
-    code=${PIPESTATUS[0]}
-  fi
-  cp -R "$found/." "$results"
+  timeout --kill-after=5 "$limit" "$@" 2>&1 | tee -a "$log"
+  code=${PIPESTATUS[0]}
   echo "$name $code $((SECONDS - start)) $limit" >>"$room/parts.txt"
 }
 
@@ -146,10 +142,16 @@ test_options=(-m "gpu and not slow" -p no:cacheprovider -q --tb=short -ra)
 sizes=(--device "$device")
 steps=(--device "$device")
 accuracy=(--device "$device")
+layers=(--device "$device" --set d=1024 --set heads=16 --set layers=6 --set length=512 --set batch=16 --seeds 1)
+blocks=(--device "$device")
 if [ -n "$quick" ]; then
-  sizes+=(--numel 300000 --rounds 3)
-  steps+=(--layers 1 --context 32 --vocabulary 256 --batch 2 --steps 5 --low bf16)
-  accuracy+=(--steps 5)
+  sizes+=(--numel 60000 --rounds 1)
+  steps+=(--layers 1 --context 32 --vocabulary 256 --width 24 --batch 2 --pixels 32 --steps 2 --low bf16)
+  accuracy+=(--steps 2 --set d=32 --set layers=1 --set heads=2 --set length=16 --set eval_windows=8)
+  layers=(--device "$device" --set d=32 --set heads=2 --set layers=1 --set length=16 --set batch=2 --seeds 1)
+  blocks+=(--numel 5000 --seconds 0)
+  test_options+=(-k "waits_for_nothing or read_pass_on_cuda" -m "gpu and not slow and not silicon")
+  files=(tests/kernels/test_triton.py)
 fi
 workloads=(--workload char_lm)
 if [ -n "$quick" ]; then
@@ -160,17 +162,20 @@ else
   leave_out cifar_resnet "no cifar10 folder was found (see --data)"
 fi
 
-compiled=bf16 # its compilation takes most of a minute, so that of ResNet-50 is left to benchmarks/train_step.py
+compiled=bf16
 [ -z "$quick" ] || compiled=none
 
-# The limits add up to 525 s.
-part tests 130 "$python" -m pytest "${test_options[@]}" ${spread[@]+"${spread[@]}"} --junitxml "$room/tests.xml" "${files[@]}"
-part graph 45 "$python" -m pytest "${test_options[@]}" ${spread[@]+"${spread[@]}"} --junitxml "$room/graph.xml" tests/contracts/test_cuda.py
-part optimizer_step 85 "$python" benchmarks/optimizer_step.py "${sizes[@]}" --json "$found/optimizer_step.json"
-part gpt2 135 "$python" benchmarks/train_step.py --workload gpt2 --compiled "$compiled" "${steps[@]}" --json "$found/gpt2.json"
-part resnet50 60 "$python" benchmarks/train_step.py --workload resnet50 --compiled none "${steps[@]}" --json "$found/resnet50.json"
-part accuracy 70 "$python" benchmarks/accuracy.py "${accuracy[@]}" --seed 0 "${workloads[@]}" --results "$found/accuracy"
+part tests 530 "$python" -m pytest "${test_options[@]}" ${spread[@]+"${spread[@]}"} --junitxml "$room/tests.xml" "${files[@]}"
+part graph 120 "$python" -m pytest "${test_options[@]}" ${spread[@]+"${spread[@]}"} --junitxml "$room/graph.xml" tests/contracts/test_cuda.py
+part optimizer_step 240 "$python" benchmarks/optimizer_step.py "${sizes[@]}" --json "$results/optimizer_step.json"
+part gpt2 300 "$python" benchmarks/train_step.py --workload gpt2 --compiled none "${steps[@]}" --json "$results/gpt2.json"
+part gpt2_compiled 300 "$python" benchmarks/train_step.py --workload gpt2 "${steps[@]}" --low bf16 --compiled "$compiled" \
+  --json "$results/gpt2_compiled.json"
+part resnet50 240 "$python" benchmarks/train_step.py --workload resnet50 --compiled none "${steps[@]}" --json "$results/resnet50.json"
+part accuracy 400 "$python" benchmarks/accuracy.py "${accuracy[@]}" --seed 0 "${workloads[@]}" --results "$results/accuracy"
+part fp8 300 "$python" benchmarks/fp8.py "${layers[@]}" --json "$results/fp8.json"
+part blocks 120 "$python" benchmarks/blocks.py "${blocks[@]}" --json "$results/blocks.json"
 
 printf '\n== summary\n' | tee -a "$log"
-timeout --kill-after=2 20 "$python" benchmarks/gpu_summary.py --device "$device" --results "$results" --room "$room" 2>&1 | tee -a "$log"
+timeout --kill-after=2 60 "$python" benchmarks/gpu_summary.py --device "$device" --results "$results" --name "$summary" --room "$room" 2>&1 | tee -a "$log"
 exit "${PIPESTATUS[0]}"

@@ -91,6 +91,17 @@ def accuracy_figures(folder: Path, left_out: Mapping[str, str]) -> Iterator[Figu
             yield Figure(f"{workload} {name}: validation loss above fp32's", value, 0.02, at_most=True, why=why)
 
 
+def fp8_figure(found: Found) -> Figure:
+    """Returns the time of a step with products in fp8."""
+    return Figure("fp8 layers: time of a step over bf16's", found.get("rows", {}).get("fp8", {}).get("time"), 1.0, True)
+
+
+def block_figure(found: Found) -> Figure:
+    """Returns how near the update with the best size of blocks is to a copy."""
+    shares = [row["of_copy_bandwidth"] for row in found.get("rows", []) if row["kernel"] == "update"]
+    return Figure("update, best block: share of copy bandwidth", max(shares, default=None), 0.85)
+
+
 def tests(path: Path) -> Found | None:
     """Returns how many tests passed, failed and were skipped, and which failed."""
     try:
@@ -128,6 +139,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--results", type=Path, required=True)
+    parser.add_argument("--name", default="summary", help="of the file with the figures, without .json")
     parser.add_argument("--room", type=Path, required=True, help="where gpu.sh has left the results of the tests")
     options = parser.parse_args()
     lines = [line.split() for line in lines_of(options.room / "parts.txt")]
@@ -137,10 +149,7 @@ def main() -> int:
     ]
     counts = {name: tests(options.room / f"{name}.xml") for name in ("tests", "graph")}
     ended = {str(entry["part"]): said(int(str(entry["exit"]))) for entry in parts}
-    found, left_out = (
-        options.room / "found",
-        dict(line.split(" ", 1) for line in lines_of(options.room / "left_out.txt")),
-    )
+    found, left_out = options.results, dict(line.split(" ", 1) for line in lines_of(options.room / "left_out.txt"))
     figures: list[Figure] = []
     if "optimizer_step" in ended:
         figures += explained(step_figures(read(found / "optimizer_step.json")), ended["optimizer_step"])
@@ -149,6 +158,9 @@ def main() -> int:
             figures += explained(train_figures(workload, read(found / f"{workload}.json")), ended[workload])
     if "accuracy" in ended:
         figures += explained(accuracy_figures(found / "accuracy", left_out), ended["accuracy"])
+    for name, figure in (("fp8", fp8_figure), ("blocks", block_figure)):
+        if name in ended:
+            figures += explained([figure(read(found / f"{name}.json"))], ended[name])
     gpu = torch.cuda.get_device_name() if options.device == "cuda" and torch.cuda.is_available() else None
     for entry in parts:
         count = counts.get(str(entry["part"]))
@@ -170,7 +182,7 @@ def main() -> int:
         "tests": counts,
         "figures": [{**asdict(figure), "verdict": figure.verdict} for figure in figures],
     }
-    (options.results / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    (options.results / f"{options.name}.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     missed = any(figure.verdict == "MISSED" for figure in figures) and gpu is not None
     return int(missed or any(entry["exit"] for entry in parts))
 

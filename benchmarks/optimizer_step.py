@@ -337,10 +337,11 @@ def build(numel: int, device: torch.device) -> tuple[list[Row], dict[str, str]]:
     return rows, absent
 
 
-def measure(rows: list[Row], rounds: int, device: torch.device) -> dict[str, float]:
-    """Times every row once a round, from another one on each time; returns the bandwidths of memory in bytes a ms."""
+def measure(rows: list[Row], rounds: int, numel: int, device: torch.device) -> Iterator[dict[str, float]]:
+    """Times every row once a round, from another one on each time; yields the bandwidths of memory in bytes a ms."""
     clock = Clock(device)
-    source = torch.ones(2**26 if device.type == "cpu" else 2**29, device=device)
+    size = 2**26 if device.type == "cpu" else 2**29
+    source = torch.ones(min(size, max(2**20, numel)), device=device)
     target = torch.empty_like(source)
     passes: dict[str, Callable[[], object]] = {
         "copy": lambda: target.copy_(source),
@@ -358,9 +359,11 @@ def measure(rows: list[Row], rounds: int, device: torch.device) -> dict[str, flo
                 row.times.append(clock.time(row.run))
             except Exception as error:  # the other rows go on
                 row.error = f"{type(error).__name__}: {error}"
-    for row in rows:
-        del row.times[:WARMUP]
-    return {name: 2 * source.nbytes / median(times[WARMUP:]) for name, times in took.items()}
+        if turn + 1 == WARMUP:
+            for row in rows:
+                row.times.clear()
+        elif turn >= WARMUP:
+            yield {name: 2 * source.nbytes / median(times[WARMUP:]) for name, times in took.items()}
 
 
 def records(rows: list[Row], numel: int, bandwidths: dict[str, float]) -> list[dict[str, Any]]:
@@ -432,28 +435,26 @@ def main() -> int:
     rows, absent = build(size, device)
     wanted = [text for text in options.rows.split(",") if text]
     rows = [row for row in rows if not wanted or row.kind == PARTS or any(text in row.name for text in wanted)]
-    bandwidths = measure(rows, options.rounds, device)
-    made = records(rows, numel, bandwidths)
     machine = read_machine(device)
     result = {
         "benchmark": "optimizer_step",
         "parameters": numel,
-        "rounds": options.rounds,
-        "gb_s": {name: value / 1e6 for name, value in bandwidths.items()},
-        "rows": made,
         "absent": absent,
         "machine": asdict(machine),
         "command": shlex.join(["python", "benchmarks/optimizer_step.py", *sys.argv[1:]]),
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
     }
+    for rounds, bandwidths in enumerate(measure(rows, options.rounds, numel, device), start=1):
+        made = records(rows, numel, bandwidths)
+        result |= {"rounds": rounds, "gb_s": {name: value / 1e6 for name, value in bandwidths.items()}, "rows": made}
+        if options.json is not None:  # after each, so that what is there stays when the time is up
+            options.json.parent.mkdir(parents=True, exist_ok=True)
+            options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     memory = ", ".join(f"{name} {value / 1e6:.1f} GB/s" for name, value in bandwidths.items())
     print(f"{numel:,} parameters on {machine.device}, {options.rounds} rounds; memory: {memory}")
     print(table(made))
     for name, why in absent.items():
         print(f"{name}: not measured ({why})")
-    if options.json is not None:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     failed = [row.name for row in rows if row.error] + [name for name in absent if name.startswith("halfstep")]
     return int(any(name.startswith("halfstep") for name in failed))
 

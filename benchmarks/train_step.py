@@ -115,16 +115,17 @@ class ResNet50(Workload):
     reads_data: ClassVar[bool] = False
     lr: float = 0.1
     pixels: int = 224
+    width: int = 64
 
     def build(self, seed: int) -> nn.Module:
         """Returns the ResNet, with the 7x7 stem and the pooling of the paper where the images are large."""
         return seeded(seed, self._build)
 
     def _build(self) -> nn.Module:
-        model = ResNet(Bottleneck, (3, 4, 6, 3), width=64, classes=CLASSES)
+        model = ResNet(Bottleneck, (3, 4, 6, 3), width=self.width, classes=CLASSES)
         if self.pixels > 64:
-            conv = nn.Conv2d(3, 64, 7, 2, padding=3, bias=False)
-            model.stem = nn.Sequential(conv, nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(3, 2, padding=1))
+            conv = nn.Conv2d(3, self.width, 7, 2, padding=3, bias=False)
+            model.stem = nn.Sequential(conv, nn.BatchNorm2d(self.width), nn.ReLU(), nn.MaxPool2d(3, 2, padding=1))
             model = model.to(memory_format=torch.channels_last)
         return model
 
@@ -250,6 +251,8 @@ def origins(options: argparse.Namespace, device: torch.device) -> dict[str, Orig
     asked = {key: getattr(options, key) for key in SHRINKABLE if getattr(options, key)}
     tokens = {"batch": options.batch or (16 if cuda else 1)} | asked
     images = {"batch": options.batch or (128 if cuda else 16), "pixels": options.pixels or (224 if cuda else 32)}
+    if options.width:
+        tokens, images = tokens | {"d": options.width}, images | {"width": options.width}
     return {
         name: Origin(f"{__file__}:{name}", {key: str(size) for key, size in sizes.items()})
         for name, sizes in {"gpt2": tokens, "resnet50": images}.items()
@@ -268,6 +271,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, help="blocks of the GPT (default: 12)")
     parser.add_argument("--context", type=int, help="tokens a sequence (default: 1024)")
     parser.add_argument("--vocabulary", type=int, help="tokens there are (default: 50257)")
+    parser.add_argument("--width", type=int, help="channels of the GPT (768; 12 heads), or of the ResNet's stem (64)")
     parser.add_argument("--pixels", type=int, help="width and height of an image")
     parser.add_argument("--compiled", help="formats of the compiled peer, or none (default: those of --low)")
     parser.add_argument("--json", type=Path, help="write every figure, with machine and versions, to this file")

@@ -231,7 +231,7 @@ class TestGpuScript:
         ran = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHON": str(python)})
         assert ran.returncode == 1
         found = json.loads((results / "summary.json").read_text())
-        assert len(found["figures"]) == 5 + 4 + 8
+        assert len(found["figures"]) == 5 + 4 + 8 + 2
         assert {(figure["verdict"], figure["why"]) for figure in found["figures"]} == {("open", "failed (3)")}
         assert ran.stdout.count("open (failed (3))") == len(found["figures"])
         left = sorted(path.relative_to(results).as_posix() for path in results.rglob("*.json"))
@@ -278,17 +278,18 @@ class TestGpuScript:
 @pytest.fixture
 def summary(tmp_path, capsys, monkeypatch):
     def summarize(parts, left_out=(), **files):
+        (tmp_path / "results").mkdir(exist_ok=True)
         for name, lines in (("parts", parts), ("left_out", left_out)):
             (tmp_path / f"{name}.txt").write_text("".join(f"{line}\n" for line in lines))
         for name, content in files.items():
-            place = tmp_path / "found" if name.endswith("_json") else tmp_path
+            place = tmp_path / "results" if name.endswith("_json") else tmp_path
             path = place / name.replace("__", "/").replace("_json", ".json").replace("_xml", ".xml")
             path.parent.mkdir(exist_ok=True, parents=True)
             path.write_text(content if isinstance(content, str) else json.dumps(content))
-        arguments = ["--device", "cpu", "--results", str(tmp_path), "--room", str(tmp_path)]
+        arguments = ["--device", "cpu", "--results", str(tmp_path / "results"), "--room", str(tmp_path)]
         monkeypatch.setattr(sys, "argv", ["gpu_summary.py", *arguments])
         code = load("gpu_summary").main()
-        return code, capsys.readouterr().out, json.loads((tmp_path / "summary.json").read_text())
+        return code, capsys.readouterr().out, json.loads((tmp_path / "results" / "summary.json").read_text())
 
     return summarize
 
