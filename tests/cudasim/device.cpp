@@ -19,12 +19,14 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
 
+#include <atomic>
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <map>
 #include <mutex>
 #include <set>
+#include <time.h>
 
 namespace {
 
@@ -34,6 +36,8 @@ constexpr DeviceIndex kDevices = 2;
 
 thread_local DeviceIndex current = 0;
 thread_local bool inside = false;  // what the fallback copies itself makes no device wait
+thread_local bool timed = false;
+std::atomic<int64_t> kernels = 0;  // nanoseconds of CPU time in what a device would do
 thread_local StreamId streams[kDevices] = {0, 0};
 
 std::recursive_mutex lock;  // guards all that follows
@@ -44,6 +48,23 @@ int64_t late = -1;  // how many questions an event answers with no before copies
 int64_t now = 0;  // counts what a device is given to do
 StreamId last_stream = 0;
 std::string fault;  // raised by the next operation
+
+int64_t clock_now() {
+  timespec t;
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
+  return t.tv_sec * 1000000000 + t.tv_nsec;
+}
+
+struct Kernel {  // its time is the device's
+  bool outer = !std::exchange(timed, true);
+  int64_t begun = outer ? clock_now() : 0;
+  ~Kernel() {
+    if (outer) {
+      kernels += clock_now() - begun;
+      timed = false;
+    }
+  }
+};
 
 void note(const std::string& what) {
   std::lock_guard<std::recursive_mutex> held(lock);
@@ -230,6 +251,7 @@ Tensor host(const Tensor& t) {
 }
 
 Tensor& copy_(Tensor& self, const Tensor& src, bool non_blocking) {
+  Kernel kernel;
   TORCH_CHECK(fault.empty(), std::exchange(fault, ""));
   bool down = src.is_cuda() && !self.is_cuda();
   if (!inside && self.numel()) {
@@ -303,6 +325,7 @@ const std::set<std::string> waiting = {"nonzero", "masked_select", "_unique2", "
 const std::set<std::string> takes_host = {"index.Tensor", "index_put_", "_index_put_impl_", "index_put", "_pack_padded_sequence"};
 
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  Kernel kernel;
   TORCH_CHECK(fault.empty(), std::exchange(fault, ""));
   const auto name = op.schema().name().substr(op.schema().name().find("::") + 2);
   const auto full = name + (op.schema().overload_name().empty() ? "" : "." + op.schema().overload_name());
@@ -406,6 +429,7 @@ TORCH_LIBRARY(cudasim, m) {
   m.def("taken", taken);
   m.def("strict", [](int64_t on) { strict = on; });
   m.def("watch_streams", [](int64_t on) { watched = on; });
+  m.def("kernels", []() { return kernels.exchange(0); });
   m.def("late", [](int64_t questions) { late = questions; });
   m.def("device", [](int64_t index) { return static_cast<int64_t>(index < 0 ? current : std::exchange(current, static_cast<DeviceIndex>(index))); });
 }

@@ -1,13 +1,18 @@
-"""The host's cost and the launches of `session.step` on CUDA beside torch's fused AdamW and clip_grad_norm_.
+"""The host's cost on CUDA: of `session.step` beside torch's own parts, and of forward and backward beside torch.amp.
 
-    python -m tests.cudasim.host [TENSORS ...]        300 1000
+    python -m tests.cudasim.host [step] [models]
 
-All kernels of both are mocked, in turns, and the clock is CPU time. Read the ratios; microseconds are of this machine.
+For the step all kernels of both are mocked. For models the time of the simulated device's kernels is taken off, and
+torch.amp has a process of its own. All are measured in turns, and the clock is CPU time. Read the ratios; microseconds
+are of this machine.
 """
 
 import statistics
+import subprocess
 import sys
 import time
+import warnings
+from pathlib import Path
 
 from tests.cudasim import build
 
@@ -17,10 +22,16 @@ build.load()
 
 import torch  # noqa: E402  # after the device
 from torch import nn  # noqa: E402
+from torch.nn import functional as F  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 import halfstep  # noqa: E402
+from halfstep.lab.workloads.cifar_resnet import Bottleneck, ResNet  # noqa: E402
 from tests.cudasim import device  # noqa: E402
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import train_step  # noqa: E402  # a script
 
 ROUNDS = 15
 
@@ -84,10 +95,88 @@ def of_session(count, level):
     return (lambda: session.step(max_norm=1.0)), prepare
 
 
-def main():
+class Residual(nn.Sequential):
+    """A small block."""
+
+    def forward(self, x):
+        return x + super().forward(x)
+
+
+def model_of(name):
+    """Returns a model as deep as the one it stands for, and narrow, with inputs and labels: its cost is alike."""
+    torch.manual_seed(0)
+    tokens, labels = torch.zeros(2, 16, dtype=torch.long), torch.zeros(2, dtype=torch.long)
+    if name == "GPT-2":
+        model = train_step.GPT2(64, d=48, layers=12, heads=12, context=16)
+        return model.cuda(), tokens.cuda(), tokens.flatten().cuda()
+    if name == "ResNet-50":
+        model = ResNet(Bottleneck, (3, 4, 6, 3), width=4, classes=10)
+        return model.cuda(), torch.randn(2, 3, 32, 32).cuda(), labels.cuda()
+    parts = (Residual(nn.LayerNorm(16), nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(24))
+    return nn.Sequential(*parts).cuda(), torch.randn(2, 16).cuda(), labels.cuda()
+
+
+MODELS = ("GPT-2", "ResNet-50", "24 small blocks")
+
+
+def of_model(name, level):
+    """Returns a call of a model's forward and backward, under torch.amp for no level, and what comes before it."""
+    model, inputs, targets = model_of(name)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    session = level and halfstep.initialize(model, optimizer, level, low="bf16")
+
+    def call():
+        if session is None:
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = F.cross_entropy(model(inputs).flatten(0, -2), targets)
+            loss.backward()
+        else:
+            session.backward(F.cross_entropy(model(inputs).flatten(0, -2), targets))
+
+    return call, optimizer.zero_grad
+
+
+def host_time(call, prepare):
+    """Returns the microseconds of a call on all threads (autograd has one for each device), without kernels."""
+    prepare()
+    torch.ops.cudasim.kernels()
+    start = time.process_time_ns()
+    call()
+    return (time.process_time_ns() - start - torch.ops.cudasim.kernels()) / 1e3
+
+
+def models():
+    """Prints the ratios of forward and backward."""
+    peer = subprocess.Popen(
+        [sys.executable, "-m", "tests.cudasim.host", "peer"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    for name in MODELS:
+        rows, times = {level: of_model(name, level) for level in ("O1", "O2")}, {"peer": [], "O1": [], "O2": []}
+        for _ in range(ROUNDS):
+            print(name, file=peer.stdin, flush=True)
+            times["peer"].append(float(peer.stdout.readline()))
+            for level, row in rows.items():
+                times[level].append(host_time(*row))
+        base, *found = (statistics.median(times[row]) for row in times)
+        ratios = ", ".join(
+            f"{level} {each:.0f} us ({each / base:.2f})" for level, each in zip(rows, found, strict=True)
+        )
+        print(f"{name}, forward and backward: torch.amp {base:.0f} us, {ratios}", flush=True)
+    peer.stdin.close()
+    peer.wait()
+
+
+def answer():
+    """Measures torch.amp once for each line of stdin."""
+    rows = {name: of_model(name, None) for name in MODELS}
+    for line in sys.stdin:
+        print(host_time(*rows[line.strip()]), flush=True)
+
+
+def steps():
+    """Prints the ratios and launches of the step."""
     JITFunction.run = launch
-    torch.set_num_threads(1)
-    for count in map(int, sys.argv[1:] or ("300", "1000")):
+    for count in (300, 1000):
         peer, rows = of_torch(count), {level: of_session(count, level) for level in ("O1", "O2")}
         times = {"torch": []} | {level: [] for level in rows}
         for _ in range(ROUNDS):
@@ -104,4 +193,8 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    parts = {"step": steps, "models": models, "peer": answer}
+    for each in sys.argv[1:] or ("models", "step"):
+        parts[each]()
