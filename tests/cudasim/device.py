@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import time
 import types
 import warnings
 from collections import Counter
@@ -36,6 +37,13 @@ class Event(torch.Event):
 
     def __new__(cls, enable_timing=False, blocking=False, interprocess=False):
         return super().__new__(cls, "cuda", enable_timing=enable_timing)
+
+    def record(self, *stream):
+        self.recorded = time.perf_counter()
+        super().record(*stream)
+
+    def elapsed_time(self, other):  # torch's takes no subclasses
+        return 1e3 * max(other.recorded - self.recorded, 1e-6)
 
 
 class Settings:
@@ -180,8 +188,18 @@ def backward(function):
     return softmax
 
 
+def foreach_norm(tensors, order=2, dtype=None):
+    """One launch for tensors of one format, as on CUDA, where others have one each."""
+    LAUNCHES["foreach_norm"] += 1 if len({t.dtype for t in tensors}) == 1 else len(tensors)
+    made = torch.empty(len(tensors), dtype=dtype or tensors[0].dtype, device=tensors[0].device)
+    near = [torch.linalg.vector_norm(torch.ops.cudasim.host(t), order, dtype=dtype) for t in tensors]
+    torch.ops.cudasim.host(made).copy_(torch.stack(near))
+    return list(made.unbind())
+
+
 WIDER = {  # what the CPU has not in all formats of CUDA
     "histc": histc,
+    "_foreach_norm.Scalar": foreach_norm,
     "_softmax": wider(torch.softmax),
     "_log_softmax": wider(torch.log_softmax),
     "_softmax_backward_data": backward(torch.ops.aten._softmax_backward_data),

@@ -15,6 +15,7 @@ from halfstep.formats import BF16
 from halfstep.plan.levels import level
 from halfstep.plan.optable import effective
 from halfstep.train.cast.ops import OpEngine
+from halfstep.train.kernels import devices
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")]
 device = sys.modules.get("tests.cudasim.device")
@@ -91,19 +92,21 @@ def test_no_row_of_the_table_waits(optimizer, name, low):
 
 
 @simulated
-@pytest.mark.parametrize("optimizer", ["AdamW", "AdamW-lr-on-cpu", "SGD", "Lion"])
-@pytest.mark.parametrize("count", [10, 60])
-def test_launches_do_not_grow_with_the_tensors(optimizer, count):
-    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(count))).cuda()
+@pytest.mark.parametrize(
+    ("name", "optimizer"),
+    [("O2", each) for each in OPTIMIZERS] + [("O3", each) for each in ("Lion", "Lamb", "NovoGrad")],
+)
+def test_launches_do_not_grow_with_the_tensors(name, optimizer):
+    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(22))).cuda()
     made = OPTIMIZERS[optimizer](model.parameters())
-    with halfstep.initialize(model, made, "O2", low="bf16") as session:
+    with halfstep.initialize(model, made, name, low="bf16") as session:
         for _ in range(2):
             made.zero_grad()
             session.backward(model(torch.ones(1, 8, device="cuda")).float().sum())
             device.taken()
             device.LAUNCHES.clear()
             session.step(max_norm=1.0)
-        assert device.launches(device.taken()) <= 20
+        assert device.launches(device.taken()) <= (30 if "Lamb" in optimizer else 20)  # LAMB clips by itself too
 
 
 @pytest.fixture
@@ -232,7 +235,56 @@ def test_each_of_five_tables_casts_as_it_says():
 
 
 @simulated
-def test_a_gpu_without_units_for_a_format_emulates_it(monkeypatch):
+@pytest.mark.parametrize("low", [None, "bf16", "fp16"])
+def test_a_gpu_without_units_for_a_format_is_told_of_and_trains(low, monkeypatch, caplog, said_before):
+    said_before.undo()
     monkeypatch.setattr(device.Settings, "capability", (6, 1))
-    model, optimizer, session = opened("O1", "bf16")
-    assert not bool(step(model, optimizer, session, 0).skipped)
+    assert not bool(step(*opened("O1", low), 0).skipped)
+    (message,) = caplog.messages
+    assert "this device (cuda sm61) has no" in message
+    assert message.endswith("units: training at level O0 would be faster")
+
+
+@simulated
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        (
+            "missing",
+            "Triton cannot be imported (import of triton halted; None in sys.modules); run: pip install triton",
+        ),
+        ("no compiler", "Triton does not run here: RuntimeError: Failed to find C compiler"),
+    ],
+)
+def test_without_triton_a_session_says_so_once_and_trains_alike(how, said, fresh_kernels, monkeypatch, caplog):
+    model, optimizer, session = opened()
+    step(model, optimizer, session, 0)
+    devices.triton_kernels.cache_clear()
+    if how == "missing":
+        monkeypatch.setitem(sys.modules, "triton", None)
+        monkeypatch.delitem(sys.modules, "halfstep.train.kernels.triton")
+    else:
+        monkeypatch.setattr(sys.modules["halfstep.train.kernels.triton"], "_read_kernel", NoCompiler())
+    alone = opened()
+    for _ in range(2):
+        step(*alone, 0)
+    assert {*device.LAUNCHES} <= {"foreach_norm"}
+    (message,) = caplog.messages
+    assert message.endswith(said)
+    again = opened()
+    step(*again, 0)
+    for one, other in zip(model.parameters(), again[0].parameters(), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+class NoCompiler:
+    """A Triton kernel where there is no C compiler."""
+
+    def __getitem__(self, grid):
+        raise RuntimeError("Failed to find C compiler")
+
+
+@pytest.fixture
+def fresh_kernels():
+    yield
+    devices.triton_kernels.cache_clear()

@@ -78,6 +78,8 @@ SKIPS = [
     ("sgd-nesterov", "copy-fp16"),
     ("adam", "full"),
     ("sgd", "low-bf16"),
+    ("lamb", "split"),
+    ("novograd", "low-rounded"),
 ]
 
 
@@ -241,6 +243,11 @@ def test_compiled_kernels_round_every_operation_and_move_16_bytes_at_a_time(comp
     assert "sqrt.rn.f32" in adam
     assert "div.rn.f32" in adam
     assert storage in KEPT or "st.global.v4.b32" in adam
+
+
+@pytest.mark.parametrize("options", ["sgd-momentum", "lion", "adamw"])
+def test_the_end_of_a_tensor_whose_indices_do_not_fit_in_32_bits_is_updated_and_read(interpreted, options):
+    assert interpreted(cases.far_ends_differ, options) == []
 
 
 BEYOND_INT32 = 2**31 + 5000

@@ -20,6 +20,10 @@ _ADAM |= {"amsgrad": False, "maximize": False}
 _ADAMW = {**_ADAM, "decoupled_weight_decay": True}
 _SGD = {"lr": 0.1, "weight_decay": 0.0, "maximize": False, "momentum": 0.0, "nesterov": False}
 _LION = {"lr": 1e-2, "betas": (0.9, 0.99), "weight_decay": 0.0, "maximize": False}
+_LAMB = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 0.01, "bias_correction": True}
+_LAMB |= {"grad_averaging": True, "max_grad_norm": None, "decoupled_weight_decay": True, "always_adapt": False}
+_NOVO = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "bias_correction": True}
+_NOVO |= {"grad_averaging": True, "reg_inside_moment": False, "norm_type": 2, "init_zero": False}
 OPTIONS = {
     "adam": _ADAM,
     "adam-l2-amsgrad": {**_ADAM, "weight_decay": 0.1, "amsgrad": True},
@@ -34,6 +38,14 @@ OPTIONS = {
     "sgd-l2-maximize": {**_SGD, "weight_decay": 0.1, "maximize": True},
     "sgd-momentum": {**_SGD, "momentum": 0.9},
     "sgd-nesterov": {**_SGD, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
+    "lamb": _LAMB,
+    "lamb-l2-tensor-lr": {**_LAMB, "decoupled_weight_decay": False, "grad_averaging": False, "lr": torch.tensor(1e-2)},
+    "lamb-no-decay": {**_LAMB, "weight_decay": 0.0, "bias_correction": False},
+    "lamb-adapt": {**_LAMB, "weight_decay": 0.0, "always_adapt": True, "betas": (0.5, 0.8)},
+    "novograd": _NOVO,
+    "novograd-inside": {**_NOVO, "reg_inside_moment": True, "init_zero": True, "betas": (0.95, 0.98)},
+    "novograd-largest-tensor-lr": {**_NOVO, "norm_type": 0, "grad_averaging": False, "lr": torch.tensor(1e-2)},
+    "novograd-largest-zero": {**_NOVO, "norm_type": 0, "bias_correction": False, "init_zero": True, "eps": 1e-3},
     "sgd-momentum-tensor-lr": {**_SGD, "lr": torch.tensor(0.1), "momentum": 0.5, "maximize": True},
 }
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -54,11 +66,14 @@ STORAGES = {  # layout, dtype of the weights, dtypes that the gradients have in 
 }
 KEPT = {"full-8bit": "8bit", "split-8bit": "8bit", "split-bf16-moments": "bf16", "low-rounded": "full"}
 KEPT |= {"low-rounded-8bit": "8bit"}
-MATRIX = [(o, s) for o in OPTIONS for s in STORAGES if s not in KEPT or not OPTIONS[o].get("amsgrad")]
+CODED = {o for o, options in OPTIONS.items() if not options.get("amsgrad") and "grad_averaging" not in options}
+MATRIX = [(o, s) for o in OPTIONS for s in STORAGES if KEPT.get(s, "full") == "full" or o in CODED]
 SHAPES = [(7, 19), (0,), (1100,), (), (2, 3, 2, 2), (5, 256), (37,)]  # of groups with gaps and without
 
 
 def row_of(options):
+    if "grad_averaging" in options:
+        return laws.LAMB if "always_adapt" in options else laws.NOVOGRAD
     return laws.ADAM if "eps" in options else laws.LION if "betas" in options else laws.SGD
 
 
@@ -88,6 +103,7 @@ def states_of(storage, options, full):
     places = [Place(i, 5 * i, size, size + 3 * i) for i, size in enumerate(sizes)]
     if width == "full":
         states = {name: [torch.full_like(t, row.start) for t in full] for name in row.states(options)}
+        states |= {name: [torch.zeros((), device=t.device) for t in full] for name in row.scalars}
         return states, Kept("full", True, tuple(codes.values()), places, {}) if storage in KEPT else None
     each = [moments._new(t, place, width, codes) for t, place in zip(full, places, strict=True)]
     bases = {name: [b.kept.bases[name][0] for b in each] for name in codes if width == "8bit"}
@@ -98,8 +114,10 @@ def states_of(storage, options, full):
 def batch_of(storage, options, device):
     layout, low, _ = STORAGES[storage]
     g = torch.Generator().manual_seed(1)
-    full = [torch.randn(shape, generator=g).to(device) for shape in SHAPES]
-    full[4] = full[4].contiguous(memory_format=torch.channels_last)
+    whole = row_of(options).whole  # those have no norm of an empty tensor, which no step contains
+    full = [torch.randn(shape, generator=g).to(device) for shape in SHAPES if not whole or 0 not in shape]
+    (image,) = (i for i, t in enumerate(full) if t.dim() == 4)
+    full[image] = full[image].contiguous(memory_format=torch.channels_last)
     if layout == "split":
         weights, extras = (list(part) for part in zip(*map(split, full), strict=True))
     else:
@@ -107,7 +125,7 @@ def batch_of(storage, options, device):
     states, kept = states_of(storage, options, full)
     states = {name: new(tensors) for name, tensors in states.items()}
     steps = [torch.zeros((), device=device) for _ in full] if row_of(options).counts or kept else []
-    return Batch(layout, new(weights), new(extras) if extras else [], [], states, steps, kept=kept)
+    return Batch(layout, new(weights), new(extras) if extras else [], [], states, steps, whole=whole, kept=kept)
 
 
 def gradients(batch, dtypes, step):
@@ -260,6 +278,37 @@ def sessions_differ(name, low):
     from tests.contracts.cases import differing
 
     return differing(session_bits(name, low, ["triton"]), session_bits(name, low, ["eager"]))
+
+
+def far_ends_differ(options_name, device="cpu"):
+    """What differs between tensors and the ends of longer ones, whose indices do not fit in 32 bits."""
+    from halfstep.train.kernels import triton as kernels
+
+    far, made, where = 2**31, kernels.Launches._made, kernels.addresses
+
+    def shifted(launches, starts):
+        for launch in made(launches, starts):
+            table = torch.frombuffer(bytearray(launch.table), dtype=torch.int64).view(-1, len(launch.places))
+            table[0] -= far // launches._length  # the blocks before them are not run
+            table[1] += far
+            yield replace(launch, table=table.numpy().tobytes())
+
+    found = []
+    for patched in (False, True):
+        batch = batch_of("split", OPTIONS[options_name], device)
+        for tensors in (batch.weights, batch.extras, batch.steps, *batch.states.values()):
+            del tensors[3:]
+        batch.grads[:] = gradients(batch, [BF16], 0)
+        row, false = row_of(OPTIONS[options_name]), torch.tensor(False, device=device)
+        try:
+            if patched:
+                kernels.Launches._made = lambda *args: list(shifted(*args))
+                kernels.addresses = lambda ts: [t.data_ptr() - (far * t.element_size() if t.dim() else 0) for t in ts]
+            kernels.update(row.triton, batch, row.options(OPTIONS[options_name]), None, false, Scratch())
+            found.append([*written(batch), kernels.read(batch.grads, Scratch())[0]])
+        finally:
+            kernels.Launches._made, kernels.addresses = made, where
+    return [i for i, (one, other) in enumerate(zip(*found, strict=True)) if not torch.equal(one, other)]
 
 
 def casts_differ(name, product, device="cpu"):

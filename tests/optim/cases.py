@@ -55,7 +55,7 @@ MUONS = [  # of matrices alone: tests/optim/test_muon.py
     (Muon, {"lr": 0.02, "adjust_lr_fn": "match_rms_adamw", "ns_steps": 3, "eps": 1e-5}),
     (Muon, {"lr": torch.tensor(0.02), "ns_coefficients": (2.0, -1.5, 0.5)}),
 ]
-WHOLE = LAMBS + NOVOGRADS  # which take whole weights, and so run in eager code alone
+WHOLE = LAMBS + NOVOGRADS  # which take whole weights, and so have no loop for a CPU
 OWN_STEP = [  # options that a row does not read: with these the optimizer's own step runs
     (Adam, {"differentiable": True}),
     (AdamW, {"differentiable": True}),

@@ -268,9 +268,12 @@ def _power(base, exponent):
 @triton.jit(do_not_specialize=["table", "count", "found", "lr_tensor", "lr", "beta1", "beta2", "weight_decay", "out"])
 def _corrections_kernel(
     table, count: tl.int64, found, lr_tensor, lr: tl.int64, beta1: tl.int64, beta2: tl.int64, weight_decay: tl.int64,
-    out, LR_TENSOR: tl.constexpr,
+    out, LR_TENSOR: tl.constexpr, MEANS: tl.constexpr,
 ):
-    """Counts up each tensor's step t and writes 1 - lr * weight_decay, lr / (1 - beta1^t) and sqrt(1 - beta2^t)."""
+    """Counts up each tensor's step t and writes 1 - lr * weight_decay, lr / (1 - beta1^t) and sqrt(1 - beta2^t).
+
+    With MEANS, 1 - beta1^t in place of the second.
+    """
     # Numbers are passed as the bits of a float64, because the floats that a kernel takes are fp32.
     if tl.load(found) == 0:
         tensor = tl.program_id(0)
@@ -282,7 +285,9 @@ def _corrections_kernel(
         else:
             rate = _double(lr)
         decay = 1.0 - rate * _double(weight_decay)
-        size = rate / (1.0 - _power(_double(beta1), step.to(tl.int64)))
+        size = 1.0 - _power(_double(beta1), step.to(tl.int64))
+        if not MEANS:
+            size = rate / size
         root = tl.sqrt(1.0 - _power(_double(beta2), step.to(tl.int64)))
         tl.store(out + 3 * tensor, decay.to(tl.float32))
         tl.store(out + 3 * tensor + 1, size.to(tl.float32))
@@ -498,6 +503,163 @@ def _sgd_kernel(
 
 
 @triton.jit
+def _whole_block(  # noqa: C901, PLR0915  # two laws, before and after their norms
+    row, count, grad, tensor, block, start, left, corrections, factor, norms, rates, beta1, rest1, beta2, rest2, eps,
+    weight_decay, LAMB: tl.constexpr, APPLY: tl.constexpr, INSIDE: tl.constexpr, LARGEST: tl.constexpr,
+    LAYOUT: tl.constexpr, KIND: tl.constexpr, GRAD: tl.constexpr, SCALED: tl.constexpr, ROUNDS: tl.constexpr,
+    ALIGNED: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
+):
+    if ROUNDS:
+        start, _first, at, mask, _near, _present, index = _groups(row, count, start, left, MASKED, BLOCK)
+    else:
+        at, mask = tl.arange(0, BLOCK), None
+        if MASKED:
+            mask = at < left
+    weight, extra, mean, square = (
+        tl.load(row + 2 * count), tl.load(row + 3 * count), tl.load(row + 5 * count), tl.load(row + 6 * count)
+    )
+    size, root = tl.load(corrections + 3 * tensor + 1), tl.load(corrections + 3 * tensor + 2)
+    if LAMB or APPLY:
+        w = _load_weight(weight, extra, start, at, mask, LAYOUT, KIND, ALIGNED)
+        m = _load(mean, start, at, mask, "fp32", ALIGNED)
+    if not (LAMB and APPLY):
+        g = _gradient(grad, start, at, mask, factor, GRAD, SCALED, False, ALIGNED)
+    if LAMB:
+        v = _load(square, start, at, mask, "fp32", ALIGNED)
+        if not APPLY:
+            if INSIDE:
+                g = tl.where(weight_decay != 0, g + w * weight_decay, g)
+            m = m * beta1 + g * rest1
+            v = v * beta2 + (g * g) * rest2
+            _store_as(mean, start, at, m, mask, tl.float32, ALIGNED)
+            _store_as(square, start, at, v, mask, tl.float32, ALIGNED)
+        u = tl.div_rn(tl.div_rn(m, size), tl.div_rn(tl.sqrt_rn(v), root) + eps)
+        if not INSIDE:
+            u = tl.where(weight_decay != 0, u + w * weight_decay, u)
+    elif APPLY:
+        divisor = tl.load(rates + 2 * tensor + 1)
+        if INSIDE:
+            m = m * beta1 + (tl.div_rn(g, divisor) + w * weight_decay) * rest1
+            u = tl.div_rn(m, size)
+        else:
+            m = m * beta1 + g * rest1
+            u = tl.div_rn(tl.div_rn(m, size), divisor) + w * weight_decay
+        _store_as(mean, start, at, m, mask, tl.float32, ALIGNED)
+    else:
+        w, u = g, g
+    if APPLY:
+        w = w - u * tl.load(rates + 2 * tensor)
+        if ROUNDS:
+            noise = _random_bits(index, tl.load(row + 4 * count), tl.load(row + 10 * count), 1) >> 16
+            _store_rounded(weight, start, at, w, mask, noise, ALIGNED)
+        else:
+            _store_weight(weight, extra, start, at, w, mask, LAYOUT, KIND, ALIGNED)
+    else:
+        if MASKED:
+            w, u = tl.where(mask, w, 0.0), tl.where(mask, u, 0.0)
+        w, u = tl.ravel(w).to(tl.float64), tl.ravel(u).to(tl.float64)
+        if LARGEST:
+            tl.store(norms + 2 * block, tl.max(tl.abs(w), axis=0))
+        else:
+            tl.store(norms + 2 * block, tl.sum(w * w, axis=0))
+        if LAMB:
+            tl.store(norms + 2 * block + 1, tl.sum(u * u, axis=0))
+
+
+@triton.jit(
+    do_not_specialize=[
+        "owners", "table", "count", "grads", "corrections", "found", "norms", "rates", "beta1", "rest1", "beta2",
+        "rest2", "eps", "weight_decay", "factor",
+    ]
+)
+def _whole_kernel(
+    owners, table, count: tl.int64, grads, corrections, found, norms, rates, beta1: tl.float32, rest1: tl.float32,
+    beta2: tl.float32, rest2: tl.float32, eps: tl.float32, weight_decay: tl.float32, factor,
+    LAMB: tl.constexpr, APPLY: tl.constexpr, INSIDE: tl.constexpr, LARGEST: tl.constexpr,
+    LAYOUT: tl.constexpr, KIND: tl.constexpr, GRAD: tl.constexpr, SCALED: tl.constexpr, MAXIMIZE: tl.constexpr,
+    WIDTH: tl.constexpr, ROUNDS: tl.constexpr, NEAREST: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+):
+    """Makes the updates of LAMB or NovoGrad with APPLY; before, it writes each block's part of two squared norms.
+
+    These are LAMB's of weight and update, after its states are updated, and NovoGrad's of the gradient, or its largest.
+    """
+    UNIT: tl.constexpr = 64 if ROUNDS else 1
+    if tl.load(found) == 0:
+        block = tl.program_id(0)
+        tensor = tl.load(owners + block)
+        row = table + tensor
+        grad = tl.load(grads + tensor)
+        start = (block - tl.load(row)) * BLOCK
+        left = tl.load(row + count) - start // UNIT
+        scale = 1.0
+        if SCALED:
+            scale = tl.load(factor)
+        if _is_full(row, count, left, UNIT, BLOCK):
+            _whole_block(
+                row, count, grad, tensor, block, start, left, corrections, scale, norms, rates, beta1, rest1, beta2,
+                rest2, eps, weight_decay, LAMB, APPLY, INSIDE, LARGEST, LAYOUT, KIND, GRAD, SCALED, ROUNDS, ALIGNED,
+                False, BLOCK,
+            )
+        else:
+            _whole_block(
+                row, count, grad, tensor, block, start, left, corrections, scale, norms, rates, beta1, rest1, beta2,
+                rest2, eps, weight_decay, LAMB, APPLY, INSIDE, LARGEST, LAYOUT, KIND, GRAD, SCALED, ROUNDS, ALIGNED,
+                True, BLOCK,
+            )
+
+
+@triton.jit(
+    do_not_specialize=["table", "count", "corrections", "found", "norms", "rates", "lr_tensor", "lr", "beta2", "rest2"]
+)
+def _rates_kernel(
+    table, count: tl.int64, corrections, found, norms, rates, lr_tensor, lr: tl.int64, beta2: tl.int64, rest2: tl.int64,
+    eps: tl.float32, LAMB: tl.constexpr, FLAG: tl.constexpr, LARGEST: tl.constexpr, LR_TENSOR: tl.constexpr,
+    BLOCK: tl.constexpr, LENGTH: tl.constexpr,
+):
+    """Writes the rate of each tensor's update, and NovoGrad's norm and divisor, from what its blocks wrote.
+
+    FLAG says whether LAMB adapts the rate, and whether NovoGrad's first norm is that of the first gradient.
+    """
+    if tl.load(found) == 0:
+        tensor = tl.program_id(0)
+        row = table + tensor
+        ends = tl.load(row) + (tl.load(row + count) + BLOCK - 1) // BLOCK
+        at = tl.load(row) + tl.arange(0, LENGTH)
+        one, other = tl.zeros((LENGTH,), tl.float64), tl.zeros((LENGTH,), tl.float64)
+        for _ in range(tl.cdiv(ends - tl.load(row), LENGTH)):
+            each = tl.load(norms + 2 * at, mask=at < ends, other=0.0)
+            if LARGEST:
+                one = tl.maximum(one, each)
+            else:
+                one += each
+            if LAMB:
+                other += tl.load(norms + 2 * at + 1, mask=at < ends, other=0.0)
+            at += LENGTH
+        rate = _double(lr)
+        if LR_TENSOR:
+            rate = tl.load(lr_tensor).to(tl.float64)
+        norm = tl.max(one, axis=0) if LARGEST else tl.sqrt(tl.sum(one, axis=0))
+        if LAMB:
+            length = tl.sqrt(tl.sum(other, axis=0))
+            if FLAG:
+                rate = tl.where((norm > 0) & (length > 0), norm / length, 1.0) * rate
+        else:
+            state = tl.load(row + 6 * count).to(tl.pointer_type(tl.float32))
+            mixed = tl.load(state).to(tl.float64)
+            if LARGEST:
+                mixed = mixed * _double(beta2) + norm * _double(rest2)
+            else:
+                mixed = tl.sqrt(mixed * mixed * _double(beta2) + norm * norm * _double(rest2))
+            if FLAG:
+                step = tl.load(tl.load(row + 4 * count).to(tl.pointer_type(tl.float32)))
+                mixed = tl.where(step == 1, norm, mixed)
+            tl.store(state, mixed.to(tl.float32))
+            root = tl.load(corrections + 3 * tensor + 2)
+            tl.store(rates + 2 * tensor + 1, tl.div_rn(mixed.to(tl.float32), root) + eps)
+        tl.store(rates + 2 * tensor, rate.to(tl.float32))
+
+
+@triton.jit
 def _read_block(
     grad, start, left, KIND: tl.constexpr, ALIGNED: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -619,7 +781,7 @@ def update(kernel: str, batch: Batch, options: Options, factor: Tensor | None, f
     with _on(batch.device):
         for launch in batch.memory["triton"].of(grads):
             table, count = tables.numbers(launch.table), len(launch.places)
-            corrections = _corrections(options, common, table, count) if batch.steps else None
+            corrections = _corrections(options, common, table, count, whole=batch.whole) if batch.steps else None
             if not launch.ends[-1]:
                 continue
             tensors = (tables.owners(launch.ends), table, count, tables.numbers(bytes(launch.pick(grads))))
@@ -656,9 +818,11 @@ class _Common:
     lr: float
 
 
-def _corrections(options: Options, common: _Common, table: Tensor, count: int) -> Tensor:
+def _corrections(options: Options, common: _Common, table: Tensor, count: int, *, whole: bool) -> Tensor:
     """Counts up the step of each tensor; returns three coefficients per tensor (fp32), see `_corrections_kernel`."""
-    beta1, beta2, *_ = options.numbers
+    beta1, beta2, *others = options.numbers
+    if whole and not others[1]:  # no correction of the bias
+        beta1 = beta2 = 0.0
     corrections = torch.empty(3 * count, dtype=torch.float32, device=table.device)
     _corrections_kernel[(count,)](
         table,
@@ -671,6 +835,7 @@ def _corrections(options: Options, common: _Common, table: Tensor, count: int) -
         bits(options.weight_decay),
         corrections,
         LR_TENSOR=common.lr_tensor is not None,
+        MEANS=whole,
         num_warps=1,
         **_EXACT,
     )
@@ -736,8 +901,36 @@ def _launch_sgd(
     )
 
 
+def _launch_whole(
+    tensors: _Tensors,
+    corrections: Tensor | None,
+    options: Options,
+    _: int,
+    common: _Common,
+    compiled_for: dict[str, Any],
+    *,
+    lamb: bool = False,
+) -> None:
+    beta1, beta2, eps, _corrected, averages, inside, flag, norm_type = options.numbers
+    owners, table, count, _grads = tensors
+    norms = torch.empty(2 * len(owners), dtype=torch.float64, device=table.device)
+    rates = torch.empty(2 * count, dtype=torch.float32, device=table.device)
+    held = (corrections, common.found, norms, rates)
+    numbers = (beta1, 1 - beta1 if averages else 1.0, beta2, 1 - beta2, eps, options.weight_decay)
+    factor, lr = (common.found if given is None else given for given in (common.factor, common.lr_tensor))
+    law = {"LAMB": lamb, "LARGEST": norm_type != 2}
+    for apply in (False, True):
+        again = {**law, **compiled_for, "APPLY": apply, "INSIDE": bool(inside)}
+        _whole_kernel[(len(owners),)](*tensors, *held, *numbers, factor, **again)
+        if not apply:
+            again = {**law, **_EXACT, "FLAG": bool(flag), "LR_TENSOR": common.lr_tensor is not None}
+            again |= {"BLOCK": _UPDATE_BLOCK // (GROUP if compiled_for["ROUNDS"] else 1), "LENGTH": _UPDATE_BLOCK}
+            _rates_kernel[(count,)](table, count, *held, lr, *map(bits, (common.lr, beta2, 1 - beta2)), eps, **again)
+
+
 _Launch = Callable[[_Tensors, Tensor | None, Options, int, _Common, dict[str, Any]], None]
 _LAUNCHES: dict[str, _Launch] = {"adam": _launch_adam, "sgd": _launch_sgd, "lion": partial(_launch_sgd, lion=True)}
+_LAUNCHES |= {"lamb": partial(_launch_whole, lamb=True), "novograd": _launch_whole}
 
 
 def _compiled_for(batch: Batch, options: Options, launch: Launch, common: _Common) -> dict[str, Any]:

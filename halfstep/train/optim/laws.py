@@ -54,16 +54,16 @@ class Row:
     gathers: bool = False  # it takes whole matrices, and gathers those of sharded weights
 
     def __post_init__(self) -> None:
-        if self.whole and (self.native or self.triton):
+        if self.whole and self.native:
             raise ValueError(
-                "an optimizer row has whole=True and names a compiled loop (native or triton), but these loops see "
-                "weights only in blocks: leave native and triton out"
+                "an optimizer row has whole=True and names a compiled loop (native), but these loops see weights only "
+                "in blocks: leave native out"
             )
 
     def options(self, group: Group) -> Options:
         """Returns the numbers that compiled kernels take."""
         decoupled, numbers = self.decoupled(group), self.numbers(group)
-        return Options(group["lr"], group["weight_decay"], group["maximize"], decoupled, numbers)
+        return Options(group["lr"], group["weight_decay"], group.get("maximize", False), decoupled, numbers)
 
     def factors(self, groups: Sequence[Group], grads: Sequence[Tensor], factor: Tensor | None) -> list[Tensor | None]:
         """Returns, for each param group, the factor that unscales its gradients and, if the row clips, clips them.
@@ -203,6 +203,11 @@ LAMB = Row(
     counts=True,
     whole=True,
     clips=True,
+    triton="lamb",
+    numbers=lambda group: (
+        *group["betas"], group["eps"], group["bias_correction"], group["grad_averaging"],
+        not group["decoupled_weight_decay"], group["always_adapt"] or group["weight_decay"] != 0, 2,
+    ),
 )  # fmt: skip
 
 
@@ -243,6 +248,11 @@ NOVOGRAD = Row(
     scalars=("norm",),
     counts=True,
     whole=True,
+    triton="novograd",
+    numbers=lambda group: (
+        *group["betas"], group["eps"], group["bias_correction"], group["grad_averaging"], group["reg_inside_moment"],
+        not group["init_zero"], group["norm_type"],
+    ),
 )  # fmt: skip
 
 
@@ -356,14 +366,17 @@ def widest(device: torch.device) -> torch.dtype:
 
 def _norm(grads: Sequence[Tensor], device: torch.device) -> Tensor:
     """Returns the L2 norm over all elements of `grads`, in a dtype in which no square of an fp32 value overflows."""
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     places: dict[torch.device, list[Tensor]] = {}
+    grads = [as_real(grad) for grad in grads if grad.numel()]
     for grad in grads:
-        if grad.numel():
-            places.setdefault(grad.device, []).append(as_real(grad))
-    norms = [
-        torch.linalg.vector_norm(torch.stack(list(foreach_norm(held, 2, dtype=widest(where))))).to(device)
-        for where, held in places.items()
-    ]
+        alike.setdefault((grad.device, grad.dtype), []).append(grad)
+    each = {key: iter(foreach_norm(held, 2, dtype=widest(key[0]))) for key, held in alike.items()}  # few launches
+    for grad in grads:
+        places.setdefault(grad.device, []).append(next(each[grad.device, grad.dtype]))
+    norms: list[Tensor] = [torch.linalg.vector_norm(torch.stack(held)).to(device) for held in places.values()]
+    if len(norms) == 1:
+        return norms[0]
     return (
         torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), dtype=torch.float32, device=device)
     )

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from halfstep.errors import SetupError
 from halfstep.formats import FP32, Format
-from halfstep.machine import WORTH, DeviceFacts, Processor, emulation_notice, needs_emulation
+from halfstep.machine import WORTH, DeviceFacts, Processor, emulation_notice, needs_emulation, units
 from halfstep.plan.compatibility import check_closures, check_models, check_optimizers, check_parameters, device_of
 from halfstep.plan.matching import match_parameters, unwrap
 from halfstep.plan.plan import Plan
@@ -229,6 +229,8 @@ def say_how_products_run(decision: Decision, *, told: bool) -> None:
     """Logs, once per process, that products are emulated by default, or what the wish not to do so costs."""
     low, processor = decision.plan.low, decision.facts.processor
     gain = processor.gain(low)
+    if decision.mixed and decision.facts.kind == "cuda" and units(low, decision.facts) is None and not told:
+        _say(f"this device ({decision.facts}) has no {low} units: training at level O0 would be faster")
     if not decision.mixed or decision.facts.kind != "cpu":
         return
     if decision.asked is None and decision.emulate and not told:
