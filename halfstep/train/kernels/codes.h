@@ -98,32 +98,37 @@ inline uint32_t rounded(uint32_t magnitude, uint32_t random) {
   return (magnitude + (kStochastic ? noise<kState>(random) & ((1u << kDrop) - 1) : 1u << (kDrop - 1))) >> kDrop;
 }
 
-// Writes the codes of the first `n` elements of a group, whose rest is zeros; returns its base. All loops are over whole
+struct Range {  // of the codes of a group with 4 bits of the fraction, zeros left out in `least`
+  uint32_t top = 0, least = ~0u;
+};
+
+template <int kState, bool kStochastic>
+inline uint32_t fine_code(float x, uint32_t random, Range& range) {
+  const uint32_t magnitude = bits(x) & ~kSign, code = rounded<kState, kStochastic, kFine>(magnitude, random);
+  const uint32_t seen = code | (magnitude ? 0u : kSign);
+  range.top = code > range.top ? code : range.top;
+  range.least = seen < range.least ? seen : range.least;
+  return code;
+}
+
+// Writes the codes of a group whose fine codes and their range are known; returns its base. All loops are over whole
 // groups, so that compilers unroll them.
 template <int kState, bool kSigned, bool kStochastic>
-__attribute__((noinline)) int16_t encode(const float* __restrict from, const uint32_t* __restrict random,
-                                         uint8_t* __restrict to) {
+__attribute__((noinline)) int16_t encode(const float* __restrict from, const uint32_t* __restrict random, Range range,
+                                         uint32_t* __restrict codes, uint8_t* __restrict to) {
   constexpr uint32_t kMost = kSigned ? 127 : 255, kLeast = kSigned ? 0 : 1;
-  uint32_t codes[kGroup], seen[kGroup], top = 0, least = ~0u;
-  for (int64_t i = 0; i < kGroup; i++) {
-    const uint32_t magnitude = bits(from[i]) & ~kSign;
-    codes[i] = rounded<kState, kStochastic, kFine>(magnitude, random[i]);
-    seen[i] = codes[i] | (magnitude ? 0u : kSign);
-  }
-  for (int64_t i = 0; i < kGroup; i++) top = std::max(top, codes[i]);
-  for (int64_t i = 0; i < kGroup; i++) least = std::min(least, seen[i]);
-  const bool near = least > top || top - least < kMost;
+  const bool near = range.least > range.top || range.top - range.least < kMost;
   if (!near) {
-    top = 0;
+    range.top = 0;
     for (int64_t i = 0; i < kGroup; i++)
       codes[i] = rounded<kState, kStochastic, kCoarse>(bits(from[i]) & ~kSign, random[i]);
-    for (int64_t i = 0; i < kGroup; i++) top = std::max(top, codes[i]);
+    for (int64_t i = 0; i < kGroup; i++) range.top = std::max(range.top, codes[i]);
   }
-  const int32_t base = top > kMost ? int32_t(top - kMost) : 0;
+  const int32_t base = range.top > kMost ? int32_t(range.top - kMost) : 0;
   for (int64_t i = 0; i < kGroup; i++) {
     int32_t code = int32_t(codes[i]) - base;
     code = code < int32_t(kLeast) ? int32_t(kLeast) : code;
-    code = bits(from[i]) & ~kSign ? code : 0;
+    if (!kSigned) code = bits(from[i]) & ~kSign ? code : 0;
     to[i] = uint8_t(kSigned && int32_t(bits(from[i])) < 0 ? -code : code);
   }
   return int16_t(near ? base : -1 - base);
@@ -132,6 +137,11 @@ __attribute__((noinline)) int16_t encode(const float* __restrict from, const uin
 // ---- a batch's states -----------------------------------------------------------------------------------------------
 
 enum Code : int32_t { kHasSign = 1, kIsRandom = 2 };
+
+// Whether the loops have the codes of a batch: a signed state, and beside it a square that is rounded stochastically.
+inline bool codes_are_known(const Tensors& b) {
+  return b.width != kOneByte || (b.codes[0] & kHasSign && (!b.states[1] || b.codes[1] == kIsRandom) && !b.states[2]);
+}
 
 // Returns `n` elements of a state in fp32: in place where they are kept so, else in `room`. `runs` are those of the block.
 inline float* open_state(const Tensors& b, int64_t t, int k, int64_t at, int64_t n, const Run* runs, int64_t count,
@@ -157,40 +167,6 @@ inline float* open_state(const Tensors& b, int64_t t, int k, int64_t at, int64_t
     std::memcpy(room + run->from, values, run->length * sizeof(float));
   }
   return room;
-}
-
-template <int kState>
-void close_state(const Tensors& b, int64_t t, int64_t at, int64_t n, const Run* runs, int64_t count,
-                 const float* values, const uint32_t* random) {
-  void* held = b.states[kState][t];
-  if (b.width == kTwoBytes) return to_bf16<kState>(values, random, (uint16_t*)held + at, n);
-  using Encode = int16_t (*)(const float*, const uint32_t*, uint8_t*);
-  constexpr Encode kEncode[] = {encode<kState, false, false>, encode<kState, true, false>, encode<kState, false, true>,
-                                encode<kState, true, true>};
-  const Encode encoded = kEncode[b.codes[kState]];
-  for (const Run* run = runs; run < runs + count; run++) {
-    uint8_t* codes = (uint8_t*)held + at + run->from;
-    int16_t& base = b.bases[kState][t][run->group];
-    if (run->length == kGroup) {
-      base = encoded(values + run->from, random + run->from, codes);
-      continue;
-    }
-    float some[kGroup] = {};
-    uint32_t bits[kGroup] = {};
-    uint8_t room[kGroup];
-    std::memcpy(some, values + run->from, run->length * sizeof(float));
-    std::memcpy(bits, random + run->from, run->length * sizeof(uint32_t));
-    base = encoded(some, bits, room);
-    std::memcpy(codes, room, run->length);
-  }
-}
-
-// Keeps `n` elements of all states; the block holds whole groups, and the step is counted already.
-inline void close_states(const Tensors& b, int64_t t, int64_t at, int64_t n, const Run* runs, int64_t count,
-                         float* const* states, uint32_t* random) {
-  random_bits(b, t, 0, runs, count, random);
-  if (states[0]) close_state<0>(b, t, at, n, runs, count, states[0], random);
-  if (states[1]) close_state<1>(b, t, at, n, runs, count, states[1], random);
 }
 
 }  // namespace

@@ -1,14 +1,13 @@
 // The update of one block by each optimizer that compiled loops know.
 //
-// An optimizer is a struct of coefficients, made once per step, and a call that updates one block. Its name, and how many
-// numbers it takes, stand in the optimizer's row (halfstep/train/optim/laws.py); `find_optimizer` lists it. The loops over a
-// block are not inlined, or the compiler forgets that the pointers do not overlap.
+// An optimizer is a struct of coefficients, made once per step, and a rule for one element. Its name, and how many numbers
+// it takes, stand in the optimizer's row (halfstep/train/optim/laws.py); `find_optimizer` lists it.
 
 #pragma once
 
 #include <type_traits>
 
-#include "blocks.h"
+#include "codes.h"
 
 namespace {
 
@@ -18,6 +17,36 @@ struct Block {  // of one tensor: full weights, true gradients with their l2 dec
   const float* g;
   float* states[kStates];
 };
+
+enum How { kPlain, kHashed, kCoded };
+
+// Updates `n` elements, where they are coded a group; `random` becomes the hash of each. What only waits for the division
+// of an element is done beside it: the hash, and the first look at the codes. Not inlined, or the compiler forgets that
+// the pointers do not overlap.
+template <How kHow, bool kRandom, typename Rule>
+__attribute__((noinline)) void update(const Rule rule, int64_t n, float* __restrict w, const float* __restrict g,
+                                      float* __restrict first, float* __restrict second, float* __restrict third,
+                                      uint32_t index, uint32_t key, uint32_t* __restrict random,
+                                      uint32_t* __restrict codes, uint32_t* __restrict squares, Range* ranges) {
+  constexpr int kUsed = Rule::kUsed;
+  Range range, range_of_squares;
+  const int64_t count = kHow == kCoded ? kGroup : n;
+  for (int64_t k = 0; k < count; k++) {
+    float x = w[k], a = kUsed > 0 ? first[k] : 0, b = kUsed > 1 ? second[k] : 0, c = kUsed > 2 ? third[k] : 0;
+    rule(x, g[k], a, b, c);
+    w[k] = x;
+    if (kUsed > 0) first[k] = a;
+    if (kUsed > 1) second[k] = b;
+    if (kUsed > 2) third[k] = c;
+    if (kHow == kPlain) continue;
+    const uint32_t hash = mix((index + uint32_t(k)) * 0x9E3779B1u + key);
+    random[k] = hash;
+    if (kHow == kHashed) continue;
+    codes[k] = fine_code<0, kRandom>(a, hash, range);
+    if (kUsed > 1) squares[k] = fine_code<1, true>(b, hash, range_of_squares);
+  }
+  if (kHow == kCoded) ranges[0] = range, ranges[1] = range_of_squares;
+}
 
 // Adam (Kingma & Ba 2015), and with decoupled weight decay AdamW. States: mean, square, and with amsgrad the peak.
 struct Adam {
@@ -47,26 +76,26 @@ struct Adam {
     }
   }
 
-  void operator()(const Block& x) const {
+  template <bool kPeaks>
+  struct Rule {
+    static constexpr int kUsed = kPeaks ? 3 : 2;
+    float beta1, take1, beta2, take2, eps, kept, size, root;
+
+    void operator()(float& w, float g, float& m, float& v, float& peak) const {
+      m = m * beta1 + g * take1;
+      v = v * beta2 + (g * take2) * g;
+      if (kPeaks) peak = v > peak || v != v ? v : peak;
+      w = w * kept - (m / (std::sqrt(kPeaks ? peak : v) / root + eps)) * size;
+    }
+  };
+
+  template <typename Use>
+  void with_rule(const Block& x, const Use& use) const {
     const float size = sizes[x.tensor], root = roots[x.tensor];
     if (x.states[2])
-      update<true>(x.n, size, root, x.w, x.g, x.states[0], x.states[1], x.states[2]);
+      use(Rule<true>{beta1, take1, beta2, take2, eps, kept, size, root});
     else
-      update<false>(x.n, size, root, x.w, x.g, x.states[0], x.states[1], nullptr);
-  }
-
-  template <bool kPeaks>
-  __attribute__((noinline)) void update(int64_t n, float size, float root, float* __restrict w,
-                                        const float* __restrict g, float* __restrict m, float* __restrict v,
-                                        float* __restrict peak) const {
-    const float beta1 = this->beta1, take1 = this->take1, beta2 = this->beta2, take2 = this->take2;
-    const float eps = this->eps, kept = this->kept;
-    for (int64_t k = 0; k < n; k++) {
-      m[k] = m[k] * beta1 + g[k] * take1;
-      v[k] = v[k] * beta2 + (g[k] * take2) * g[k];
-      if (kPeaks) peak[k] = v[k] > peak[k] || v[k] != v[k] ? v[k] : peak[k];
-      w[k] = w[k] * kept - (m[k] / (std::sqrt(kPeaks ? peak[k] : v[k]) / root + eps)) * size;
-    }
+      use(Rule<false>{beta1, take1, beta2, take2, eps, kept, size, root});
   }
 };
 
@@ -82,26 +111,24 @@ struct Sgd {
   Sgd(const Tensors&, const Common& c, const double* numbers, float)
       : lr(float(rate(c))), momentum(float(numbers[0])), nesterov(numbers[1] != 0) {}
 
-  void operator()(const Block& x) const {
-    if (x.states[0])
-      update(x.n, x.w, x.g, x.states[0]);
-    else
-      descend(x.n, x.w, x.g);
-  }
+  template <bool kMomentum>
+  struct Rule {
+    static constexpr int kUsed = kMomentum;
+    float lr, momentum;
+    bool nesterov;
 
-  __attribute__((noinline)) void update(int64_t n, float* __restrict w, const float* __restrict g,
-                                        float* __restrict buffer) const {
-    const float lr = this->lr, momentum = this->momentum;
-    const bool nesterov = this->nesterov;
-    for (int64_t k = 0; k < n; k++) {
-      buffer[k] = buffer[k] * momentum + g[k];
-      w[k] = w[k] - (nesterov ? g[k] + buffer[k] * momentum : buffer[k]) * lr;
+    void operator()(float& w, float g, float& buffer, float&, float&) const {
+      if (kMomentum) buffer = buffer * momentum + g;
+      w = w - (!kMomentum ? g : nesterov ? g + buffer * momentum : buffer) * lr;
     }
-  }
+  };
 
-  __attribute__((noinline)) void descend(int64_t n, float* __restrict w, const float* __restrict g) const {
-    const float lr = this->lr;
-    for (int64_t k = 0; k < n; k++) w[k] = w[k] - g[k] * lr;
+  template <typename Use>
+  void with_rule(const Block& x, const Use& use) const {
+    if (x.states[0])
+      use(Rule<true>{lr, momentum, nesterov});
+    else
+      use(Rule<false>{lr, momentum, nesterov});
   }
 };
 
@@ -111,26 +138,37 @@ struct Lion {
   static constexpr int64_t kNumbers = 2;
   static bool takes(const Tensors& b) { return b.states[0] && !b.states[1]; }
 
-  float lr, kept, beta1, take1, beta2, take2;
+  struct Rule {
+    static constexpr int kUsed = 1;
+    float lr, kept, beta1, take1, beta2, take2;
+
+    void operator()(float& w, float g, float& m, float&, float&) const {
+      const float mixed = m * beta1 + g * take1;
+      const float sign = mixed > 0 ? 1.0f : mixed < 0 ? -1.0f : mixed == 0 ? 0.0f : mixed;
+      m = m * beta2 + g * take2;
+      w = w * kept - sign * lr;
+    }
+  };
+  Rule rule;
 
   Lion(const Tensors&, const Common& c, const double* numbers, float)
-      : lr(float(rate(c))), kept(kept_of(c)), beta1(float(numbers[0])), take1(float(1 - numbers[0])),
-        beta2(float(numbers[1])), take2(float(1 - numbers[1])) {}
+      : rule{float(rate(c)), kept_of(c), float(numbers[0]), float(1 - numbers[0]), float(numbers[1]),
+             float(1 - numbers[1])} {}
 
-  void operator()(const Block& x) const { update(x.n, x.w, x.g, x.states[0]); }
-
-  __attribute__((noinline)) void update(int64_t n, float* __restrict w, const float* __restrict g,
-                                        float* __restrict m) const {
-    const float lr = this->lr, kept = this->kept;
-    const float beta1 = this->beta1, take1 = this->take1, beta2 = this->beta2, take2 = this->take2;
-    for (int64_t k = 0; k < n; k++) {
-      const float mixed = m[k] * beta1 + g[k] * take1;
-      const float sign = mixed > 0 ? 1.0f : mixed < 0 ? -1.0f : mixed == 0 ? 0.0f : mixed;
-      m[k] = m[k] * beta2 + g[k] * take2;
-      w[k] = w[k] * kept - sign * lr;
-    }
+  template <typename Use>
+  void with_rule(const Block&, const Use& use) const {
+    use(rule);
   }
 };
+
+// Updates a block whose states are in fp32 and stay so.
+template <typename Optimizer>
+void update(const Optimizer& optimizer, const Block& x) {
+  optimizer.with_rule(x, [&](auto rule) {
+    update<kPlain, false>(rule, x.n, x.w, x.g, x.states[0], x.states[1], x.states[2], 0, 0, nullptr, nullptr, nullptr,
+                          nullptr);
+  });
+}
 
 // Calls `use` with a null pointer to the optimizer of this name; false where none has it with so many numbers and these
 // tensors.
@@ -138,7 +176,8 @@ template <typename Use>
 bool find_optimizer(const char* name, int64_t numbers, const Tensors& b, const Use& use) {
   const auto is = [&](auto* found) {
     using Found = std::remove_pointer_t<decltype(found)>;
-    if (std::strcmp(name, Found::kName) || numbers != Found::kNumbers || !Found::takes(b)) return false;
+    if (std::strcmp(name, Found::kName) || numbers != Found::kNumbers || !Found::takes(b) || !codes_are_known(b))
+      return false;
     use(found);
     return true;
   };

@@ -315,7 +315,7 @@ void count_updates(const Tensors& b, const Common& c, int64_t t, int64_t start, 
       const float* held = open_state(b, t, k, at, n, runs, count, states[k]);
       if (held != states[k]) std::memcpy(states[k], held, n * sizeof(float));
     }
-    optimizer(block);
+    update(optimizer, block);
     if (decay != 0)
       in_last_places<true>(n, fraction, smallest, decay, stored, weight, change, found);
     else

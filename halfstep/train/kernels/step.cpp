@@ -192,6 +192,49 @@ void halfstep_read(int64_t tensors, const void* const* grads, const int64_t* num
 
 namespace {
 
+// Updates a block whose states are in 2 bytes, given in fp32, and keeps them. The step is counted already.
+template <typename Rule>
+void update_in_bf16(const Rule& rule, const Tensors& b, int64_t at, const Block& x, uint32_t key, const Run* runs,
+                    int64_t count, uint32_t* random) {
+  for (const Run* run = runs; run < runs + count; run++) {
+    const auto from = [&](float* states) { return states ? states + run->from : nullptr; };
+    update<kHashed, false>(rule, run->length, x.w + run->from, x.g + run->from, from(x.states[0]), from(x.states[1]),
+                           from(x.states[2]), run->index, key, random + run->from, nullptr, nullptr, nullptr);
+  }
+  if (x.states[0]) to_bf16<0>(x.states[0], random, (uint16_t*)b.states[0][x.tensor] + at, x.n);
+  if (x.states[1]) to_bf16<1>(x.states[1], random, (uint16_t*)b.states[1][x.tensor] + at, x.n);
+}
+
+// The same for 8 bits. The block holds whole groups; those that a row ends early are filled up with zeros.
+template <bool kRandom, typename Rule>
+void update_in_codes(const Rule& rule, const Tensors& b, int64_t at, const Block& x, uint32_t key, const Run* runs,
+                     int64_t count) {
+  alignas(64) uint32_t random[kGroup], codes[kStates][kGroup];
+  alignas(64) float some[2 + kStates][kGroup];
+  uint8_t short_codes[kGroup];
+  Range ranges[2];
+  for (const Run* run = runs; run < runs + count; run++) {
+    const bool whole = run->length == kGroup;
+    const size_t bytes = run->length * sizeof(float);
+    const auto opened = [&](int which, const float* from) {
+      if (whole || !from) return (float*)from + (from ? run->from : 0);
+      std::memset(some[which], 0, sizeof some[which]);
+      return (float*)std::memcpy(some[which], from + run->from, bytes);
+    };
+    float* w = opened(0, x.w);
+    float* states[2] = {opened(2, x.states[0]), opened(3, x.states[1])};
+    update<kCoded, kRandom>(rule, kGroup, w, opened(1, x.g), states[0], states[1], (float*)nullptr, run->index, key,
+                            random, codes[0], codes[1], ranges);
+    if (!whole) std::memcpy(x.w + run->from, w, bytes);
+    for (int k = 0; k < 2 && states[k]; k++) {
+      uint8_t* held = (uint8_t*)b.states[k][x.tensor] + at + run->from;
+      const auto encoded = k ? encode<1, false, true> : encode<0, true, kRandom>;
+      b.bases[k][x.tensor][run->group] = encoded(states[k], random, ranges[k], codes[k], whole ? held : short_codes);
+      if (!whole) std::memcpy(held, short_codes, run->length);
+    }
+  }
+}
+
 // Opens each block of weights and gradients, has `optimizer` update it, and stores it again.
 template <typename Optimizer>
 void for_each_block(const Tensors& b, const Common& c, const Optimizer& optimizer) {
@@ -214,8 +257,16 @@ void for_each_block(const Tensors& b, const Common& c, const Optimizer& optimize
       const int64_t count = place ? runs_of(*place, at, n, runs) : 0;
       for (int k = 0; k < kStates; k++)
         block.states[k] = b.states[k] ? open_state(b, t, k, at, n, runs, count, states[k]) : nullptr;
-      optimizer(block);
-      if (b.width != kWhole) close_states(b, t, at, n, runs, count, block.states, random);
+      if (b.width == kWhole || !block.states[0]) {
+        update(optimizer, block);
+      } else {
+        const uint32_t key = key_of(*place, *b.steps[t], 0);
+        optimizer.with_rule(block, [&](auto rule) {
+          if (b.width == kTwoBytes) update_in_bf16(rule, b, at, block, key, runs, count, random);
+          else if (b.codes[0] & kIsRandom) update_in_codes<true>(rule, b, at, block, key, runs, count);
+          else update_in_codes<false>(rule, b, at, block, key, runs, count);
+        });
+      }
       if (b.layout == kSplit) split(opened, (uint16_t*)b.weights[t] + at, (int16_t*)b.extras[t] + at, n);
       else if (b.rounds) {
         random_bits(b, t, 1, runs, count, random);
