@@ -39,6 +39,7 @@ WORKS_WITH = "2.13"
 # 2.13  FSDP2 has several groups of parameters a module, and had one: `_held_by`
 # 2.13  low layer norms on a CPU sum the gradients of fp32 parameters low: `_LOW_SUMS_ON_CPU` in train/cast/opkernels.py
 # 2.13  reading of its TF32 switch warns: explain/forecast/backward.py
+# 2.15  FSDP2 keeps gradients that it has not reduced with the gathered parameter: `holds_unreduced` finds both
 # 2.15  torch.compile cannot copy an OrderedDict: train/cast/tree.py
 
 Function = TypeVar("Function", bound=Callable[..., Any])

@@ -186,7 +186,7 @@ def _wrappers_keep_names():
 
 
 def _sharded_modules_keep_names():
-    kept = FSDPParam.__init__.__code__.co_names + tuple(FSDPParam.__annotations__)
+    kept = (*FSDPParam.__init__.__code__.co_names, *FSDPParam.__annotations__, *vars(FSDPParam))
     return (
         FSDPModule.__name__ == internals._SHARDING
         and internals.holds_shapes(FakeTensor)

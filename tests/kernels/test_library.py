@@ -2,6 +2,7 @@
 
 import logging
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -109,6 +110,12 @@ def test_this_checkout_has_its_loops():
     """Or every test that asks for them would be skipped without a word."""
     if torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"):
         assert library.find() is not None, library.MEND
+
+
+@pytest.mark.skipif(library.find() is None or platform.libc_ver()[0] != "glibc", reason="no loops, or not for glibc")
+def test_wheels_for_manylinux_may_have_its_loops():
+    needed = re.findall(rb"GLIBC_2\.(\d+)", library.find().read_bytes())
+    assert 0 < max(map(int, needed)) <= 28
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")

@@ -9,6 +9,10 @@
 
 #include "codes.h"
 
+#if defined(__x86_64__) && defined(__GLIBC__)
+__asm__(".symver pow,pow@GLIBC_2.2.5");  // the same bits; the default of newer ones is not in manylinux_2_28
+#endif
+
 namespace {
 
 struct Block {  // of one tensor: full weights, true gradients with their l2 decay, and states, null where there is none
