@@ -35,7 +35,6 @@ OutputWidth = Literal["full", "low", "input"]
 ProductsOf = Literal["plan", "low", "recipe"]
 
 
-@with_near_misses
 @dataclass(frozen=True)
 class Policy:
     """The width of a module's parameters, of its computation and of its output.
@@ -153,7 +152,6 @@ def _op_name(where: str, op: object) -> None:
         )
 
 
-@with_near_misses
 @dataclass(frozen=True)
 class OpChange:
     """One op and the list that it moves to.
@@ -176,7 +174,6 @@ class OpChange:
     __repr__ = _code
 
 
-@with_near_misses
 @dataclass(frozen=True)
 class OpChanges:
     """The ops that a plan moves to other lists of the op table; each field takes a tuple or a list of op names.

@@ -21,7 +21,7 @@ from halfstep.plan.levels import LEVELS, customize, level
 from halfstep.plan.optable import check_op_changes
 from halfstep.plan.plan import Plan
 from halfstep.saved import replace_file
-from halfstep.validate import file_path, instance, near_miss, one_of, with_near_misses
+from halfstep.validate import file_path, instance, near_miss, one_of
 
 SCHEMA = 2
 READ = (1, SCHEMA)  # 1 is of 0.1, whose plans had fewer fields
@@ -196,7 +196,6 @@ def _place(path: str) -> str:
     return "at the top level" if path == "$" else f"at `{path}`"
 
 
-@with_near_misses
 def load_plan(path: str | os.PathLike[str], *, low: Format | torch.dtype | str | None = None) -> Plan:
     """Returns the plan in a .toml or .json file; `low` is the format if the file names none.
 

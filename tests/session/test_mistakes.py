@@ -127,15 +127,10 @@ NEAREST = {
     "prodcts": lambda given: halfstep.whatif(lambda: None, make()[0], **given),
     "lossid": lambda given: halfstep.blame(opened()[2], lambda: None, **given),
     "lw": lambda given: halfstep.fsdp_policy("O1", **given),
-    "lows": lambda given: halfstep.level("O1", **given),
-    "lov": lambda given: halfstep.load_plan("plan.toml", **given),
     "ops_changes": lambda given: dataclasses.replace(PLAN, **given),
     "norm": lambda given: halfstep.Plan("own", "bf16", "full", "table", **given),
     "buffer": lambda given: halfstep.Rule("head", halfstep.FULL, **given),
-    "computes": lambda given: halfstep.Policy("full", **given),
     "grow_interval": lambda given: halfstep.Scaling("dynamic", **given),
-    "opp": lambda given: halfstep.OpChange("deny", **given),
-    "denies": lambda given: halfstep.OpChanges(**given),
     "stepping": check_adapted,  # which adapters set themselves
     "loss_scal": check_adapted,
 }

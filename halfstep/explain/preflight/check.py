@@ -92,8 +92,7 @@ def check(
     use the same batch on every call.
 
     Raises:
-        SessionError: the session is closed, the model is on the meta device, the closure returns no scalar loss, or
-            `scaler` or `precision` is something else.
+        SessionError: the session is closed, the model is on the meta device, or the closure returns no scalar loss.
         SetupError: the model is sharded.
     """
     check_given("check", session, (lambda: None) if closure is None else closure)
