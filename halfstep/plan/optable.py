@@ -206,8 +206,15 @@ GATHERS = ("embedding", "embedding_bag", "embedding_bag.padding_idx", "index.Ten
 PROBABILITIES = ("sigmoid", "sigmoid_", "softmax.int", "log_softmax.int")
 """Overloads whose low results are computed in fp32 where they leave the model, since code outside takes logarithms."""
 
-CARRIED = ("cat", "stack", "clone", "index.Tensor", "index_select", "gather", "masked_select")
-"""Overloads that copy parts of a probability, which leave the model in fp32 like the whole of it."""
+PICKING = ("sort", "sort.stable", "topk", "max.dim", "min.dim")
+"""Overloads that return elements of a tensor along a dimension, and their indices."""
+
+CARRIED = (
+    *("cat", "stack", "clone", "index.Tensor", "index_select", "gather", "masked_select", "flip", "roll", "repeat"),
+    *("rot90", "constant_pad_nd", "where.self", "masked_fill.Scalar", "masked_fill.Tensor", "scatter.src"),
+    *PICKING,
+)
+"""Overloads that only move elements, so that those of a probability leave the model in fp32 as the whole of it does."""
 
 _STOCK_DIFFERS: Mapping[tuple[str, str], Action] = {
     ("cpu", "grid_sampler"): "full",

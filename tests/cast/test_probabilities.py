@@ -41,6 +41,9 @@ class Output:
 
 
 INDEX = torch.tensor([2, 0])
+ODD = torch.tensor([True, False, False, True])
+
+
 LEAVE = {
     "itself": lambda p: p,
     "tree": lambda p: {"a": [p, (p,)], "b": Output(p)},
@@ -59,6 +62,17 @@ LEAVE = {
     "masked_select": lambda p: p.masked_select(torch.tensor([True, False, True, True])),
     "cat": lambda p: torch.cat([p[:1], p[1:]], 0),
     "stack": lambda p: torch.stack([p[:, 0], p[:, 1]]),
+    "flip": lambda p: p.flip(0),
+    "roll": lambda p: p.roll(1, 0),
+    "repeat": lambda p: p.repeat(1, 2),
+    "rot90": lambda p: p.rot90(1, (0, 1)),
+    "tile": lambda p: p.tile(2, 1),
+    "pad": lambda p: F.pad(p, (1, 0)),
+    "where": lambda p: torch.where(ODD, p, 0.0),
+    "where not": lambda p: torch.where(ODD, torch.zeros_like(p), p),
+    "masked_fill": lambda p: p.masked_fill(ODD, 0.5),
+    "take_along_dim": lambda p: p.take_along_dim(INDEX[:, None], 0),
+    "scatter": lambda p: torch.zeros_like(p).scatter(1, torch.arange(4).expand(3, 4), p),
     "cat of what was copied": lambda p: torch.cat([p.t().contiguous().view(-1), p[INDEX].view(-1)]),
 }
 MODES = {"grad": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}
@@ -125,6 +139,28 @@ def test_it_leaves_in_fp32_by_every_way(leave):
     exact = tensors(LEAVE[leave](torch.sigmoid(z)))
     sum((t * torch.arange(t.numel()).view(t.shape)).sum() for t in exact).backward()
     torch.testing.assert_close(got, (z.grad.T * model.scale) @ X, rtol=0.02, atol=0.2)
+
+
+PICKED = {
+    "sort": lambda p: p.sort(1),
+    "stable": lambda p: p.sort(dim=1, stable=True, descending=True),
+    "topk": lambda p: p.topk(2),
+    "max": lambda p: p.max(-1, True),
+    "min": lambda p: torch.min(p, dim=1, keepdim=True),
+}
+
+
+@pytest.mark.parametrize("pick", PICKED)
+def test_picked_ones_leave_in_fp32_as_their_indices_say(pick):
+    model = Model(torch.sigmoid, PICKED[pick])
+    with opened(model):
+        values, indices = model(X)
+        z = model.z.detach().float().requires_grad_()
+        exact = z.sigmoid().gather(1, indices)
+        assert torch.equal(values, exact)
+        values.sum().backward()
+        exact.sum().backward()
+    torch.testing.assert_close(model.layer.weight.grad, (z.grad.T * model.scale) @ X, rtol=0.02, atol=0.02)
 
 
 def test_the_gradient_of_a_saturated_one_is_that_of_fp32():

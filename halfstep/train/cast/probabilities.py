@@ -24,7 +24,8 @@ from torch import Tensor
 
 from halfstep.formats import is_low
 from halfstep.later import Later, is_capturing
-from halfstep.torch_internals import DispatchKey, compiled_inside, version_of
+from halfstep.plan.optable import PICKING, overload_name
+from halfstep.torch_internals import DispatchKey, compiled_inside, schema_of, version_of
 
 if TYPE_CHECKING:
     from halfstep.train.cast.opkernels import Act, OpSite
@@ -281,19 +282,23 @@ def probability(site: OpSite) -> Act:
 
 
 def carrying(site: OpSite, act: Act) -> Act:
-    """Returns a function that does what `act` does; copies of parts of probabilities can be computed again too."""
+    """Returns a function that does what `act` does; what a moved probability is can be computed again too."""
+    name = overload_name(schema_of(site.overload))
 
     def carry(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        out = act(keyset, args, kwargs)
-        if in_dynamo():
-            return out
         forward = _THREAD.now
-        if (not forward.kept) if forward is not None else (not keyset.has(_TRACING)):
-            return out
-        given = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
-        if is_low(out.dtype) and any(_kept_of(each) is not None for each in given):
-            node = "" if out.grad_fn is None else out.grad_fn.name()
-            _keep(forward, out, node, given, partial(_carry_again, site.overload, args, kwargs), None)
+        if in_dynamo() or ((not forward.kept) if forward is not None else (not keyset.has(_TRACING))):
+            return act(keyset, args, kwargs)
+        given = [each for arg in args for each in (arg if isinstance(arg, (list, tuple)) else (arg,))]
+        if not any(_kept_of(each) is not None for each in given):
+            return act(keyset, args, kwargs)
+        out = act(keyset, args, kwargs)
+        moved, again = out, partial(_carry_again, site.overload, args, kwargs)
+        if name in PICKING:
+            moved, again = out[0], partial(_picked_again, given[0], out[1], _dim(site, args, kwargs))
+        if is_low(moved.dtype):
+            node = "" if moved.grad_fn is None else moved.grad_fn.name()
+            _keep(forward, moved, node, [each for each in given if isinstance(each, Tensor)], again, None)
         return out
 
     return carry
@@ -304,9 +309,26 @@ def _again(op: Callable[..., Tensor], given: Tensor, rest: Sequence[Any]) -> Ten
 
 
 def _carry_again(op: Callable[..., Tensor], args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    first = args[0]
-    wide: Any = [widen(each).float() for each in first] if isinstance(first, (list, tuple)) else widen(first).float()
-    return op(wide, *args[1:], **kwargs)
+    return op(*map(_wide, args), **kwargs)
+
+
+def _wide(given: Any) -> Any:
+    if isinstance(given, (list, tuple)):
+        return [_wide(each) for each in given]
+    return widen(given).float() if isinstance(given, Tensor) and is_low(given.dtype) else given
+
+
+def _dim(site: OpSite, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
+    place = site.arguments.index("dim")
+    dim: int = args[place] if place < len(args) else kwargs.get("dim", -1)
+    return dim
+
+
+def _picked_again(given: Tensor, indices: Tensor, dim: int) -> Tensor:
+    """Returns the elements at these indices, so that each index still tells where its element was."""
+    whole = indices.dim() == given.dim()
+    picked: Tensor = _wide(given).gather(dim, indices if whole else indices.unsqueeze(dim))
+    return picked if whole else picked.squeeze(dim)
 
 
 def _keep(
