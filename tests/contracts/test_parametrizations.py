@@ -217,23 +217,32 @@ def test_a_second_parametrization_of_a_module_outlives_the_session(name):
     net(torch.randn(1, 8))
 
 
-@pytest.mark.parametrize("name", ["O1", "O2", "O3"])
-def test_a_weight_is_left_parametrized_or_refused_before_anything_changed(name):
+@pytest.mark.parametrize("kind", ["own", "weight_norm", "matrix_exp"])
+@pytest.mark.parametrize(("name", "low"), [("O1", "bf16"), ("O2", "bf16"), ("O2", "fp16"), ("O3", "bf16")])
+def test_a_baked_weight_is_computed_from_the_exact_values_and_trains_on(name, low, kind):
+    torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    parametrize.register_parametrization(net[0], "weight", Symmetric())
-    plain = net[0].weight.detach()
-    session = halfstep.initialize(net, None, name, low="bf16")
-    before, x = copy.deepcopy(net.state_dict()), torch.randn(4, 8)
-    out = net(x)
-    if name == "O1":
-        parametrize.remove_parametrizations(net[0], "weight")
-        assert torch.equal(net[0].weight, plain)
+    if kind == "own":
+        parametrize.register_parametrization(net[0], "weight", Symmetric())
     else:
-        with pytest.raises(halfstep.SessionError, match=r"leave_parametrized=False.*after session\.close\(\)"):
-            parametrize.remove_parametrizations(net[0], "weight")
-        assert all(torch.equal(value, before[key]) for key, value in net.state_dict().items())
-        assert torch.equal(net(x), out)
+        KINDS[kind](net[0])
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    session, x = halfstep.initialize(net, optimizer, name, low=low), torch.randn(4, 8)
+    for _ in range(2):
+        optimizer.zero_grad()
+        session.backward(net(x).square().mean())
+        session.step()
+    expected = copy.deepcopy(net)[0].weight.detach()
+    parametrize.remove_parametrizations(net[0], "weight")
+    for _ in range(2):
+        assert torch.equal(net.state_dict()["0.weight"], expected)
+        out = net(x)
+    if kind != "weight_norm":  # which leaves a new parameter, that no optimizer has
+        optimizer.zero_grad()
+        session.backward(out.square().mean())
+        assert not bool(session.step().skipped)
+        assert net[0].weight.dtype is (torch.float32 if name == "O1" else as_format(low).dtype)
+        expected = net.state_dict()["0.weight"]
     session.close()
-    if name != "O1":
-        parametrize.remove_parametrizations(net[0], "weight")
+    assert torch.equal(net[0].weight, expected)
     assert type(net[0]) is nn.Linear

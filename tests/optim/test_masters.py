@@ -107,9 +107,21 @@ def test_layout_says_how_the_value_is_kept():
 
 def test_a_parameter_that_something_cast_is_named():
     store, p = tracked("copy", BF16, torch.ones(2, 3))
-    p.data = p.data.float()
-    with pytest.raises(SessionError, match=r"shape \(2, 3\).*cast to torch.float32.*session.close\(\), which gives"):
+    p.data = p.data.double()
+    with pytest.raises(SessionError, match=r"shape \(2, 3\).*cast to torch.float64.*session.close\(\), which gives"):
         store.layout(p)
+
+
+@pytest.mark.parametrize(("kind", "low"), [("copy", BF16), ("copy", FP16), ("split", BF16)])
+def test_fp32_values_that_are_put_in_place_of_a_weight_are_its_values(kind, low):
+    store, p = tracked(kind, low, torch.linspace(-1, 1, 64))
+    value = torch.linspace(-1, 1, 64).cos() * (torch.arange(64) % 3 > 0)
+    p.grad = torch.ones_like(p)
+    p.data = value.clone()
+    assert_same_bits([store.full(p)], [value])
+    store.layout(p)
+    assert p.dtype is low
+    assert_same_bits([store.full(p)], [value])
 
 
 def test_split_is_for_bf16():

@@ -27,7 +27,7 @@ from halfstep.train.cast.emulate import Emulation
 from halfstep.train.cast.enter import Entrances
 from halfstep.train.cast.functions import patch_functions
 from halfstep.train.cast.gate import Casts, Gate
-from halfstep.train.cast.modules import CastOut, Undo, holds_state, inputs_to, outputs_to, refuse_removal
+from halfstep.train.cast.modules import CastOut, Undo, bake, holds_state, inputs_to, outputs_to
 from halfstep.train.cast.narrow import MULTIPLIES, Layers
 from halfstep.train.cast.opregistry import REGISTRY
 from halfstep.train.cast.ops import OpEngine, Switch, Token
@@ -148,8 +148,8 @@ class Casting:
                 own_low = formats.param is not None and formats.param is not FP32
                 inside = outside = None
                 if own_low and isinstance(module, ParametrizationList):
-                    refuse = refuse_removal  # to bake a weight into a parameter that is stored low
-                    outside = Casts(nullcontext, lambda: None, lambda _: None, lambda _: None, refuse, None)
+                    baking = partial(bake, module, full)
+                    outside = Casts(nullcontext, lambda: None, lambda _: None, lambda _: None, baking, None)
                 elif formats.boundary or formats.door:
                     own = outside = self._casts(self._engine, formats, look)
                     if not formats.boundary or id(module) in entered:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from halfstep.errors import SessionError, StateError
-from halfstep.formats import CASTABLE, Format
+from halfstep.errors import StateError
+from halfstep.formats import CASTABLE, Format, is_low
 from halfstep.torch_internals import buffers_of, compiled_inside, metadata_of, parameters_of, state_dict_hooks_of
 from halfstep.train.cast.copies import CheckpointHook
 from halfstep.train.cast.gate import Values
@@ -190,16 +190,22 @@ def _kept(module: nn.Module, values: Values32) -> list[tuple[str, nn.Parameter]]
     return [(name, p) for name, p in found if p is not None and p in values]
 
 
-def refuse_removal(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Raises a SessionError if `remove_parametrizations` calls, which would write fp32 into a low parameter."""
+def bake(
+    module: nn.Module,
+    full: Callable[[nn.Parameter], Tensor],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Gives a list of parametrizations the fp32 values of its weights if `remove_parametrizations` calls it."""
+    # What it computes becomes the weight, which the session stores low again at its next step.
     frame: FrameType | None = sys._getframe(1)
     for _ in range(_FRAMES_OF_A_CALL):
         frame = None if frame is None else frame.f_back
         if frame is not None and frame.f_code is parametrize.remove_parametrizations.__code__:
-            raise SessionError(
-                "remove_parametrizations would write an fp32 weight into one that the session stores in low precision; "
-                "pass leave_parametrized=False, or call it after session.close()"
-            )
+            for p in parameters_of(module).values():
+                if p is not None and is_low(p.dtype):
+                    p.data = full(p).clone()
+            break
     return args, kwargs
 
 

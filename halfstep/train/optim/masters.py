@@ -54,6 +54,7 @@ class _Entry:
     param: Parameter
     extra: Tensor | None
     kind: Master
+    stored: Tensor  # the memory of the weight as it was stored last
     rounded: Tensor | None = None  # without a master: the counts of the fp32 value that was rounded
 
 
@@ -98,7 +99,7 @@ class MasterStore:
         full = torch.empty_like(p, dtype=torch.float32).copy_(p)  # dense, in the memory format of p
         weight, extra = self._stored(full, kind)
         _set_data(p, weight)
-        self._entries[id(p)] = _Entry(p, extra, kind, _rounded(full, weight, kind))
+        self._entries[id(p)] = _Entry(p, extra, kind, weight, _rounded(full, weight, kind))
         self.note([p])
         mine = weakref.ref(self), weakref.ref(p)
         vars(p).update({COPIED: partial(_copied, *mine), PICKLED: partial(_pickled, *mine)})
@@ -112,6 +113,8 @@ class MasterStore:
         """Returns how the value of `p` is kept: `full` (in `p` itself), `low` (without a master), `copy` or `split`."""
         if id(p) not in self._entries:
             return "low" if is_narrow(p.dtype) else "full"
+        if p.dtype is torch.float32:
+            self._take_back(self._entries[id(p)])
         if p.dtype is not self.low:
             raise SessionError(
                 f"a parameter of shape {tuple(p.shape)} that the session stores as {self.low} was cast to {p.dtype}; "
@@ -146,6 +149,7 @@ class MasterStore:
             raise KeyError(f"masters of kind {entry.kind!r} keep nothing beside the weight")
         if entry.extra.device != p.device or entry.extra.stride() != p.stride():  # moved, or in another memory format
             entry.extra = torch.empty_like(p, dtype=entry.extra.dtype, requires_grad=False).copy_(entry.extra)
+            entry.stored = p.detach() if p.dtype is self.low else entry.stored.to(p.device)
         return entry.extra
 
     @torch.no_grad()
@@ -189,6 +193,8 @@ class MasterStore:
             return
         weight, extra = self._stored(value.detach().to(p.device, torch.float32), self._entries[id(p)].kind)
         p.copy_(weight)
+        if p.dtype is not self.low:
+            self._entries[id(p)].stored = weight
         if extra is not None and extra.data_ptr() != self.extra(p).data_ptr():
             self.extra(p).copy_(extra)
         self.note([p])
@@ -196,10 +202,10 @@ class MasterStore:
     @torch.no_grad()
     def adopt(self, p: Parameter) -> None:
         """Makes the present weight the value of `p`, after other code has changed it."""
-        if p not in self:
+        if p not in self or p.dtype is torch.float32:  # by `p.data = value`, until the next step
             return
         layout = self.layout(p)
-        weight = p.detach()
+        weight = self._entries[id(p)].stored = p.detach()
         if layout == "copy":
             master = self.extra(p)
             master.copy_(self._reconciled(master, weight))
@@ -281,6 +287,13 @@ class MasterStore:
         p, extra = entry.param, entry.extra
         return p.dtype is self.low and (extra is None or extra.shape == p.shape)
 
+    @torch.no_grad()
+    def _take_back(self, entry: _Entry) -> None:
+        """Stores a weight low again whose memory other code has replaced by fp32 values (`p.data = value`)."""
+        entry.stored, entry.extra = self._stored(self._recovered(entry).clone(), entry.kind)
+        _set_data(entry.param, entry.stored, grad_too=False)
+        self.note([entry.param])
+
     def _recovered(self, entry: _Entry) -> Tensor:
         """Returns the fp32 value of a weight that was cast to another dtype."""
         p, extra = entry.param, entry.extra
@@ -290,6 +303,13 @@ class MasterStore:
             return current
         extra = self.extra(p)
         changed = version_of(p) != self._versions[id(p)]
+        if p.dtype is torch.float32:  # cast, or put there by `p.data = value`
+            low = entry.stored
+            if entry.kind == "copy":
+                full = self._reconciled(extra, low)
+            else:
+                full = join(low, extra.masked_fill(_without_remainder(low), 0) if changed else extra)
+            return torch.where(low.float() == weight, full, current)
         if entry.kind == "copy":
             same = round_half_away(extra, self.low).to(weight.dtype) == weight
             return torch.where(same, extra, current) if changed else extra
@@ -348,11 +368,11 @@ def give_dtype(p: Parameter, dtype: torch.dtype) -> None:
         _set_data(p, p.detach().to(dtype))
 
 
-def _set_data(p: Parameter, data: Tensor) -> None:
+def _set_data(p: Parameter, data: Tensor, *, grad_too: bool = True) -> None:
     grad = p.grad
     p.grad = None
     p.data = data
-    if p.grad_dtype is not data.dtype:
+    if p.grad_dtype is not data.dtype or not grad_too:
         p.grad_dtype = None
     if grad is not None:
-        p.grad = grad.to(data.dtype)
+        p.grad = grad.to(data.dtype) if grad_too else grad
