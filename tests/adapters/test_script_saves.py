@@ -45,6 +45,29 @@ def fit(model, optimizer):
     optimizer.step()
 
 
+class Wrapper(nn.Module):
+    """Is never called."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def save_weights(self):
+        return [p.detach().clone() for p in self.parameters()]
+
+
+def copied_into(model):
+    tensors = [torch.zeros(p.shape) for p in model.parameters()]
+    for t, p in zip(tensors, model.parameters(), strict=True):
+        t.copy_(p.data)
+    return tensors
+
+
+def vector(model):
+    parts = nn.utils.parameters_to_vector(model.parameters()).detach().split([p.numel() for p in model.parameters()])
+    return [part.view(p.shape) for part, p in zip(parts, model.parameters(), strict=True)]
+
+
 def stored(write):
     file = io.BytesIO()
     write(file)
@@ -68,6 +91,16 @@ WAYS = {
     "numpy": lambda m: [torch.as_tensor(p.detach().numpy().copy()) for p in m.parameters()],
     "tolist": lambda m: [torch.tensor(p.tolist()) for p in m.parameters()],
     "asarray": lambda m: [torch.as_tensor(np.asarray(p.data)) for p in m.parameters()],
+    "dlpack": lambda m: [torch.from_dlpack(p.detach()) for p in m.parameters()],
+    "clone": lambda m: [p.detach().clone() for p in m.parameters()],
+    "clone with a gradient": lambda m: [p.cpu().clone() for p in m.parameters()],
+    "float": lambda m: [p.data.float() for p in m.parameters()],
+    "to": lambda m: [p.data.to("cpu", copy=True) for p in m.parameters()],
+    "deepcopy of data": lambda m: copy.deepcopy([p.data for p in m.parameters()]),
+    "copy_": copied_into,
+    "lerp_": lambda m: [torch.zeros(p.shape).lerp_(p.detach(), 1.0) for p in m.parameters()],
+    "parameters_to_vector": vector,
+    "a wrapper": lambda m: Wrapper(m).save_weights(),
     "save_pretrained": lambda m: list(m.save_pretrained()["weights"].values()),
     "save": lambda m: m.save()["raw"],
 }
@@ -112,8 +145,13 @@ def onnxs(model):
     return {each.name: torch.from_numpy(onnx.numpy_helper.to_array(each).copy()) for each in graph.initializer}
 
 
+def safetensors_of_weights(model):
+    safe = pytest.importorskip("safetensors.torch")
+    return safe.load(safe.save({name: p.data for name, p in model.named_parameters()}))
+
+
 @pytest.mark.filterwarnings("ignore")  # of the libraries
-@pytest.mark.parametrize("way", [joblibs, safetensors, onnxs])
+@pytest.mark.parametrize("way", [joblibs, safetensors, safetensors_of_weights, onnxs])
 def test_libraries_save_the_fp32_values_and_training_goes_on(way):
     with under_run("O2", "bf16"):
         model, optimizer = trained()
@@ -141,6 +179,45 @@ def test_numbers_of_a_scripts_own_low_tensors_stay_as_they_are():
     with under_run("O2", "fp16"):
         trained()
         assert torch.ones(2, dtype=torch.float16).numpy().dtype == np.float16
+
+
+def test_a_saved_low_tensor_of_a_weights_shape_is_told_once(caplog):
+    with under_run("O2", "bf16"):
+        model, _ = trained()
+        pickle.dumps([list(model.parameters()), torch.zeros(3, 3).bfloat16(), copy.deepcopy(model)])
+        assert "the script saves" not in caplog.text
+        pickle.dumps([p.data * 1 for p in model.parameters()])
+    assert caplog.text.count("the script saves a bf16 tensor of shape (4, 4), as a weight has") == 1
+
+
+@pytest.mark.parametrize("low", LOWS)
+def test_weights_that_are_kept_and_put_back_are_exact_and_train_on(low):
+    with under_run("O2", low):
+        (model, optimizer), (twin, other) = trained(), trained()
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(X).square().mean().backward()
+            kept = [p.data.clone() for p in model.parameters()]
+            for p, value in zip(model.parameters(), kept, strict=True):
+                p.data.add_(p.grad)
+                p.data = value
+            assert all(map(torch.equal, values(model), values(twin)))
+            optimizer.step()
+            fit(twin, other)
+            assert all(map(torch.equal, values(model), values(twin)))
+
+
+def test_a_copy_of_a_weight_has_its_gradient_and_a_forward_reads_what_is_stored():
+    with under_run("O2", "bf16"):
+        model, optimizer = trained()
+        optimizer.zero_grad()
+        weight = model[0].weight
+        seen = []
+        model[0].register_forward_hook(lambda m, *_: seen.append(m.weight.detach().clone().dtype))
+        (weight.clone().square().sum() + nn.utils.parameters_to_vector(model.parameters()).sum()).backward()
+        torch.testing.assert_close(weight.grad.float(), 2 * weight.float() + 1, rtol=0.01, atol=0.01)
+        model(X)
+        assert seen == [torch.bfloat16]
 
 
 EXPORTS = {

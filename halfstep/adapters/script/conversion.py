@@ -63,6 +63,11 @@ REPLACED = (
 )
 NOT_USED = "the script uses {what}, which decides what runs in low precision, so halfstep run ignores the {asked}"
 FOR_APEX = "; the low format {low} is used by the stand-in for apex"
+SAVES_LOW = (
+    "the script saves a {low} tensor of shape {shape}, as a weight has. If it was computed from weights outside of the "
+    "model, it has their rounded values: compute it from state_dict(), from p.detach().clone() or from p.float(), "
+    "which are fp32 (in a session of your own, inside session.full_weights())"
+)
 DEFAULT = "O1"
 _LOG = logging.getLogger("halfstep")
 
@@ -109,7 +114,7 @@ class Conversion:
         self._by_hand: ByHand | None = None
         self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # what a session without an optimizer has
         self._refused: str | None = None  # a model that is trained by hand where it cannot be
-        self._inside = False
+        self._inside = self._said = False
         self._thread = threading.get_ident()
         self._skipped: Tensor | None = None  # of the last step
         self.trained: Status | None = None
@@ -393,10 +398,26 @@ class Conversion:
     def _opened_ids(self) -> set[int]:
         return set() if self._session is None else {id(p) for p in trained_by(self._session.optimizers)}
 
-    def full_value(self, t: Tensor) -> Tensor | None:
-        """Returns the fp32 values of a tensor that shares the memory of a low weight, None if it shares none's."""
-        self._adopt()
-        return None if self._session is None or self._session.plan.param == "full" else self._session.full_value(t)
+    def full_value(self, t: Tensor, *, outside: bool = False) -> Tensor | None:
+        """Returns the fp32 values of a tensor that shares the memory of a low weight, None if it shares none's.
+
+        With `outside`, only outside of forwards, backward passes and transforms.
+        """
+        session = self._session
+        if session is None or session.closed or session.plan.param == "full":
+            return None
+        if outside and (in_backward() or in_functorch() is not None or session.runtime.is_entered()):
+            return None
+        return session.full_value(t)
+
+    def look_at_saved(self, t: Tensor) -> None:
+        """Says once that the script saves a low tensor that may have been computed from weights."""
+        session = self._session
+        if self._said or session is None or session.closed or t.dtype is not session.plan.low.dtype:
+            return
+        if any(p.shape == t.shape for p in session.low_parameters()):
+            self._said = True
+            _LOG.warning(SAVES_LOW.format(shape=tuple(t.shape), low=session.plan.low))
 
     @contextmanager
     def paused(self) -> Iterator[None]:

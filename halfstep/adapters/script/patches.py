@@ -7,7 +7,7 @@ import gc
 import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
@@ -30,6 +30,11 @@ from halfstep.train.cast.autocast import autocast
 from halfstep.train.session.open import open_session
 from halfstep.train.session.session import Session
 
+try:
+    import safetensors.torch as safetensors
+except ImportError:
+    safetensors = None
+
 HALFSTEP = str(Path(torch_amp.__file__).parents[1]) + os.sep
 ADAPTERS = Path(torch_amp.__file__).parent  # those of trainers open sessions that scripts ask for
 APEX = inspect.getfile(amp)
@@ -38,6 +43,14 @@ MAKERS = (torch_amp.__file__, inspect.getfile(autocast))  # through which a scri
 
 LOW = (torch.bfloat16, torch.float16)
 DENSE = (torch.Tensor, nn.Parameter)  # and what is not is not stored low by halfstep
+READS = ("numpy", "tolist", "__dlpack__", "__reduce_ex__")  # of a weight's memory
+COPIES = ("clone", "to", "cpu", "cuda", "float", "double", "__deepcopy__")
+TAKES = (  # copies of the weights among the arguments
+    (torch.Tensor, "copy_"),
+    (torch.Tensor, "lerp_"),
+    (nn.utils, "parameters_to_vector"),
+    *((safetensors, name) for name in ("save", "save_file") if safetensors is not None),
+)
 EXPORTS = (  # what writes a model as a program, with the formats that it finds
     (torch.onnx, "export"),
     (torch.export, "export"),
@@ -60,9 +73,9 @@ def install(listener: Conversion, apex_low: Format | str) -> Callable[[], None]:
             (Optimizer, "__setstate__", _then(functools.partial(listener.built, copied=True))),  # or loads a state
             (torch.autograd, "backward", lambda run: _backward(run, listener)),
             (torch.autograd, "grad", lambda run: _grad(run, listener)),
-            (torch.Tensor, "numpy", lambda read: _as_full(read, listener)),
-            (torch.Tensor, "tolist", lambda read: _as_full(read, listener)),
-            (torch.Tensor, "__reduce_ex__", lambda read: _as_full(read, listener)),
+            *((torch.Tensor, name, lambda read: _reads_full(read, listener)) for name in READS),
+            *((torch.Tensor, name, lambda copy: _copies_full(copy, listener)) for name in COPIES),
+            *((owner, name, lambda run: _takes_full(run, listener)) for owner, name in TAKES),
             *((owner, name, lambda run: _on_plain_models(run, listener)) for owner, name in EXPORTS),
         ):
             stack.callback(_put(owner, name, make))
@@ -140,13 +153,67 @@ def _is_nested() -> bool:
     return in_backward() or in_functorch() is not None or is_compiling_here()
 
 
-def _as_full(read: Any, listener: Conversion) -> Any:
+class _Full(torch.autograd.Function):
+    """A copy of a weight's fp32 value, with the gradient of the low weight."""
+
+    @staticmethod
+    def forward(ctx: Any, low: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
+        return full.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0], None
+
+
+def _reads_full(read: Any, listener: Conversion) -> Any:
     @functools.wraps(read)
     def method(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         full = listener.full_value(self) if self.dtype in LOW and type(self) in DENSE else None
+        if full is None and read.__name__ == "__reduce_ex__":
+            listener.look_at_saved(self)
         return read(self if full is None else full, *args, **kwargs)
 
     return method
+
+
+def _copies_full(copy: Any, listener: Conversion) -> Any:
+    @functools.wraps(copy)
+    def method(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        out = copy(self, *args, **kwargs)
+        if self.dtype not in LOW or torch.compiler.is_compiling() or _is_ours(sys._getframe(1)):
+            return out  # so does torch where it moves a model
+        full = _copied(self, listener)
+        if full is self or out.data_ptr() == self.data_ptr():
+            return out
+        if copy.__name__ == "__deepcopy__":
+            args[0][id(self)] = full  # the memo
+            return full
+        return copy(full, *args, **kwargs)
+
+    return method
+
+
+def _takes_full(run: Any, listener: Conversion) -> Any:
+    def full(given: Any) -> Any:
+        if isinstance(given, torch.Tensor):
+            return _copied(given, listener)
+        if isinstance(given, dict):
+            return {key: full(value) for key, value in given.items()}
+        return [full(each) for each in given] if isinstance(given, (list, tuple, Iterator)) else given
+
+    @functools.wraps(run)
+    def take(first: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or getattr(first, "dtype", None) in LOW:
+            return run(first, *args, **kwargs)
+        return run(full(first), *map(full, args), **kwargs)
+
+    return take
+
+
+def _copied(t: torch.Tensor, listener: Conversion) -> torch.Tensor:
+    """Returns a copy of the fp32 value of a low weight outside of forwards and passes; else the tensor itself."""
+    full = listener.full_value(t, outside=True) if t.dtype in LOW and type(t) in DENSE else None
+    return t if full is None else _Full.apply(t, full)  # type: ignore[no-untyped-call]
 
 
 def _on_plain_models(run: Any, listener: Conversion) -> Any:

@@ -821,6 +821,7 @@ class Session:
         p = next((p for p in self._store if p.untyped_storage().data_ptr() == start), None)
         if p is None or t.dtype is not p.dtype:
             return None
+        self._store.adopt(p)
         full = self._store.full(p)
         offset = full.storage_offset() + t.storage_offset() - p.storage_offset()
         return full.as_strided(t.shape, t.stride(), offset) if full.stride() == p.stride() else None
