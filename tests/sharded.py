@@ -13,6 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -752,6 +753,20 @@ def leaving(rank, folder, size, how):
             (Path(folder) / f"{rank}.json").write_text(json.dumps([step, after == before, str(error)]))
             os._exit(0)
     os._exit(1)
+
+
+def unopened(rank, folder):
+    """Wraps a model that has a session in process 0 alone, which writes what it gets."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    model = made()
+    if rank == 0:
+        halfstep.initialize(model, adamw(model), "O2", low="bf16")
+        answer = said(lambda: nn.parallel.DistributedDataParallel(model))
+        (Path(folder) / "0.json").write_text(json.dumps(answer))
+    else:
+        with pytest.raises(RuntimeError, match="DDP expects same model"):
+            nn.parallel.DistributedDataParallel(model)
+    os._exit(0)
 
 
 def cut_short(rank, folder, how):

@@ -406,6 +406,14 @@ def test_a_process_that_does_not_come_to_initialize_is_named(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_process_without_a_session_is_named_where_the_model_is_wrapped(tmp_path):
+    torch.multiprocessing.spawn(sharded.unopened, args=(str(tmp_path),), nprocs=2)
+    message = json.loads((tmp_path / "0.json").read_text())
+    assert "process 0 got no answer in DistributedDataParallel(model), where the sessions of all" in message
+    assert "process 1 has ended, has raised, or is late" in message
+
+
+@pytest.mark.slow
 def test_each_of_the_others_names_the_one_of_four_that_is_gone(tmp_path):
     torch.multiprocessing.spawn(sharded.leaving, args=(str(tmp_path), 4, "sharded"), nprocs=4)
     for rank in range(3):

@@ -43,9 +43,11 @@ def naming_who_is_gone(group: dist.ProcessGroup | None, what: str, meeting: str)
         ) from error
 
 
-def naming_who_does_not_open(group: dist.ProcessGroup) -> AbstractContextManager[None]:
-    """Returns the context `naming_who_is_gone` for one call of `halfstep.initialize`."""
-    return naming_who_is_gone(group, "halfstep.initialize", f"halfstep/failed/initialize/{next(_OPENINGS)}")
+def naming_who_does_not_open(
+    group: dist.ProcessGroup, what: str = "halfstep.initialize"
+) -> AbstractContextManager[None]:
+    """Returns the context `naming_who_is_gone` for one call of `halfstep.initialize`, or of what follows it."""
+    return naming_who_is_gone(group, what, f"halfstep/failed/initialize/{next(_OPENINGS)}")
 
 
 @contextmanager

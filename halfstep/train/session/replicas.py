@@ -30,6 +30,11 @@ from halfstep.train.session.parts import on_registration
 from halfstep.train.session.shared import SharedState
 
 T = TypeVar("T")
+WRAPPING = (
+    "DistributedDataParallel(model), where the sessions of all processes compare their levels. A process without a "
+    "session takes no part in that (torch's error there: DDP expects same model across all ranks): call "
+    "halfstep.initialize in every process, with level O0 where it is to train as written"
+)
 SAMPLE = 4096  # values of a parameter that a step compares, at most
 
 
@@ -239,10 +244,11 @@ class Replicas:
         if shared and not self._plain:
             self._attach(wrapper, shared)
         if shared and sends_weights(sys._getframe()):
-            if self._plain:
-                self._compare(shared, wrapper.process_group)
-            else:
-                self._hand_on(shared, 0, sent_again=True)
+            with naming_who_does_not_open(wrapper.process_group, WRAPPING):
+                if self._plain:
+                    self._compare(shared, wrapper.process_group)
+                else:
+                    self._hand_on(shared, 0, sent_again=True)
 
     def _attach(self, wrapper: DistributedDataParallel, shared: Sequence[nn.Parameter]) -> None:
         if self.sharded:
