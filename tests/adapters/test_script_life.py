@@ -90,6 +90,19 @@ def test_called_then_joined_steps_are_counted_and_skipped(level, low, probe):
     assert run.trained.skipped >= 1
 
 
+def test_passed_backward_in_its_constructor_then_joined_it_is_trained_at_o2():
+    with under_run("O2", "bf16") as run:
+        model = Probing()
+        for _ in range(2):  # to try the model
+            model(X).sum().backward()
+            model.zero_grad()
+        optimizer = Adam(model.parameters())
+        model(X).mean().backward()
+        optimizer.step()
+        assert model.last.weight.dtype is torch.bfloat16
+    assert run.trained.steps == 1
+
+
 @pytest.mark.parametrize("low", ["bf16", "fp16"])
 def test_called_then_joined_before_its_backward_pass_the_first_step_is_the_sessions(low):
     with under_run("O1", low) as run:

@@ -218,6 +218,11 @@ def test_a_copy_of_a_weight_has_its_gradient_and_a_forward_reads_what_is_stored(
         torch.testing.assert_close(weight.grad.float(), 2 * weight.float() + 1, rtol=0.01, atol=0.01)
         model(X)
         assert seen == [torch.bfloat16]
+        before = weight.detach().clone()
+        assert torch.equal(weight, before)
+        assert torch.allclose(before, weight.data, rtol=0, atol=0)
+        optimizer.step()
+        assert not torch.equal(weight.detach(), before)
 
 
 EXPORTS = {

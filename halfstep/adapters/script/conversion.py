@@ -371,8 +371,10 @@ class Conversion:
         if self._session is not None and self._session.closed:
             self.uses("a halfstep session")  # which has taken the model over
         if self._session is None and self._refused is not None and not self._optimizes:
-            level, low = self._plan.name, self._plan.low
-            raise SetupError(BY_HAND.format(model=self._refused, level=level, low=low))
+            self.outsiders.find(())  # a pass in a constructor, to try the model, changes no weight
+            if self.outsiders.names:
+                level, low = self._plan.name, self._plan.low
+                raise SetupError(BY_HAND.format(model=self._refused, level=level, low=low))
         if self._by_hand is not None and self._made and self._may_change():
             self._meet(self._by_hand)
         self._adopt()

@@ -48,6 +48,8 @@ COPIES = ("clone", "to", "cpu", "cuda", "float", "double", "__deepcopy__")
 TAKES = (  # copies of the weights among the arguments
     (torch.Tensor, "copy_"),
     (torch.Tensor, "lerp_"),
+    (torch, "equal"),
+    (torch, "allclose"),
     (nn.utils, "parameters_to_vector"),
     *((safetensors, name) for name in ("save", "save_file") if safetensors is not None),
 )
@@ -203,9 +205,10 @@ def _takes_full(run: Any, listener: Conversion) -> Any:
 
     @functools.wraps(run)
     def take(first: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or getattr(first, "dtype", None) in LOW:
+        written = run.__name__.endswith("_")  # which stays the tensor that it is
+        if torch.compiler.is_compiling() or (written and first.dtype in LOW):
             return run(first, *args, **kwargs)
-        return run(full(first), *map(full, args), **kwargs)
+        return run(first if written else full(first), *map(full, args), **kwargs)
 
     return take
 
