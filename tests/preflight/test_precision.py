@@ -254,6 +254,34 @@ def test_a_plant_costs_at_most_twelve_steps():
     assert told(lambda model: loss_of(model, x, targets), made(lambda: quiet.Root(quiet.spread)))[1] <= 12
 
 
+def test_gradients_alone_cost_no_trial():
+    class Backward(torch.autograd.Function):  # as far off as those of BatchNorm in a batch of 4
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad if grad.dtype is torch.float32 else grad * 2
+
+    x, targets = inputs()
+    model = quiet.sequential(lambda: Does(Backward.apply))
+    (found,), calls = told(lambda model: loss_of(model, x, targets), model)
+    assert (found.code, calls) == (COMPARED, 4)  # the step, in fp32 twice, and modules again
+    assert "BatchNorm" in found.advice
+
+
+def test_a_model_that_amplifies_what_is_rounded_everywhere_is_named_without_an_edit():
+    sines = [nn.Linear(WIDTH, WIDTH), Does(lambda x: 30 * x), Does(torch.sin)]
+    x, targets = inputs()
+    model = made(lambda: nn.Sequential(*sines, nn.Linear(WIDTH, WIDTH), *sines[1:], nn.Linear(WIDTH, CLASSES)))
+    found, calls = told(lambda model: loss_of(model, x, targets), model)
+    assert [(each.code, each.cure) for each in found] == [(LOST, ())]
+    assert re.fullmatch(r"\d, planted\.py:\d+ in forward", found[0].place)
+    assert found[0].evidence.startswith("sin ")
+    assert calls <= 12
+
+
 def test_another_batch_in_each_call_is_said():
     batches = iter(torch.randn(9, 8, WIDTH))
     found, _ = told(lambda model: model(next(batches)).square().mean(), quiet.sequential(nn.Tanh))

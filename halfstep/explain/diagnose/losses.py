@@ -15,6 +15,7 @@ from halfstep.explain.tape.recorder import Note, OpRecorder
 from halfstep.explain.tape.schemas import is_uninitialised, is_view, tensors_of, written
 from halfstep.formats import Format, as_format, is_low
 from halfstep.records import SUSPECT
+from halfstep.torch_internals import without_modes
 
 _KEPT = 2**26  # elements of results that are kept to be compared
 _SUMS = ("cumsum", "logcumsumexp")
@@ -29,9 +30,10 @@ _Key = tuple[str | None, str, int]  # the line, the operation, and which of its 
 
 @dataclass(frozen=True)
 class Loss:
-    """The first operation of a module whose result was wrong: its name in torch, its line, and what it did."""
+    """The first operation of a module whose result was wrong: its name in torch, its place, and what it did."""
 
     operator: str
+    module: str | None  # whose code called it, which may be inside of the one that was looked at
     line: str | None
     said: str
     ratio: float  # how far its result was off
@@ -42,6 +44,7 @@ class _Seen:
     outputs: list[Tensor]
     largest: float  # magnitude among its inputs; 0.0 if it had none
     fmt: Format | None  # the low format among its inputs and results, if any
+    module: str | None
 
 
 class _Low(OpRecorder):
@@ -64,11 +67,13 @@ class _Low(OpRecorder):
             return
         given = [t for t in tensors_of((args, kwargs)) if t.is_floating_point() and t.numel()]
         low = next((t.dtype for t in (*outputs, *given) if is_low(t.dtype)), None)
-        self.seen[self._keys.of(self, note)] = _Seen(
-            [t.detach().clone() for t in outputs],
-            max((float(t.detach().abs().max()) for t in given), default=0.0),
-            None if low is None else as_format(low),
-        )
+        with without_modes():
+            self.seen[self._keys.of(self, note)] = _Seen(
+                [t.detach().clone() for t in outputs],
+                max((float(t.detach().abs().max()) for t in given), default=0.0),
+                None if low is None else as_format(low),
+                note.module,
+            )
 
 
 class _Exact(OpRecorder):
@@ -91,10 +96,11 @@ class _Exact(OpRecorder):
         seen = self._low.seen.pop(key, None)
         if seen is None:
             return
-        for low, exact in zip(seen.outputs, outputs, strict=False):
-            off = ratio(low, exact.detach()) if is_comparable(low, exact) else None
-            if off is not None and off > max(_NONE, 0.0 if self.found is None else self.found.ratio):
-                self.found = Loss(key[1], key[0], _said(key, seen, low, exact.detach()), off)
+        with without_modes():
+            for low, exact in zip(seen.outputs, outputs, strict=False):
+                off = ratio(low, exact.detach()) if is_comparable(low, exact) else None
+                if off is not None and off > max(_NONE, 0.0 if self.found is None else self.found.ratio):
+                    self.found = Loss(key[1], seen.module, key[0], _said(key, seen, low, exact.detach()), off)
 
 
 class _Keys:
@@ -145,7 +151,7 @@ class LossFinder(Watch):
 def _results(note: Note, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> list[Tensor]:
     """Returns what an operation made; nothing for a cast between formats, which a call in fp32 may not have."""
     cast = note.aten == "_to_copy" and args[0].is_floating_point()
-    if cast or is_view(func) or is_uninitialised(func):
+    if cast or note.aten == "_unsafe_view" or is_view(func) or is_uninitialised(func):
         return []
     return [t for t in tensors_of(result) or written(func, args, kwargs) if t.numel()]
 

@@ -43,9 +43,13 @@ def ratio(low: Tensor, exact: Tensor) -> float | None:
     """Returns `off_by` of two results of any size that `is_comparable`; None if they are not finite."""
     if not exact.is_floating_point():
         return float((low != exact).double().mean())
-    wide = exact.double()
-    off = float(((low.double() - wide) / _spread(wide)).square().mean().sqrt())
-    return off if math.isfinite(off) else None
+    for dtype in (torch.promote_types(exact.dtype, torch.float32), torch.float64):  # squares may leave fp32's range
+        wide = exact.to(dtype)
+        error = low.to(dtype, copy=True).sub_(wide).div_(_spread(wide))
+        off = float(torch.linalg.vector_norm(error)) / math.sqrt(wide.numel())
+        if math.isfinite(off):
+            return off
+    return None
 
 
 def _spread(wide: Tensor) -> Tensor:
@@ -53,9 +57,11 @@ def _spread(wide: Tensor) -> Tensor:
 
     For values without a spread it is the largest magnitude, for zeros the smallest number that is not zero.
     """
-    about = wide.flatten(0, -2).mean(0) if wide.dim() > 1 else wide.mean()
-    spread, largest = (wide - about).square().mean().sqrt(), wide.abs().max()
-    return torch.where(spread > _FLAT * largest, spread, largest).clamp_min(torch.finfo(wide.dtype).tiny)
+    least, most = wide.aminmax()
+    largest = torch.maximum(most, -least).clamp_min(torch.finfo(wide.dtype).tiny)
+    rows = (wide / largest).flatten(0, -2) if wide.dim() > 1 else wide / largest
+    spread = torch.linalg.vector_norm(rows.sub_(rows.mean(0))) / math.sqrt(rows.numel())
+    return torch.where(spread > _FLAT, spread, 1.0) * largest
 
 
 def is_comparable(low: Any, exact: Any) -> bool:

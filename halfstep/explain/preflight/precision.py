@@ -35,6 +35,7 @@ GAIN = 3.0
 _SCALE = 1024.0  # of fp16 gradients, where they overflow at the session's own loss scale
 _TRIALS = 4  # plans that are tried
 _FAINT = 0.03  # of its spread: what a module may be off by where none is a suspect
+_HELPS = 1.5  # an edit that divides the error by it is named where none is a cure
 _FAR = 10.0  # a ratio above it is not given in percent
 _MANY = 3  # modules of a class, all that there are, from which a rule names the class
 _PARTS = 4  # of a module, from which it is large
@@ -156,6 +157,7 @@ class _Check:
         self._modules = named_modules(rehearsal.roots)
         self._unchecked: dict[str, str] = {}  # modules that could not be called again, and why
         self._first: Loss | None = None  # where it begins, if nothing cures it
+        self._best: tuple[tuple[Edit, ...], Damage] | None = None  # and what helps most
         self._inside = False
 
     def findings(self) -> list[Finding]:
@@ -170,22 +172,25 @@ class _Check:
             return [_not_compared("the model returns nothing that can be compared, and has no gradients")]
         if not damage.is_large:
             return [_compared(damage, f"nothing to do: rounding alone may do {share(OUTPUT)} and {share(GRADIENT)}")]
-        noise = _damage(self._exact(), exact)
-        if not damage.is_cured_by(noise):
+        found = self._cured(damage, exact)
+        noise = damage if found else _damage(self._exact(), exact)
+        if not found and not damage.is_cured_by(noise):
             why = f"the model does not repeat even in fp32, where from one run to the next {noise}"
             return [_not_compared(f"{damage}; {why}: what the format loses cannot be told from that")]
-        found = self._cured(damage, exact)
         names = named(f"{place_of(name, None)} ({why})" for name, why in self._unchecked.items())
         unchecked = [_not_compared(f"calls that could not be made again in fp32: {names}")] if names else []
         return [*(found or [self._uncured(damage)]), *unchecked]
 
     def _uncured(self, damage: Damage) -> Finding:
-        first = self._first
+        first, best = self._first, self._best
+        helps = best is not None and best[1].output < damage.output / _HELPS
+        most = f"; the best, {spell(best[0])}, leaves: {best[1]}" if best is not None and helps else ""
         if damage.output <= CERTAIN or first is None:
-            return _compared(damage, "no edit that was tried divides this by 3; BatchNorm and small batches do this")
+            why = f"no module alone, or no edit, explains it{most}; BatchNorm and small batches do this"
+            return _compared(damage, why)
         said = f"{called(first.operator)} {first.said}; {damage}"
-        advice = "compute this in fp32; no edit that was tried divides the error by 3"
-        return Finding("warning", Kind.PRECISION_LOST.value, place_of(None, first.line), said, advice)
+        advice = f"compute this in fp32; no edit that was tried divides the error by 3{most}"
+        return Finding("warning", Kind.PRECISION_LOST.value, place_of(first.module, first.line), said, advice)
 
     def without_copies(self) -> list[Finding]:
         """Returns the suspects alone, as notes, where there is no memory for a copy of the model."""
@@ -218,6 +223,9 @@ class _Check:
         """Returns a finding with the first edits that leave no damage, else with the best that divide it by `GAIN`."""
         suspects = self._suspects()
         worst = sorted(suspects, key=lambda name: -(suspects[name].off_by() or 0.0))
+        clear = any((suspects[name].off_by() or 0.0) > SUSPECT for name in worst[:1])
+        if not (clear or damage.output > OUTPUT or self._inside):  # gradients alone say little
+            return []
         losses = self._losses({name: suspects[name].number for name in worst[:_MODULES]})
         tried: list[tuple[list[str], tuple[Edit, ...], Damage]] = []
         waiting = self._candidates(worst, losses)
@@ -231,6 +239,7 @@ class _Check:
         good = [each for each in tried if damage.is_cured_by(each[2])]
         if not good:
             self._first = next(iter(losses.values()), None)
+            self._best = min(((edits, after) for _, edits, after in tried), key=lambda e: e[1].output, default=None)
             return []
         clean = [each for each in good if not each[2].is_large]
         best = min(clean, key=lambda each: len(each[0])) if clean else min(good, key=lambda each: each[2].output)

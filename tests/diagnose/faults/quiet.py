@@ -146,6 +146,27 @@ def free_energy(x):
 
 
 @module
+def surprise(x):
+    """How far a nearly even distribution is from an even one, by its entropy."""
+    p = torch.softmax(x * 0.05, -1).to(x.dtype)
+    return x * (math.log(x.shape[-1]) + (p * torch.log(p)).sum(-1, keepdim=True)) * 800
+
+
+@module
+def covariance(x):
+    """A covariance as E[xy] - E[x]E[y], of values around 25, applied to them."""
+    y = x + 25
+    return x @ (y.transpose(-1, -2) @ y / y.shape[-2] - y.mean(-2).unsqueeze(-1) * y.mean(-2).unsqueeze(-2))
+
+
+@module
+def laplacian(x):
+    """What a temperature of about 300 diffuses in one step."""
+    heat = 300 + x
+    return heat.roll(1, -1) + heat.roll(-1, -1) - 2 * heat + x
+
+
+@module
 def two_temperatures(x):
     """How much sharper a distribution is at a slightly lower temperature."""
     logits = (x * 3).to(x.dtype)
@@ -163,6 +184,13 @@ def interest(x):
     for _ in range(64):
         capital = capital * factor
     return 10 * (capital - 1)
+
+
+@module
+def hazards(x):
+    """The hazard at each step, from products of what survives the ones before."""
+    alive = torch.cumprod(1 - 2e-3 * torch.sigmoid(x), -1)
+    return 500 * torch.log(alive[..., 1:2] / alive) + x
 
 
 @module
