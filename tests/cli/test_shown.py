@@ -78,6 +78,7 @@ SCRIPTS = {
         "--workload char_lm --seed 0 --steps 2 --results .",
         {"load_workload": lambda *_, **__: CharLM(**TINY)},
     ),
+    "check_cost": ("--times 1 --only 'mlp, 3 x 64'", {}),
     "fp8": ("--seeds 1 --set d=32 --set layers=1 --set heads=2", {}),
     "inspect_gains": ("", {"WIDTH": 32, "SECONDS": 0.0}),
     "loaded_low": ("--before 1 --steps 1 --width 12 --rows fp32 'halfstep O2'", {}),
