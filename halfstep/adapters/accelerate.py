@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -12,8 +14,12 @@ from halfstep.adapters.versions import extra
 from halfstep.errors import SessionError, SetupError
 from halfstep.formats import is_narrow
 from halfstep.initialize import check_adapted, initialize
+from halfstep.machine import read_facts
+from halfstep.plan.io import choose_plan
 from halfstep.plan.plan import Plan
+from halfstep.plan.resolve import resolve
 from halfstep.records import StepRecord
+from halfstep.sharded import is_sharded
 from halfstep.train.processes.fsdp import fsdp_policy
 from halfstep.train.session.session import Session
 
@@ -44,14 +50,33 @@ def prepare(accelerator: Accelerator, *args: Any, plan: Plan | str = "O1", **set
         raise SetupError(
             "prepare was called without a model; pass all models and optimizers of a loop to one call of prepare"
         )
-    attach(accelerator, models, optimizers, plan, **settings)
-    prepared = accelerator.prepare(*args)
-    made = prepared if isinstance(prepared, (tuple, list)) else (prepared,)
-    if accelerator.is_fsdp2:
-        open_session(accelerator, [each for each in made if isinstance(each, nn.Module)], optimizers, plan, **settings)
+    with _undone_by_errors(accelerator):
+        attach(accelerator, models, optimizers, plan, **settings)
+        prepared = accelerator.prepare(*args)
+        made = prepared if isinstance(prepared, (tuple, list)) else (prepared,)
+        if accelerator.is_fsdp2:
+            models = [each for each in made if isinstance(each, nn.Module)]
+            open_session(accelerator, models, optimizers, plan, **settings)
     for each in made:
         take_over(accelerator, each)
     return prepared
+
+
+@contextmanager
+def _undone_by_errors(accelerator: Accelerator) -> Iterator[None]:
+    """An error inside the context closes the session that was opened there; a second try finds no trace of it."""
+    plugin, scaler = getattr(accelerator.state, "fsdp_plugin", None), accelerator.scaler
+    policy, session = getattr(plugin, "mixed_precision_policy", None), getattr(scaler, "session", None)
+    try:
+        yield
+    except BaseException:
+        opened = getattr(accelerator.scaler, "session", None)
+        if opened is not None and opened is not session:
+            opened.close()
+        accelerator.scaler = scaler
+        if plugin is not None:
+            plugin.mixed_precision_policy = policy
+        raise
 
 
 def session_of(accelerator: Accelerator) -> Session:
@@ -76,25 +101,30 @@ def attach(
     """
     check_adapted(settings)
     check_accelerator(accelerator)
-    for model in models:
-        away = next((name for name, p in model.named_parameters() if p.is_meta), None)
-        if away is not None and not accelerator.is_fsdp2:
-            raise SetupError(
-                f"{away!r} is on the meta device, where accelerate.cpu_offload and device_map leave weights; load the "
-                f"model without them, and shard it where it is too large for one device: {FSDP2}"
-            )
-        if not accelerator.is_fsdp2:
-            model.to(accelerator.device)
-        elif any(p.requires_grad and is_narrow(p.dtype) for p in model.parameters()):  # they are sharded in fp32
-            initialize(model, None, plan, **{**settings, "sinks": []}).close()
     if not accelerator.is_fsdp2:
+        for model in models:
+            away = next((name for name, p in model.named_parameters() if p.is_meta), None)
+            if away is not None:
+                raise SetupError(
+                    f"{away!r} is on the meta device, where accelerate.cpu_offload and device_map leave weights; load "
+                    f"the model without them, and shard it where it is too large for one device: {FSDP2}"
+                )
+            model.to(accelerator.device)
         open_session(accelerator, models, optimizers, plan, **settings)
         return
+    check_plan(plan, settings, models)
     plugin, policy = accelerator.state.fsdp_plugin, fsdp_policy(plan, low=settings.get("low"))
     if policy.param_dtype is not None and hasattr(plugin.cpu_offload, "pin_memory"):  # a CPUOffloadPolicy
         raise SetupError(
             "Accelerate's FSDP2 would offload shards to the CPU, where halfstep cannot step them yet; set "
             "fsdp_offload_params: false in `accelerate config`, or leave cpu_offload out of the plugin, or use O0"
+        )
+    if plugin.cpu_ram_efficient_loading and any(
+        {is_sharded(p) for p in each.parameters()} == {0, 1} for each in models
+    ):
+        raise SetupError(
+            "some modules were sharded before prepare, whose weights Accelerate's fsdp_cpu_ram_efficient_loading would "
+            "send as if they were whole; set it to false"
         )
     if plugin.mixed_precision_policy not in (None, policy) and accelerator.scaler is None:
         raise SetupError(
@@ -102,6 +132,20 @@ def attach(
             "out"
         )
     plugin.mixed_precision_policy = policy
+    low = any(p.requires_grad and is_narrow(p.dtype) for model in models for p in model.parameters())
+    if low and policy.param_dtype is not None:  # they are sharded in fp32; O3 would round the others
+        initialize(models, None, "O1" if plan == "O1" else "O2", low=settings.get("low")).close()
+
+
+def check_plan(plan: Plan | str, settings: dict[str, Any], models: Sequence[nn.Module] = ()) -> None:
+    """Raises what a session would say of its plan, before models are loaded or sharded."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    chosen, _ = choose_plan(plan, settings.get("low"), read_facts(device))
+    layers = nn.Sequential(*(nn.Linear(128, 128, device="meta") for _ in range(3)))  # for which nothing is drawn
+    given = {**settings, "low": None, "rules": (), "sinks": []}
+    with initialize(layers.to_empty(device=device), None, chosen, **given) as trial:
+        if models:
+            resolve(trial.plan.edit(*settings.get("rules", ())), models)
 
 
 def open_session(
@@ -124,10 +168,13 @@ def check_accelerator(accelerator: Accelerator) -> None:
             f"halfstep does not work with Accelerate's {name}; use one device, DistributedDataParallel (MULTI_GPU or "
             f"MULTI_CPU in `accelerate config`), or {FSDP2}"
         )
-    if accelerator.parallelism_config and accelerator.parallelism_config.tp_enabled:
+    sizes = accelerator.parallelism_config
+    beyond = [name for name in ("tp", "cp", "sp") if getattr(sizes, f"{name}_enabled", False)]
+    if beyond:
         raise SetupError(
-            "halfstep does not work with Accelerate's tensor parallel layers; leave tp_size out of ParallelismConfig, "
-            "or write the loop without Accelerate: parallelize_module, fully_shard, the optimizer, halfstep.initialize"
+            "halfstep does not work with Accelerate's tensor, context and sequence parallelism; leave "
+            f"{beyond[0]}_size out of ParallelismConfig, where dp_shard_size and dp_replicate_size work, or write the "
+            "loop without Accelerate: parallelize_module, fully_shard, the optimizer, halfstep.initialize"
         )
     if accelerator.mixed_precision != "no":
         raise SetupError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from halfstep.adapters.accelerate import (
     SessionScaler,
     attach,
     check_accelerator,
+    check_plan,
     open_session,
     take_over,
 )
@@ -25,7 +27,7 @@ from halfstep.plan.plan import Plan
 from halfstep.records import StepRecord, counted
 
 with extra("transformers", first="5.22", below="5.24"):
-    from transformers import PreTrainedModel, Trainer
+    from transformers import PreTrainedModel, Trainer, TrainingArguments
     from transformers.utils import CONFIG_NAME
 
 if TYPE_CHECKING:
@@ -38,6 +40,7 @@ FILTERED = (
     "and NaN ones, which hides failures that halfstep reports; look at halfstep/skipped in the logs, the number of "
     "skipped steps. With False, the Trainer logs NaN for all losses from the first such loss on"
 )
+TRL = "1.16"  # the release that tests/trainers/test_trl.py ran with
 _LOG = logging.getLogger("halfstep")
 
 
@@ -58,10 +61,22 @@ class HalfstepMixin(_Mixed):
     ) -> None:
         self._plan, self._settings = plan, dict(halfstep or {})
         check_adapted(self._settings)
+        for each in (*args, *kwargs.values()):
+            if isinstance(each, TrainingArguments):  # which another Trainer may have in another place
+                _check_arguments(each)
+        check_plan(plan, self._settings)  # before a model is loaded, which a constructor may do
         self._record: StepRecord | None = None
         self._counts: dict[str, Any] = {}  # of skipped steps of the session
         super().__init__(*args, **kwargs)
-        _check_arguments(self.args)
+        if any(each.__module__.startswith("trl.") for each in type(self).__mro__):
+            _say_what_was_tested(sys.modules["trl"].__version__)
+        if self.args.logging_nan_inf_filter:
+            _LOG.warning(FILTERED)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Makes the Accelerator as the Trainer does, and checks it."""
+        _check_arguments(self.args)  # a Trainer may have made them
+        super().create_accelerator_and_postprocess()
         check_accelerator(self.accelerator)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
@@ -162,6 +177,11 @@ class HalfstepTrainer(HalfstepMixin, Trainer):
     """Hugging Face's Trainer under a plan: `HalfstepTrainer(model, args, ..., plan="O2")`."""
 
 
+def _say_what_was_tested(version: str) -> None:
+    if not f"{version}.".startswith(f"{TRL}."):
+        _LOG.warning("TRL %s is installed, and halfstep was tested with TRL %s; try a short run first", version, TRL)
+
+
 def _check_arguments(args: Any) -> None:
     for name in ("fp16", "bf16", "fp16_full_eval", "bf16_full_eval"):
         if getattr(args, name, False):
@@ -174,5 +194,3 @@ def _check_arguments(args: Any) -> None:
             f"the Trainer would run on {args.n_gpu} devices in one process with DataParallel, which halfstep does not "
             "support; start one process per device (torchrun --nproc-per-node=...), or set CUDA_VISIBLE_DEVICES=0"
         )
-    if args.logging_nan_inf_filter:
-        _LOG.warning(FILTERED)

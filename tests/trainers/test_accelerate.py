@@ -221,6 +221,20 @@ def test_a_second_call_and_a_replaced_optimizer_are_refused_before_a_step():
         other.step()
 
 
+def test_a_prepare_that_fails_leaves_nothing_for_the_next(monkeypatch):
+    accelerator, model = accelerator_of(), network()
+    with monkeypatch.context() as failing:
+        failing.setattr(accelerator, "prepare_model", lambda *args, **kwargs: (_ for _ in ()).throw(OSError("full")))
+        with pytest.raises(OSError, match="full"):
+            prepare(accelerator, model, optimizer_of(model), plan="O2", low="bf16")
+    assert accelerator.scaler is None
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    prepare(accelerator, model, optimizer_of(model), plan="O1", low="bf16")
+    with pytest.raises(SetupError, match="already has a session"):  # which stays open
+        prepare(accelerator, network())
+    assert not session_of(accelerator).closed
+
+
 def test_an_accelerator_without_a_session_and_another_version_are_told(monkeypatch):
     with pytest.raises(SessionError, match="prepare"):
         session_of(accelerator_of())

@@ -14,6 +14,7 @@ from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 for package in ("accelerate", "transformers", "trl"):
     pytest.importorskip(package, reason=f"{package} is not installed; run ./dev adapters")
@@ -147,6 +148,36 @@ def ways(rank, size, path):
     return found
 
 
+def kept(rank, size, path):
+    """Returns, for norms in FSDP2's groups and in one of their own: whether other fp32 weights are exact, a weight of a
+    norm as it is gathered, and how often it was said that such are rounded."""
+    found, said = [], []
+    log, handler = logging.getLogger("halfstep"), logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    for own in (False, True):
+        accelerator = Accelerator(cpu=True, fsdp_plugin=plugin_of(transformer_cls_names_to_wrap=["Linear"]))
+        net, seen = loops.network(), []
+        nn.init.constant_(net[1].weight, 1.001)  # bf16 has 1 and 1.0078125
+        net[0].bfloat16()  # the rest was loaded in fp32
+        before = net[3].weight.clone()
+        if own:
+            fully_shard([net[1]], mp_policy=halfstep.fsdp_policy("O0"))
+        net[1].register_forward_pre_hook(lambda module, _, seen=seen: seen.append(round(module.weight[0].item(), 6)))
+        optimizer, rules = loops.optimizer_of(net), [halfstep.Rule("type:LayerNorm", halfstep.FULL)]
+        log.addHandler(handler)
+        log.setLevel(logging.WARNING)
+        model, _ = prepare(accelerator, net, optimizer, plan="O3", low="bf16", rules=rules)
+        log.setLevel(logging.CRITICAL)
+        log.removeHandler(handler)
+        loops.loss_of(model, loops.batches(1, None)[0])
+        rounds = [each for each in said if "a rule says fp32" in each]
+        found.append([torch.equal(net[3].weight.full_tensor(), before), seen, len(rounds)])
+        said.clear()
+        session_of(accelerator).close()
+        reset()
+    return found
+
+
 def work(rank, size, path, cases):
     for name in ("halfstep", "transformers", "accelerate"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -182,8 +213,9 @@ def test_accelerate_trains_shards_bit_for_bit_as_by_hand_and_resumes(size, tmp_p
 
 
 def test_ways_to_shard_and_to_save_train_and_resume_to_the_same_bits(tmp_path):
-    found = run(tmp_path, 2, {"ways": (ways, ())})
+    found = run(tmp_path, 2, {"ways": (ways, ()), "kept": (kept, ())})
     assert {digest for each in found for digest in each["ways"]} == {found[0]["ways"][0]}
+    assert [each["kept"] for each in found] == [[[True, [1.0], 1], [True, [1.001], 0]]] * 2
 
 
 def shards(layer="GPT2Block"):
@@ -302,24 +334,41 @@ def refused(rank, size, path):
         reset()
         os.environ.pop("ACCELERATE_USE_FSDP", None)  # which a plugin sets
 
-    def start(plan="O2", net=None, replicas=False, said=None, **settings):
+    def start(plan="O2", net=None, replicas=False, said=None, rules=(), **settings):
         net = loops.network() if net is None else net
         accelerator = Accelerator(cpu=True, fsdp_plugin=None if replicas else plugin_of(**settings))
         vars(accelerator.state).update(said or {})  # what Accelerate takes on GPUs alone
-        model, _ = prepare(accelerator, net, loops.optimizer_of(net), plan=plan, low="bf16")
+        model, _ = prepare(accelerator, net, loops.optimizer_of(net), plan=plan, low="bf16", rules=rules)
         loops.loss_of(model, loops.batches(1, None)[0])
         session_of(accelerator).close()
 
-    def wrapped(**settings):
+    def wrapped(*parts, **settings):
         net = loops.network()
-        for part in (net[0], net):
-            fully_shard(part, **settings)
+        for part in parts or (net[0], net):
+            fully_shard(net[part] if isinstance(part, int) else part, **settings)
         return net
+
+    def twice(**settings):
+        accelerator = Accelerator(cpu=True, fsdp_plugin=plugin_of(**settings))
+        with (
+            patch.object(accelerator, "_prepare_one", side_effect=OSError("full")),
+            pytest.raises(OSError, match="full"),
+        ):
+            prepare(accelerator, net := loops.network(), loops.optimizer_of(net), plan="O2", low="bf16")
+        prepare(accelerator, net := loops.network(), loops.optimizer_of(net), plan="O1", low="bf16")
+        session_of(accelerator).close()
+
+    unmatched = loops.network()
 
     ask("FSDP1", lambda: start(fsdp_version=1, transformer_cls_names_to_wrap=["Linear"]))
     ask("mixed precision", lambda: start(said={"_mixed_precision": "fp16"}))
     ask("offload", lambda: start(cpu_offload=True))
     ask("tensor parallel", lambda: start(said={"parallelism_config": ParallelismConfig(tp_size=2)}))
+    ask("context parallel", lambda: start(said={"parallelism_config": ParallelismConfig(cp_size=2)}))
+    ask("rule", lambda: start(net=unmatched, rules=[halfstep.Rule("missing", halfstep.FULL)]))
+    assert not isinstance(unmatched[0].weight, DTensor)  # it was told before
+    ask("a second try", twice)
+    ask("sharded in part", lambda: start(net=wrapped(1), cpu_ram_efficient_loading=True))
     ask("policy", lambda: start(mixed_precision_policy=MixedPrecisionPolicy(param_dtype=torch.float16)))
     ask("plans", lambda: start(plan=("O1", "O2")[rank]))
     ask("wrapped", lambda: start(net=wrapped()))
@@ -341,7 +390,10 @@ REFUSED = {
     "FSDP1": r"Accelerate's FSDP1; use one device, .*, or FSDP2 \(fsdp_version: 2 in",
     "mixed precision": r"mixed_precision='fp16' together with halfstep.*leave mixed_precision out",
     "offload": r"would offload shards to the CPU, .*fsdp_offload_params: false",
-    "tensor parallel": r"Accelerate's tensor parallel layers; leave tp_size out of ParallelismConfig",
+    "tensor parallel": r"Accelerate's tensor, context and sequence parallelism; leave tp_size out of ParallelismConfig",
+    "context parallel": r"Accelerate's tensor, context and sequence parallelism; leave cp_size out of Paralle",
+    "rule": r"rule 'missing' matches no module",
+    "sharded in part": r"some modules were sharded before prepare, .*; set it to false",
     "policy": r"mixed_precision_policy is set in .*; leave it out",
     "plans": r"differs between processes: .*'O2', .*'O1'; use the same model, optimizer and plan",
     "wrapped": r"'0\.weight' is torch\.float32 .*; write fully_shard\(module, mp_policy=halfstep\.fsdp_policy\(\"O2\"",

@@ -14,12 +14,13 @@ pytest.importorskip("accelerate", reason="Accelerate is not installed; run ./dev
 
 from accelerate.state import AcceleratorState, GradientState, PartialState  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
-from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback, TrainingArguments  # noqa: E402
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments  # noqa: E402
 
 import halfstep  # noqa: E402
 from halfstep.adapters import transformers as adapter  # noqa: E402
-from halfstep.adapters.transformers import HalfstepTrainer  # noqa: E402
-from halfstep.errors import SetupError  # noqa: E402
+from halfstep.adapters.accelerate import check_plan  # noqa: E402
+from halfstep.adapters.transformers import HalfstepMixin, HalfstepTrainer  # noqa: E402
+from halfstep.errors import HalfstepError, SetupError  # noqa: E402
 from tests.trainers.loops import ACCUMULATE, MAX_NORM, SETTINGS, same_weights  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -194,6 +195,34 @@ def test_precision_left_on_in_the_arguments_is_refused_by_its_name(name, tmp_pat
         trainer_of("O1", "bf16", tmp_path, settings={name: True})
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"plan": "O9"}, "unknown level 'O9'"),
+        ({"plan": "O2", "halfstep": {"norms": "x"}}, "norms is 'x'"),
+        ({"halfstep": {"lo": "bf16"}}, "no keyword 'lo'; did you mean 'low'"),
+        ({"bf16": True}, r"bf16=True\) does not work with halfstep"),
+    ],
+)
+def test_a_wrong_plan_is_told_before_a_trainer_loads_a_model(given, said, tmp_path):
+    class Loading(Trainer):
+        def __init__(self, *args, **kwargs):
+            pytest.fail("a model is loaded here")
+
+    class Mine(HalfstepMixin, Loading):
+        pass
+
+    args = arguments(tmp_path, bf16=given.pop("bf16", False))
+    with pytest.raises((HalfstepError, TypeError), match=said):
+        Mine("name of a model", args, **given)
+
+
+def test_what_is_tried_of_a_plan_draws_no_random_numbers():
+    before = torch.get_rng_state()
+    check_plan("O2", {"low": "bf16", "products": "fp8", "rules": [halfstep.Rule("missing", halfstep.FULL)]})
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_several_devices_in_one_process_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(TrainingArguments, "n_gpu", 2)
     with pytest.raises(SetupError, match=r"2 devices in one process with DataParallel.*torchrun"):
@@ -336,14 +365,19 @@ def test_lora_on_a_low_base_saves_its_adapters_in_fp32_and_no_config_of_the_base
     assert same_weights(weights(resumed.model), weights(whole.model))
 
 
-def test_the_best_adapters_are_loaded_with_all_their_bits(tmp_path):
+@pytest.mark.parametrize("adapters", [True, False])
+def test_the_best_weights_are_loaded_with_all_their_bits(adapters, tmp_path):
     peft = pytest.importorskip("peft", reason="PEFT is not installed; run ./dev adapters")
-    model = peft.get_peft_model(language_model().bfloat16(), peft.LoraConfig(r=2, target_modules=["c_attn"]))
+    model = language_model().bfloat16()
+    if adapters:
+        model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["c_attn"]))
     best = {"eval_strategy": "steps", "load_best_model_at_end": True, "logging_steps": 2, "eval_steps": 2}
-    settings = {"max_steps": 4, "save_steps": 2, **best}
+    settings = {"max_steps": 6, "save_steps": 2, "learning_rate": 0.1, **best}
     trainer = trainer_of("O2", "bf16", tmp_path, model, settings, eval_dataset=samples()[:4])
     trainer.train()
-    held = load_file(f"{trainer.state.best_model_checkpoint}/adapter_model.safetensors")
+    assert adapters or not trainer.state.best_model_checkpoint.endswith("-6")  # later ones are worse
+    file, end = ("adapter_model", ".default.weight") if adapters else ("model", ".weight")
+    held = load_file(f"{trainer.state.best_model_checkpoint}/{file}.safetensors")
     for name, value in held.items():
-        assert torch.equal(weights(model)[name.replace(".weight", ".default.weight")], value)
-        assert not torch.equal(value, value.bfloat16().float())
+        assert torch.equal(weights(model)[name.replace(".weight", end)], value)
+    assert any(not torch.equal(value, value.bfloat16().float()) for value in held.values())

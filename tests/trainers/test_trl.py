@@ -63,6 +63,8 @@ KINDS = {  # trainer, its configuration, data, more for either
         {"reward_funcs": lambda: rewards},
     ),
 }
+PACKED = {"max_length": 16, "packing": True, "eval_strategy": "steps", "eval_steps": 2}
+KINDS["packed"] = (trl.SFTTrainer, trl.SFTConfig, rows, PACKED, {"eval_dataset": rows})
 KINDS["reference"] = (*KINDS["GRPO"][:3], {**KINDS["GRPO"][3], "beta": 0.5}, KINDS["GRPO"][4])
 
 
@@ -111,3 +113,12 @@ def test_trl_trains_as_under_its_own_bf16_and_resumes_bit_for_bit(kind, level, t
     resumed, _ = trainer_of(kind, level, tmp_path / level)
     resumed.train(resume_from_checkpoint=str(tmp_path / level / "checkpoint-2"))
     assert same_weights(weights(resumed.model), weights(trainer.model))
+
+
+def test_another_release_of_trl_is_told_and_trains(tmp_path, monkeypatch, caplog):
+    for version in ("1.16.3", "1.17.0", "1.160.0"):
+        monkeypatch.setattr(trl, "__version__", version)
+        trainer_of("SFT", "O2", tmp_path)
+    told = [each.getMessage() for each in caplog.records if "TRL" in each.getMessage()]
+    assert ["1.17.0" in each or "1.160.0" in each for each in told] == [True, True]
+    assert all("tested with TRL 1.16" in each for each in told)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -17,7 +18,9 @@ from halfstep.plan.resolve import ModuleFormats
 from halfstep.sharded import fsdp_modules, is_sharded
 from halfstep.torch_internals import is_sharding, parameters_of, policy_of, summed_twice
 from halfstep.train.cast.reading import CONVOLUTIONS
+from halfstep.validate import named
 
+_LOG = logging.getLogger("halfstep")
 Undo = Callable[[], None]
 # Whose products cast the weights anyway: to widen them first would give the same values.
 _CASTING = (nn.Linear, nn.Bilinear, *CONVOLUTIONS, nn.RNNBase, nn.MultiheadAttention)
@@ -36,8 +39,9 @@ def read_as_planned(roots: Sequence[nn.Module], pairs: Iterable[tuple[nn.Module,
     fsdp = [each for each in fsdp_modules(roots) if isinstance(each, nn.Module)]
     for each in fsdp:
         _check_policy(each, plan, is_root=any(each is root for root in roots))
-    gathered = {id(module) for each in fsdp for module in each.modules()}
+    gathered = {id(module): policy_of(each).param_dtype for each in fsdp for module in each.modules()}
     twice = {id(module) for each in fsdp for module in summed_twice(each)}
+    rounded: list[str] = []
     with ExitStack() as stack:
         for module, formats in pairs:
             names = [name for name, p in parameters_of(module).items() if is_sharded(p)]
@@ -45,6 +49,15 @@ def read_as_planned(roots: Sequence[nn.Module], pairs: Iterable[tuple[nn.Module,
                 reading = _Reading(module, formats, plan, names, gathered=id(module) in gathered)
                 reading.sums_full = id(module) in twice
                 stack.callback(reading.attach())
+                if formats.compute is FP32 and formats.reason.startswith("rule") and gathered.get(id(module)):
+                    rounded.append(formats.name)
+        if rounded:
+            _LOG.warning(
+                "%s: a rule says fp32, but FSDP2 gathers the weights in %s, which rounds them; for exact ones call "
+                'fully_shard([...], mp_policy=halfstep.fsdp_policy("O0")) with these modules before all others',
+                named(rounded),
+                plan.low,
+            )
         return stack.pop_all().close
 
 
