@@ -36,6 +36,7 @@ from halfstep.lab.workloads.workload import Batch, Workload, seeded
 from halfstep.machine import DeviceFacts, read_facts
 from halfstep.measurements import BenchResult, BenchRun
 from halfstep.plan.levels import level
+from halfstep.plan.plan import Plan
 from halfstep.timing import speedup
 
 CLASSES = 1000
@@ -158,6 +159,11 @@ class FullEntry(Entry):
     """O0 on a GPU with the TF32 units on or off, whatever torch's defaults are."""
 
     tf32: bool = False
+
+    @property
+    def plan(self) -> Plan:
+        """O0, whatever the row is called."""
+        return level("O0", BF16)
 
     def start(self, workload: Workload, seed: int, device: torch.device) -> Variant:
         """Builds the model and makes it ready to train."""

@@ -149,8 +149,10 @@ def test_the_models_have_the_sizes_that_they_are_known_by():
 
 def test_a_gpu_has_rows_with_and_without_tf32_and_a_compiled_peer():
     train = load("train_step")
-    names = [row.name for row in train.rows([BF16, FP16], DeviceFacts("cuda", (9, 0)), compiled=[BF16])]
+    rows = train.rows([BF16, FP16], DeviceFacts("cuda", (9, 0)), compiled=[BF16])
+    names = [row.name for row in rows]
     assert names[:2] == ["O0", "O0 TF32"]
+    assert [row.plan.name for row in rows[:2]] == ["O0", "O0"]
     assert {"O1 bf16", "O2 fp16", "O3 bf16", "torch.amp fp16", "torch.amp bf16 compiled"} <= set(names)
     assert "torch.amp fp16 compiled" not in names
     assert len([row for row in train.rows([BF16], DeviceFacts("cpu"), compiled=[])]) == 5

@@ -43,7 +43,7 @@ thread_local StreamId streams[kDevices] = {0, 0};
 std::recursive_mutex lock;  // guards all that follows
 std::map<std::string, int64_t> counts;  // "wait: ...", "mixed: ..." and "op: ...", since they were last taken
 int64_t strict = 0;  // whether what waits raises, where torch's debug mode for that does
-int64_t watched = 0;  // whether memory that is freed while another stream uses it raises
+int64_t watched = 1;  // whether memory raises that a stream may get again while another still uses it
 int64_t late = -1;  // how many questions an event answers with no before copies arrive; -1: they are there at once
 int64_t now = 0;  // counts what a device is given to do
 StreamId last_stream = 0;
@@ -92,6 +92,7 @@ struct Block {
   std::set<StreamId> recorded;
 };
 std::map<const void*, Block> blocks[kDevices];
+std::map<StreamId, std::vector<std::pair<StreamId, int64_t>>> freed[kDevices];  // of a stream, and who used it until when
 std::map<std::pair<StreamId, StreamId>, int64_t> seen[kDevices];  // up to when (one) waited for (another); -1 is the host
 
 // The host, or a stream, has waited for a stream: what that was given before `at` is done.
@@ -137,8 +138,7 @@ void release(void* memory) {
     auto found = blocks[d].find(memory);
     if (found == blocks[d].end()) continue;
     for (auto& [stream, at] : found->second.used) {
-      bool done = seen[d][{found->second.stream, stream}] >= at || seen[d][{-1, stream}] >= at;
-      if (watched && !done && !found->second.recorded.count(stream)) fault = "memory was freed that another stream still uses";
+      if (watched && !found->second.recorded.count(stream)) freed[d][found->second.stream].push_back({stream, at});
     }
     blocks[d].erase(found);
   }
@@ -153,7 +153,12 @@ struct Memory final : c10::Allocator {
     if (n) {
       std::memset(p, 0xA5, room);  // what nothing wrote is no zero
       std::lock_guard<std::recursive_mutex> held(lock);
-      blocks[current][p] = {streams[current], {}, {}};
+      auto own = streams[current];
+      for (auto [stream, at] : std::exchange(freed[current][own], {})) {
+        bool done = seen[current][{own, stream}] >= at || seen[current][{-1, stream}] >= at;
+        if (!done) fault = "a stream may get memory that another stream still uses";
+      }
+      blocks[current][p] = {own, {}, {}};
     }
     return {p, p, &release, Device(c10::kCUDA, current)};
   }
