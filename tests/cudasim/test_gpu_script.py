@@ -15,6 +15,7 @@ pytestmark = [
 ROOT = Path(__file__).resolve().parents[2]
 WRITES = {
     "tests": None,
+    "gpt2": "gpt2",
     "blocks": "blocks",
 }
 
