@@ -246,7 +246,7 @@ def test_each_of_five_tables_casts_as_it_says():
 
 @simulated
 @pytest.mark.parametrize("low", [None, "bf16", "fp16"])
-def test_a_gpu_without_units_for_a_format_is_told_of_and_trains(low, monkeypatch, caplog, said_before):
+def test_a_gpu_without_units_for_a_format_is_told_of_and_trains(low, fresh_kernels, monkeypatch, caplog, said_before):
     said_before.undo()
     monkeypatch.setattr(device.Settings, "capability", (6, 1))
     assert not bool(step(*opened("O1", low), 0).skipped)

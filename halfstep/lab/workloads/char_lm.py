@@ -73,6 +73,7 @@ class CharLM(Workload):
     name: ClassVar[str] = "char_lm"
     batch: int = 16
     lr: float = 1e-3
+    beta2: float = 0.99
     max_norm: float | None = 1.0
     d: int = 256
     layers: int = 4
@@ -95,7 +96,7 @@ class CharLM(Workload):
         matrices = [p for p in model.parameters() if p.dim() >= 2]
         others = [p for p in model.parameters() if p.dim() < 2]
         groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-        return torch.optim.AdamW(groups, lr=self.lr, betas=(0.9, 0.99), fused=fused)
+        return torch.optim.AdamW(groups, lr=self.lr, betas=(0.9, self.beta2), fused=fused)
 
     def lr_factor(self, step: int, steps: int) -> float:
         """Returns the factor of `lr`: a warm-up over the first 5% (at most 100 steps), then a cosine from 1 to 0.1."""
