@@ -178,6 +178,8 @@ is_zero_tensor: Callable[[Tensor], bool] = _method("torch.Tensor._is_zerotensor"
 storage_identity: Callable[[Any], int] = _attribute("torch.UntypedStorage._cdata")
 is_functorch_wrapped: Callable[[Tensor], bool] = _name("torch._C._functorch.is_functorch_wrapped_tensor")
 in_functorch: Callable[[], Any] = _name("torch._C._functorch.peek_interpreter_stack")  # None outside of transforms
+_transforms: Callable[[], Any] = _name("torch._C._functorch.get_interpreter_stack")  # None outside of them
+_VMAP: Any = _name("torch._C._functorch.TransformType.Vmap")
 outside_of_transforms: Callable[[], AbstractContextManager[Any]] = _name(
     "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack"
 )
@@ -185,6 +187,11 @@ functorch_unwrapped: Callable[[Tensor], Tensor] = _name("torch._C._functorch.get
 unflatten: Callable[[Tensor, Sequence[Tensor]], Sequence[Tensor]] = _name("torch._C._nn.unflatten_dense_tensors")
 
 _guards: Callable[..., Any] = _name("torch._C._dynamo.guards.TensorGuards")
+
+
+def transforms_differentiate() -> bool:
+    """Tells whether a transform of torch.func computes derivatives here."""
+    return any(each.key() != _VMAP for each in _transforms() or ())
 
 
 def same_kinds(tensors: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], bool]:

@@ -196,6 +196,49 @@ def test_a_weight_is_rounded_once_until_it_changes():
     assert found["output", "input"] == 2 * 3 * 10 * 64
 
 
+def test_code_may_write_into_the_output():
+    model = made(norm=False)
+    expected = trained(copy.deepcopy(model), steps=2)[0]
+    model[4] = nn.ReLU(inplace=True)
+    assert trained(model, steps=2)[0] == expected
+
+
+class Linears(nn.Module):
+    """A layer with several weights in one memory, or with two forms of one weight."""
+
+    def __init__(self, call):
+        super().__init__()
+        torch.manual_seed(0)
+        self.call, both = call, torch.randn(2, 32, 32)
+        self.first, self.second = (nn.Parameter(each) for each in both.unbind())
+
+    def forward(self, x):
+        return self.call(x, self.first, self.second)
+
+
+SEVERAL = {
+    "in one memory": lambda x, first, second: F.linear(F.linear(x, first), second),
+    "in two forms": lambda x, first, _: F.linear(F.linear(x, first), first.t()),
+    "in parts": lambda x, first, _: torch.cat([F.linear(x, each) for each in first.split(16)], -1),
+}
+
+
+@pytest.mark.parametrize("call", SEVERAL.values(), ids=SEVERAL)
+def test_weights_that_share_memory_are_kept_apart_and_counted_once(call):
+    model = nn.Sequential(Linears(call), nn.Linear(32, 16))
+    _, session = opened(model, "fp8-row", level="O1")
+    x = torch.randn(16, 32)
+    with torch.no_grad():  # which keeps nothing
+        fresh = model(x)
+    before = {each.operand: each.elements for each in session.status().lost if each.product == "output"}
+    for _ in range(2):
+        assert torch.equal(model(x), fresh)
+    after = {each.operand: each.elements for each in session.status().lost if each.product == "output"}
+    assert after == {"input": 3 * before["input"], "weight": 2 * before["weight"]}
+    assert before["weight"] == (1 if call is SEVERAL["in parts"] else 2) * 32 * 32
+    session.close()
+
+
 def test_a_weight_that_code_writes_is_rounded_anew():
     model = made()
     _, session = opened(model, level="O1")
@@ -317,6 +360,25 @@ def test_gradients_of_gradients_are_refused():
     (gradient,) = torch.autograd.grad(model(x := batch(0).requires_grad_()).sum(), x, create_graph=True)
     with pytest.raises(halfstep.OpError, match="no gradients of gradients"):
         session.backward(gradient.square().sum())
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(
+    "derive",
+    [
+        lambda f, x: torch.func.jvp(f, (x,), (x,)),
+        lambda f, x: torch.func.jvp(torch.func.vmap(f), (x,), (x,)),
+        lambda f, x: torch.func.grad(lambda y: f(y).sum())(x),
+    ],
+    ids=["jvp", "of vmap", "grad"],
+)
+def test_derivatives_by_transforms_are_refused(derive):
+    model = made(norm=False)
+    _, session = opened(model, level="O1")
+    with pytest.raises(halfstep.errors.OpError, match=r"no derivatives by torch\.func"):
+        derive(model, batch(0))
+    assert torch.func.vmap(model)(batch(0).view(2, 5, -1)).shape[:2] == (2, 5)
+    session.close()
 
 
 @pytest.mark.parametrize("products", RECIPES)

@@ -17,6 +17,7 @@ for _name, _recipe in RECIPES.items():
         if _cast not in CASTS.values():
             CASTS[" ".join([_name, *_place])] = _cast
 POWERS = {name: cast for name, cast in CASTS.items() if cast.scales != "e4m3"}
+POWERED = [name for name in RECIPES if name != "nvfp4"]
 FOUR = RECIPES["nvfp4"].casts["output", "a"]
 SEED = torch.tensor(7)
 NEITHER = (math.inf, -math.inf, math.nan)
@@ -145,6 +146,19 @@ def test_sizes_at_the_ends_of_fp32(cast, size):
     if not cast.rotated:
         assert torch.allclose(found.values, x, rtol=0.17, atol=0)
     assert counts.tolist()[1:] == [0, 0]
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-20, 1e-30, 1e-38, 1e-44])
+@pytest.mark.parametrize("units", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", POWERED)
+def test_a_bias_beside_the_smallest_products_stays(name, units, size):
+    """Over the factor of both scales it is beyond bf16."""
+    casts, bias = RECIPES[name].casts, torch.tensor([0.5, 0.0, -3.0, 1e-30] * 4).bfloat16()
+    for other in (0.1, size):
+        a, b = torch.full((3, 32), size), torch.full((16, 32), other)
+        left, right = (round_operand(x, casts["output", at]) for at, x in (("a", a), ("b", b)))
+        expected = (left.values.double() @ right.values.double().t() + bias).bfloat16()
+        assert torch.allclose(multiply(left, right, units=units, bias=bias), expected, rtol=2.0**-7, atol=1e-37)
 
 
 @pytest.mark.parametrize("size", [1e-37, 1e-39])

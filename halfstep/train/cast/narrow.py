@@ -30,6 +30,7 @@ from halfstep.torch_internals import (
     group_named,
     parameters_of,
     storage_identity,
+    transforms_differentiate,
     uncompiled,
     version_of,
 )
@@ -76,6 +77,11 @@ TWICE = (
     "the low format with Rule(name, Policy(param, 'low', 'low', products='low')), or leave products out"
 )
 
+FUNCTIONAL = (
+    "products in 8 or 4 bits have no derivatives by torch.func (grad, vjp, jvp): use session.backward, keep the layers "
+    "in the low format with Rule(name, Policy(param, 'low', 'low', products='low')), or leave products out"
+)
+
 
 class How(NamedTuple):
     """How a layer multiplies: by a recipe, in units, and what tensor parallelism splits: features, and the group."""
@@ -106,9 +112,9 @@ class Layers:
         self.step = torch.zeros((), dtype=torch.int64, device=device)
         # A rounded weight of the others would take its whole size.
         self._whole = [not any(map(is_sharded, each.parameters(recurse=False))) for each in self._modules]
-        self._held: dict[tuple[int, Product], tuple[int, int, Operands]] = {}
+        self._held: dict[tuple[Any, Product], tuple[int, Any, Operands]] = {}  # by a weight's memory and its form
         self._both: set[int] = set()  # layers whose inputs need gradients
-        self._at: dict[tuple[int, int], tuple[int, Any]] = {}  # by a weight's memory
+        self._at: dict[tuple[int, int], tuple[int, Any, int]] = {}  # by a weight's memory, with its size
 
     def find(self, weight: Tensor) -> int | None:
         """Returns the number of the layer that holds a weight; None if none does."""
@@ -117,7 +123,7 @@ class Layers:
         if found is None or found[1].expired():
             held = {at: each for at, each in self._at.items() if not each[1].expired()}  # the backward pass reads them
             self._at = held | {
-                _memory(own): (number, StorageWeakRef(own.untyped_storage()))  # type: ignore[no-untyped-call]
+                _memory(own): (number, StorageWeakRef(own.untyped_storage()), own.numel())  # type: ignore[no-untyped-call]
                 for number, module in enumerate(self._modules)
                 for each in (module, *module.children())
                 for p in parameters_of(each).values()
@@ -125,6 +131,9 @@ class Layers:
                 for own in [local(p)]
             }
             found = self._at.get(key)
+            for (storage, start), each in self._at.items() if found is None else ():
+                if storage == key[0] and start <= key[1] < start + each[2]:  # a part of a weight
+                    found = each
         return None if found is None else found[0]
 
     def losses(self) -> tuple[ProductLoss, ...]:
@@ -192,16 +201,17 @@ class Layers:
         own: Place = (product, "b")
         if not keep or not self._whole[number] or weight.is_inference():
             return self.round(number, how, [own], w)[0]
-        sign = storage_identity(weight.untyped_storage()), version_of(weight)
-        held = self._held.get((number, product))
-        if held is None or held[:2] != sign:
+        form, version = (*_memory(weight), weight.shape, weight.stride()), version_of(weight)
+        held = self._held.get((form, product))
+        if held is None or held[0] != version:
             places = [own]
             if product == "grad_input":
                 self._both.add(number)
             elif how.units == "own" and number in self._both:  # one read of the weight for both
                 places.append(("grad_input", "b"))
             rounded = self.round(number, how, places, w)
-            self._held |= {(number, place[0]): (*sign, r) for place, r in zip(places, rounded, strict=True)}
+            memory = StorageWeakRef(weight.untyped_storage())  # type: ignore[no-untyped-call]  # nothing else gets it
+            self._held |= {(form, place[0]): (version, memory, r) for place, r in zip(places, rounded, strict=True)}
             return rounded[0]
         return held[2]
 
@@ -225,7 +235,8 @@ def define_products(find: Find) -> torch.library.Library:
         a = layers.round(number, how, [("output", "a")], rows_of(x))[0]
         b = layers.weight(number, how, "output", w, w, keep=keep)
         low = None if bias is None else bias.bfloat16()
-        return _multiply(a, b, how, "output", low).view(*x.shape[:-1], w.shape[0])
+        # As `data` it is no view, which code could not write into.
+        return _multiply(a, b, how, "output", low).view(*x.shape[:-1], w.shape[0]).data
 
     def gradients(g: Tensor, x: Tensor | None, w: Tensor, needs_x: bool, *given: Any) -> tuple[Tensor, Tensor]:
         (layers, number), how, keep = layer_of(w), How(*given[:-1]), given[-1]
@@ -337,6 +348,8 @@ def make_narrow(site: OpSite, plain: Act, recipe: str, units: Units) -> Act:
             given = read(*args, **kwargs)
             if given is not None and fits(multiple, *given) and all(map(site.is_here, given[:2])):
                 x, w, bias = given
+                if transforms_differentiate():  # of an operation like these torch gives jvp zeros
+                    raise OpError(FUNCTIONAL)
                 keep = torch.is_grad_enabled() and w.requires_grad
                 if is_sharded(w):  # FSDP2 gathers its shards before
                     return _multiply_parts(x, w, bias, recipe, units, keep)

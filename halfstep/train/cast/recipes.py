@@ -32,6 +32,7 @@ Units = Literal["fp32", "bf16", "own"]
 _ROTATED = 16  # elements that a Hadamard transform mixes
 _SIGNS = 0x5C97  # of these elements, before they are mixed; any will do
 _INFINITE = 0x7F800000
+_BEYOND = 2.0**100  # products of elements and their sums stay far below
 
 
 @dataclass(frozen=True)
@@ -188,7 +189,10 @@ def multiply(a: Rounded, b: Rounded, *, units: Units, bias: Tensor | None = None
     elif bias is None:
         out = (a.grid @ b.grid.t()) * factors
     else:
-        out = torch.addmm((bias / factors).bfloat16(), a.grid, b.grid.t()) * factors
+        factors = factors.clamp(min=FP32.smallest_subnormal)
+        added = bias / factors
+        out = torch.addmm(added.clamp(-_BEYOND, _BEYOND).bfloat16(), a.grid, b.grid.t()) * factors
+        out = torch.where(added.abs() > _BEYOND, bias, out)  # beyond bf16, and all that is left of the sum
     return out if wide else out.bfloat16()
 
 
