@@ -28,6 +28,7 @@ OF_OBJECTS = {
     *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_post_accumulate_grad_hooks"),
     *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
     *("_register_load_state_dict_pre_hook", "_register_state_dict_hook", "_metadata", "_orig_mod"),
+    "_checkpoint_wrapped_module",
     *("_version", "_values", "_indices", "_is_zerotensor", "_cdata", "_base", "_grad", "_local_tensor"),
     *("_schema", "_op", "_op_dk", "_overloadpacket", "_sequence_nr", "_raw_saved_self"),
     *("_opt_called", "_wrapped_by_lr_sched", "_step_supports_amp_scaling"),

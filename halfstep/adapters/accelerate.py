@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from halfstep.formats import is_narrow
 from halfstep.initialize import check_adapted, initialize
 from halfstep.machine import read_facts
 from halfstep.plan.io import choose_plan
+from halfstep.plan.levels import customize
+from halfstep.plan.matching import match_parameters
 from halfstep.plan.plan import Plan
 from halfstep.plan.resolve import resolve
 from halfstep.records import StepRecord
@@ -142,10 +145,14 @@ def check_plan(plan: Plan | str, settings: dict[str, Any], models: Sequence[nn.M
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     chosen, _ = choose_plan(plan, settings.get("low"), read_facts(device))
     layers = nn.Sequential(*(nn.Linear(128, 128, device="meta") for _ in range(3)))  # for which nothing is drawn
-    given = {**settings, "low": None, "rules": (), "sinks": []}
-    with initialize(layers.to_empty(device=device), None, chosen, **given) as trial:
+    anywhere = replace(chosen, rules=(), full_moments=())  # without patterns, which name parts of the user's model
+    given = {**settings, "low": None, "rules": (), "full_moments": None, "process_group": None, "sinks": []}
+    with initialize(layers.to_empty(device=device), None, anywhere, **given) as trial:
+        whole = replace(trial.plan, rules=chosen.rules, full_moments=chosen.full_moments)
+        whole = customize(whole, rules=settings.get("rules", ()), full_moments=settings.get("full_moments"))
         if models:
-            resolve(trial.plan.edit(*settings.get("rules", ())), models)
+            resolve(whole, models)
+            match_parameters(whole.full_moments, models)
 
 
 def open_session(
@@ -169,11 +176,11 @@ def check_accelerator(accelerator: Accelerator) -> None:
             f"MULTI_CPU in `accelerate config`), or {FSDP2}"
         )
     sizes = accelerator.parallelism_config
-    beyond = [name for name in ("tp", "cp", "sp") if getattr(sizes, f"{name}_enabled", False)]
+    beyond = [name for name in ("tp_size", "cp_size", "sp_size") if getattr(sizes, name, 1) > 1]
     if beyond:
         raise SetupError(
             "halfstep does not work with Accelerate's tensor, context and sequence parallelism; leave "
-            f"{beyond[0]}_size out of ParallelismConfig, where dp_shard_size and dp_replicate_size work, or write the "
+            f"{beyond[0]} out of ParallelismConfig, where dp_shard_size and dp_replicate_size work, or write the "
             "loop without Accelerate: parallelize_module, fully_shard, the optimizer, halfstep.initialize"
         )
     if accelerator.mixed_precision != "no":

@@ -14,7 +14,7 @@ from torch import nn
 
 from halfstep.edits import TYPE_PREFIX, Rule
 from halfstep.errors import PlanError
-from halfstep.torch_internals import COMPILED, BatchNormBase, buffers_of, compiled_module, parameters_of
+from halfstep.torch_internals import CHECKPOINTED, COMPILED, BatchNormBase, buffers_of, compiled_module, parameters_of
 from halfstep.validate import near_miss
 
 NormKind = Literal["torch", "own"]
@@ -38,7 +38,7 @@ class Site:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All names that a pattern may match: the paths, with and without the names that torch.compile adds."""
+        """All names that a pattern may match: the paths, with and without what wrappers add."""
         return (*self.paths, *(path for path in map(uncompiled, self.paths) if path not in self.paths))
 
     @property
@@ -53,8 +53,8 @@ class Site:
 
 
 def uncompiled(path: str) -> str:
-    """Returns a module's path without the `_orig_mod` that torch.compile adds."""
-    return ".".join(part for part in path.split(".") if part != COMPILED)
+    """Returns a module's path without what torch.compile and torch's checkpoint_wrapper add."""
+    return ".".join(part for part in path.split(".") if part not in (COMPILED, CHECKPOINTED))
 
 
 def find_sites(root: nn.Module, model: int) -> list[Site]:

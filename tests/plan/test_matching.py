@@ -42,8 +42,11 @@ def test_a_shared_module_is_one_site_with_all_its_paths():
     assert [site.paths for site in sites] == [("",), ("a", "b"), ("a.attn", "b.attn"), ("a.norm", "b.norm")]
 
 
-@pytest.mark.parametrize(("path", "expected"), [("", ""), ("a.b", "a.b"), ("_orig_mod", ""), ("a._orig_mod.b", "a.b")])
-def test_what_compile_adds_to_a_path_is_left_out(path, expected):
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [("", ""), ("a.b", "a.b"), ("_orig_mod", ""), ("a._orig_mod.b", "a.b"), ("a._checkpoint_wrapped_module.b", "a.b")],
+)
+def test_what_wrappers_add_to_a_path_is_left_out(path, expected):
     assert uncompiled(path) == expected
 
 

@@ -201,6 +201,7 @@ def test_precision_left_on_in_the_arguments_is_refused_by_its_name(name, tmp_pat
         ({"plan": "O9"}, "unknown level 'O9'"),
         ({"plan": "O2", "halfstep": {"norms": "x"}}, "norms is 'x'"),
         ({"halfstep": {"lo": "bf16"}}, "no keyword 'lo'; did you mean 'low'"),
+        ({"halfstep": {"rules": ["lm_head"]}}, "edit 'lm_head' is not an edit; expected a Rule"),
         ({"bf16": True}, r"bf16=True\) does not work with halfstep"),
     ],
 )
@@ -215,6 +216,20 @@ def test_a_wrong_plan_is_told_before_a_trainer_loads_a_model(given, said, tmp_pa
     args = arguments(tmp_path, bf16=given.pop("bf16", False))
     with pytest.raises((HalfstepError, TypeError), match=said):
         Mine("name of a model", args, **given)
+
+
+@pytest.mark.parametrize(
+    ("plan", "settings"),
+    [
+        (halfstep.level("O2", "bf16").edit(halfstep.Rule("transformer.h.0", halfstep.FULL)), {}),
+        ("O2", {"low": "bf16", "moments": "bf16", "full_moments": ["*wte*"]}),
+    ],
+)
+def test_patterns_of_a_plan_are_those_of_the_models_names(plan, settings, tmp_path):
+    args = arguments(tmp_path, max_steps=1, save_strategy="no")
+    trainer = HalfstepTrainer(language_model(), args, train_dataset=samples(), plan=plan, halfstep=settings)
+    trainer.train()
+    assert trainer.state.global_step == 1
 
 
 def test_what_is_tried_of_a_plan_draws_no_random_numbers():
