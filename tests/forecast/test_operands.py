@@ -78,6 +78,33 @@ def test_what_is_lost_is_what_a_run_with_the_recipe_loses(plan, reentrant, call)
         assert any(each.flushed for each in lost)
 
 
+class Crossing(nn.Module):
+    """Attention to something else, whose packed weight torch splits."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.attention, self.last = nn.MultiheadAttention(32, 2), nn.Linear(32, 16)
+
+    def forward(self, x):
+        return self.last(self.attention(x[:16], x, x)[0])
+
+
+def test_attention_is_predicted_as_a_run_counts_it():
+    x = spread()
+    found = predicted(Crossing(), x, "fp8", plan="O1").products
+    model = Crossing()
+    optimizer = torch.optim.SGD(model.parameters())
+    with halfstep.initialize(model, optimizer, "O1", low="bf16", products="fp8") as session:
+        session.backward(model(x).square().mean())
+        lost = session.status().lost
+    assert [row.loss.elements for row in found] == [each.elements for each in lost]
+    assert found[0].loss.layer == "attention"
+    assert found[0].loss.elements == (16 + 40 + 40 + 16) * 32
+    assert found[1].loss == lost[1]
+    assert lost[1].elements == 4 * 32 * 32
+
+
 def test_errors_are_those_of_the_rounded_operands():
     x, model = spread().detach(), Net()
     found = {(row.recipe, row.loss.product, row.loss.operand): row for row in predicted(model, x).products[::-1]}

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.functional import pad
 from torch.overrides import TorchFunctionMode
 
@@ -27,9 +28,10 @@ from halfstep.train.probe.hooks import readable
 _CALLS: Mapping[Any, Callable[..., Any]] = {
     getattr(at, name): read
     for name, read in {**READERS, "__matmul__": READERS["matmul"]}.items()
-    for at in (torch, Tensor, torch.nn.functional)
+    for at in (torch, Tensor, functional)
     if hasattr(at, name)
 }
+_ATTENTION = functional.multi_head_attention_forward
 _NAMES = ("input", "weight", "bias", "mat1", "mat2", "other")  # of their arguments, in order
 
 
@@ -134,6 +136,13 @@ class CallsSeen(TorchFunctionMode):
     ) -> Any:
         """Calls the function, and passes on what it was given if it is such a product."""
         named = {} if kwargs is None else kwargs
+        if func is _ATTENTION:  # inside of which torch passes no call on
+            linear = functional.linear
+            functional.linear = lambda *given, **options: self.__torch_function__(linear, (), given, options)
+            try:
+                return func(*args, **named)
+            finally:
+                functional.linear = linear
         result = func(*args, **named)
         read = _CALLS.get(func) if self._on and "out" not in named else None
         if read is not None:
