@@ -122,6 +122,7 @@ has_kernel_for: Callable[[str, Any], bool] = _name("torch._C._dispatch_has_kerne
 has_fallback: Callable[[Any], bool] = _name("torch._C._dispatch_has_backend_fallback")  # of a key
 all_op_names: Callable[[], list[str]] = _name("torch._C._dispatch_get_all_op_names")  # for "did you mean"
 schemas_of_op: Callable[[str], list[FunctionSchema]] = _name("torch._C._jit_get_schemas_for_operator")
+scripts_builtins: Callable[[], dict[int, str]] = _name("torch.jit._builtins._get_builtin_table")  # by id
 take_kernels_out: Callable[[Any], None] = _method("torch.library.Library._destroy")
 
 # Operations.

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 from tests.adapters.under_run import under_run
 
@@ -63,6 +64,22 @@ def copied_into(model):
     return tensors
 
 
+def filled(model):
+    tensors = [torch.zeros(2 * len(p), *p.shape[1:]) for p in model.parameters()]
+    for t, p in zip(tensors, model.parameters(), strict=True):
+        t[: len(p)] = p.data
+    return [t[: len(t) // 2] for t in tensors]
+
+
+def foreach(name, *args):
+    def written(model):
+        tensors = [torch.zeros(p.shape) for p in model.parameters()]
+        getattr(torch, name)(tensors, [p.data for p in model.parameters()], *args)
+        return tensors
+
+    return written
+
+
 def vector(model):
     parts = nn.utils.parameters_to_vector(model.parameters()).detach().split([p.numel() for p in model.parameters()])
     return [part.view(p.shape) for part, p in zip(parts, model.parameters(), strict=True)]
@@ -99,6 +116,10 @@ WAYS = {
     "deepcopy of data": lambda m: copy.deepcopy([p.data for p in m.parameters()]),
     "copy_": copied_into,
     "lerp_": lambda m: [torch.zeros(p.shape).lerp_(p.detach(), 1.0) for p in m.parameters()],
+    "add_": lambda m: [torch.zeros(p.shape).add_(p.data) for p in m.parameters()],
+    "a slice": filled,
+    "_foreach_copy_": foreach("_foreach_copy_"),
+    "_foreach_lerp_": foreach("_foreach_lerp_", 1.0),
     "parameters_to_vector": vector,
     "a wrapper": lambda m: Wrapper(m).save_weights(),
     "save_pretrained": lambda m: list(m.save_pretrained()["weights"].values()),
@@ -223,6 +244,56 @@ def test_a_copy_of_a_weight_has_its_gradient_and_a_forward_reads_what_is_stored(
         assert torch.allclose(before, weight.data, rtol=0, atol=0)
         optimizer.step()
         assert not torch.equal(weight.detach(), before)
+
+
+def test_weights_that_did_not_move_equal_their_copies():
+    with under_run("O2", "bf16"):
+        model, optimizer = trained()
+        p, other = model[0].weight, model[3].weight
+        kept = p.clone()
+        assert (p == kept).all()
+        assert (kept == p).all()
+        assert not (p != kept).any()
+        assert p.equal(kept)
+        assert not (p - kept).any()
+        assert not kept.sub(p).any()
+        assert kept.isclose(p, 0, 0).all()
+        assert torch.equal(kept.lerp(p, 0.5), kept)
+        assert p.allclose(kept, 0, 0)
+        assert torch.equal(p[:1] - other, kept[:1] - other.clone())
+        fit(model, optimizer)
+        assert (p - kept).abs().max() < 0.011
+        assert not torch.equal(p, kept)
+
+
+def arithmetic(a, b):
+    a[:] = torch.cat((a, b))[: len(a)].clone()
+    return a.copy_(b).lerp_(b, 0.5).add_(torch.stack([b - a, b.sub(a)]).sum(0)).lerp(b, 0.5) + b * b.isclose(a) * (
+        a == b
+    )
+
+
+def close(a, b):
+    return bool(torch.allclose(a, b))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning", "ignore:Sparse")
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_patched_calls_are_otherwise_torchs(level):
+    with under_run(level, "bf16"):
+        model, _ = trained()
+        assert torch.equal(input=X, other=X)
+        assert torch.allclose(input=X, other=X)
+        assert nn.utils.parameters_to_vector(parameters=model.parameters()).dtype is torch.float32
+        assert torch.jit.script(close)(X, X)
+        assert torch.compile(arithmetic, backend="eager", fullgraph=True)(X.clone(), X).equal(2 * X)
+        sparse = torch.eye(4).bfloat16().to_sparse()
+        assert sparse.clone().to(torch.float32).to_dense().equal(torch.eye(4))
+        with forward_ad.dual_level():
+            weight = forward_ad.make_dual(model[0].weight.detach(), torch.ones_like(model[0].weight))
+            tangent = forward_ad.unpack_dual(weight.float()).tangent
+        assert tangent.dtype is torch.float32
+        assert tangent.eq(1).all()
 
 
 EXPORTS = {

@@ -400,15 +400,17 @@ class Conversion:
     def _opened_ids(self) -> set[int]:
         return set() if self._session is None else {id(p) for p in trained_by(self._session.optimizers)}
 
-    def full_value(self, t: Tensor, *, outside: bool = False) -> Tensor | None:
-        """Returns the fp32 values of a tensor that shares the memory of a low weight, None if it shares none's.
-
-        With `outside`, only outside of forwards, backward passes and transforms.
-        """
+    def lends_full(self) -> bool:
+        """Returns whether weights are low, and this is outside of forwards, backward passes and transforms."""
         session = self._session
         if session is None or session.closed or session.plan.param == "full":
-            return None
-        if outside and (in_backward() or in_functorch() is not None or session.runtime.is_entered()):
+            return False
+        return not (session.runtime.is_entered() or in_backward() or in_functorch() is not None)
+
+    def full_value(self, t: Tensor) -> Tensor | None:
+        """Returns the fp32 values of a tensor that shares the memory of a low weight, None if it shares none's."""
+        session = self._session
+        if session is None or session.closed or session.plan.param == "full":
             return None
         return session.full_value(t)
 

@@ -25,7 +25,7 @@ from halfstep.adapters.apex.install import uninstall as uninstall_apex
 from halfstep.adapters.script.conversion import Conversion
 from halfstep.formats import Format
 from halfstep.initialize import initialize
-from halfstep.torch_internals import FOLDER, in_backward, in_functorch, is_compiling_here
+from halfstep.torch_internals import FOLDER, in_backward, in_functorch, is_compiling_here, scripts_builtins
 from halfstep.train.cast.autocast import autocast
 from halfstep.train.session.open import open_session
 from halfstep.train.session.session import Session
@@ -43,13 +43,17 @@ MAKERS = (torch_amp.__file__, inspect.getfile(autocast))  # through which a scri
 
 LOW = (torch.bfloat16, torch.float16)
 DENSE = (torch.Tensor, nn.Parameter)  # and what is not is not stored low by halfstep
+HOLDERS = (list, tuple, dict, Iterator)  # of tensors
 READS = ("numpy", "tolist", "__dlpack__", "__reduce_ex__")  # of a weight's memory
 COPIES = ("clone", "to", "cpu", "cuda", "float", "double", "__deepcopy__")
+WRITES = (  # into their first argument
+    *((torch.Tensor, name) for name in ("copy_", "lerp_", "add_", "__setitem__")),
+    *((torch, name) for name in ("_foreach_copy_", "_foreach_lerp_")),
+)
+COMPARES = ("eq", "ne", "__eq__", "__ne__", "sub", "__sub__", "equal", "allclose", "isclose", "lerp")
 TAKES = (  # copies of the weights among the arguments
-    (torch.Tensor, "copy_"),
-    (torch.Tensor, "lerp_"),
-    (torch, "equal"),
-    (torch, "allclose"),
+    *((torch.Tensor, name) for name in COMPARES),
+    *((torch, name) for name in ("equal", "allclose")),  # torch.compile breaks a graph at both; at no other patch
     (nn.utils, "parameters_to_vector"),
     *((safetensors, name) for name in ("save", "save_file") if safetensors is not None),
 )
@@ -77,7 +81,8 @@ def install(listener: Conversion, apex_low: Format | str) -> Callable[[], None]:
             (torch.autograd, "grad", lambda run: _grad(run, listener)),
             *((torch.Tensor, name, lambda read: _reads_full(read, listener)) for name in READS),
             *((torch.Tensor, name, lambda copy: _copies_full(copy, listener)) for name in COPIES),
-            *((owner, name, lambda run: _takes_full(run, listener)) for owner, name in TAKES),
+            *((owner, name, lambda run: _takes_full(run, listener, 1)) for owner, name in WRITES),
+            *((owner, name, lambda run: _takes_full(run, listener, 0)) for owner, name in TAKES),
             *((owner, name, lambda run: _on_plain_models(run, listener)) for owner, name in EXPORTS),
         ):
             stack.callback(_put(owner, name, make))
@@ -87,8 +92,16 @@ def install(listener: Conversion, apex_low: Format | str) -> Callable[[], None]:
 def _put(owner: Any, name: str, make: Callable[[Any], Any]) -> Callable[[], None]:
     before = getattr(owner, name)
     own = name in vars(owner)
-    setattr(owner, name, make(before))
-    return functools.partial(setattr, owner, name, before) if own else functools.partial(delattr, owner, name)
+    after = make(before)
+    if id(before) in (known := scripts_builtins()):
+        known[id(after)] = known[id(before)]  # for torch.jit.script
+    setattr(owner, name, after)
+
+    def put_back() -> None:
+        known.pop(id(after), None)
+        setattr(owner, name, before) if own else delattr(owner, name)
+
+    return put_back
 
 
 def _autocast_made(listener: Conversion) -> Any:
@@ -147,7 +160,11 @@ def _is_ours(frame: FrameType | None) -> bool:
     """Returns whether torch (for example in checkpointing) or halfstep created an autocast object, not the script."""
     while frame is not None and frame.f_code.co_filename in MAKERS:
         frame = frame.f_back
-    return frame is not None and frame.f_code.co_filename.startswith((FOLDER, HALFSTEP))
+    return _is_in(frame, FOLDER, HALFSTEP)
+
+
+def _is_in(frame: FrameType | None, *folders: str) -> bool:
+    return frame is not None and frame.f_code.co_filename.startswith(folders)
 
 
 def _is_nested() -> bool:
@@ -166,11 +183,15 @@ class _Full(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         return grads[0], None
 
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        return tangents[0].to(torch.float32)
+
 
 def _reads_full(read: Any, listener: Conversion) -> Any:
     @functools.wraps(read)
     def method(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        full = listener.full_value(self) if self.dtype in LOW and type(self) in DENSE else None
+        full = listener.full_value(self) if _may_be_weight(self) else None
         if full is None and read.__name__ == "__reduce_ex__":
             listener.look_at_saved(self)
         return read(self if full is None else full, *args, **kwargs)
@@ -195,28 +216,44 @@ def _copies_full(copy: Any, listener: Conversion) -> Any:
     return method
 
 
-def _takes_full(run: Any, listener: Conversion) -> Any:
+def _takes_full(run: Any, listener: Conversion, written: int) -> Any:
+    """Returns a patch that gives `run` fp32 copies of the weights among its arguments, but for those it writes."""
+
     def full(given: Any) -> Any:
         if isinstance(given, torch.Tensor):
             return _copied(given, listener)
         if isinstance(given, dict):
             return {key: full(value) for key, value in given.items()}
-        return [full(each) for each in given] if isinstance(given, (list, tuple, Iterator)) else given
+        made = tuple if isinstance(given, tuple) else list
+        return made(map(full, given)) if isinstance(given, HOLDERS) else given
 
     @functools.wraps(run)
-    def take(first: Any, *args: Any, **kwargs: Any) -> Any:
-        written = run.__name__.endswith("_")  # which stays the tensor that it is
-        if torch.compiler.is_compiling() or (written and first.dtype in LOW):
-            return run(first, *args, **kwargs)
-        return run(first if written else full(first), *map(full, args), **kwargs)
+    def take(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return run(*args, **kwargs)
+        for given in (*args[written:], *kwargs.values()):
+            if given.dtype in LOW if isinstance(given, torch.Tensor) else isinstance(given, HOLDERS):
+                break
+        else:
+            return run(*args, **kwargs)
+        if not listener.lends_full() or _is_in(sys._getframe(1), HALFSTEP):
+            return run(*args, **kwargs)
+        kept = args[:written]  # which stay the tensors that they are
+        if any(t.dtype in LOW for each in kept for t in ([each] if isinstance(each, torch.Tensor) else each)):
+            return run(*args, **kwargs)
+        return run(*kept, *map(full, args[written:]), **full(kwargs))
 
     return take
 
 
 def _copied(t: torch.Tensor, listener: Conversion) -> torch.Tensor:
     """Returns a copy of the fp32 value of a low weight outside of forwards and passes; else the tensor itself."""
-    full = listener.full_value(t, outside=True) if t.dtype in LOW and type(t) in DENSE else None
+    full = listener.full_value(t) if listener.lends_full() and _may_be_weight(t) else None
     return t if full is None else _Full.apply(t, full)  # type: ignore[no-untyped-call]
+
+
+def _may_be_weight(t: torch.Tensor) -> bool:
+    return t.dtype in LOW and type(t) in DENSE and t.layout is torch.strided
 
 
 def _on_plain_models(run: Any, listener: Conversion) -> Any:
