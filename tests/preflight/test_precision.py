@@ -2,6 +2,7 @@
 
 import inspect
 import re
+from itertools import count
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import halfstep
-from halfstep import FULL, Rule
+from halfstep import FULL, OpChange, Rule
 from halfstep.explain.diagnose.rehearsal import Rehearsal
 from halfstep.explain.preflight.precision import Damage
 from halfstep.records import COMPARED
@@ -254,21 +255,44 @@ def test_a_plant_costs_at_most_twelve_steps():
     assert told(lambda model: loss_of(model, x, targets), made(lambda: quiet.Root(quiet.spread)))[1] <= 12
 
 
-def test_gradients_alone_cost_no_trial():
-    class Backward(torch.autograd.Function):  # as far off as those of BatchNorm in a batch of 4
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
+class Backward(torch.autograd.Function):  # as far off as those of BatchNorm in a batch of 4
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
 
-        @staticmethod
-        def backward(ctx, grad):
-            return grad if grad.dtype is torch.float32 else grad * 2
+    @staticmethod
+    def backward(ctx, grad):
+        return grad if grad.dtype is torch.float32 else grad * 2
 
+
+class WithLoss(nn.Module):  # as in transformers
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x, targets):
+        logits = self.net(x)
+        return ((logits + 300) - (F.one_hot(targets, CLASSES) + 300)).square().mean(), logits
+
+
+GRADIENTS = {  # the model, the code of what is found, and the edit
+    "loss": (WithLoss, LOST, (OpChange("deny", "add"),)),
+    "own": (lambda: quiet.sequential(lambda: Does(Backward.apply)), LOST, None),
+    "in a part": (lambda: quiet.Layers(lambda: Does(Backward.apply)), COMPARED, ()),
+}
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_gradients_alone_cost_two_trials(name):
+    build, code, cure = GRADIENTS[name]
     x, targets = inputs()
-    model = quiet.sequential(lambda: Does(Backward.apply))
-    (found,), calls = told(lambda model: loss_of(model, x, targets), model)
-    assert (found.code, calls) == (COMPARED, 4)  # the step, in fp32 twice, and modules again
-    assert "BatchNorm" in found.advice
+    loss = (lambda model: model(x, targets)[0]) if name == "loss" else lambda model: loss_of(model, x, targets)
+    (found,), calls = told(loss, made(build))
+    assert found.code == code
+    assert cure is None or found.cure == cure
+    assert "outputs are off by 0." in found.evidence
+    assert found.evidence.startswith("add " if name == "loss" else "the model" if code == LOST else "against")
+    assert calls <= 7  # the step, in fp32 twice, modules again, their operations, two trials
 
 
 def test_a_model_that_amplifies_what_is_rounded_everywhere_is_named_without_an_edit():
@@ -324,13 +348,21 @@ def test_a_module_that_returns_its_loss_is_named_with_a_rule():
     assert found[0].place.startswith("loss, ")
 
 
-def test_a_model_that_does_not_repeat_in_fp32_is_no_fault_of_the_format():
-    chance = torch.Generator().manual_seed(0)  # which nobody puts back
-    noisy = Does(lambda x: x + torch.randn(x.shape, generator=chance))
+@pytest.mark.parametrize("period", [0, 2, 3])
+def test_a_model_that_does_not_repeat_in_fp32_is_no_fault_of_the_format(period):
+    chance, runs, factor = torch.Generator().manual_seed(0), count(), [1.0]  # which nobody puts back
+    alternates = Does(lambda x: x * factor[0])
+    noisy = alternates if period else Does(lambda x: x + torch.randn(x.shape, generator=chance))
     x, targets = inputs()
-    found, _ = told(lambda model: loss_of(model, x, targets), quiet.sequential(lambda: noisy))
+
+    def loss(model):
+        factor[0] = 4.0 * bool(period and next(runs) % period)
+        return loss_of(model, x, targets)
+
+    found, calls = told(loss, quiet.sequential(lambda: noisy))
     assert [each.code for each in found] == ["precision not compared"]
     assert "does not repeat even in fp32" in found[0].evidence
+    assert calls <= 12
 
 
 def test_a_model_that_cannot_be_copied_is_named():

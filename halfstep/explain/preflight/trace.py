@@ -64,9 +64,9 @@ def trace_step(session: Session, closure: Callable[[], Any], *, precision: bool)
         if comparable and taken.overflowed and loss is not None:
             take_step(rehearsal, loss, taken)
         found += absorbed_findings(rehearsal, tracer)  # it rewinds
-        if comparable:
+        if comparable and loss is not None:
             known = {each.place for each in found if each.severity != "note"}
-            also = precision_findings(rehearsal, taken)
+            also = precision_findings(rehearsal, taken, loss)
             found += [each for each in also if each.severity == "note" or each.place not in known]
     return found, tracer.rounded
 
