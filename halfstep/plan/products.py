@@ -45,6 +45,10 @@ def choose_products(
     found: list[str | None] = []
     for site, formats, how in zip(sites, modules, asked, strict=True):
         sizes = [] if site.name in borrowed else sizes_of(site.module)
+        weight = parameters_of(site.module).get("weight")
+        if isinstance(site.module, nn.Linear) and weight is not None and weight.dtype not in CASTABLE:
+            found.append(f"{str(weight.dtype).removeprefix('torch.')}: no plan casts its weight")
+            continue
         tied = embedded.get(id(parameters_of(site.module).get("weight")))
         why = ""
         if formats.compute is FP32:

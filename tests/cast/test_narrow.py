@@ -352,6 +352,8 @@ def test_a_model_without_such_a_layer_is_refused_with_why_for_each():
     model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 16))
     with pytest.raises(halfstep.SetupError, match=r"0 is in bf16: 7 x 5 is no multiple of 16; 1 is in bf16: 16 x 7"):
         halfstep.initialize(model, None, "O2", low="bf16", products="fp8")
+    with pytest.raises(halfstep.SetupError, match=r"the model is in float64: no plan casts its weight"):
+        halfstep.initialize(nn.Linear(32, 32).double(), None, "O2", low="bf16", products="fp8")
 
 
 def test_gradients_of_gradients_are_refused():
