@@ -306,6 +306,17 @@ def test_a_model_that_amplifies_what_is_rounded_everywhere_is_named_without_an_e
     assert calls <= 12
 
 
+def test_gradients_that_overflow_are_not_said_to_be_right():
+    x, targets = inputs()
+    model = made(lambda: quiet.sequential(lambda: Does(lambda x: ((x * 1e-2) * 300) * 300 / 900)))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with halfstep.initialize(model, optimizer, "O2", low="fp16") as session:
+        found = halfstep.check(session, lambda: 1e4 * loss_of(model, x, targets))
+    (note,) = [each for each in found if each.code == COMPARED]
+    assert note.evidence.endswith("gradients overflow")
+    assert note.advice.startswith("gradients were not compared")
+
+
 def test_another_batch_in_each_call_is_said():
     batches = iter(torch.randn(9, 8, WIDTH))
     found, _ = told(lambda model: model(next(batches)).square().mean(), quiet.sequential(nn.Tanh))

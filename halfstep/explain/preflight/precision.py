@@ -172,7 +172,9 @@ class _Check:
         if not damage.compared and not any(g is not None and bool(g.any()) for g in exact.gradients):
             return [_not_compared("the model returns nothing that can be compared, and has no gradients")]
         if not damage.is_large:
-            return [_compared(damage, f"nothing to do: rounding alone may do {share(OUTPUT)} and {share(GRADIENT)}")]
+            limits = f"rounding alone may do {share(OUTPUT)} and {share(GRADIENT)}"
+            lost = f"gradients were not compared (they overflow at a loss scale of {_SCALE:,.0f} too); "
+            return [_compared(damage, f"{lost if damage.gradient is None else 'nothing to do: '}{limits}")]
         found = self._cured(damage, exact)
         again = 2 if len(self._losses_of_runs) > 1 else not found  # two, as runs may alternate
         noises = (_damage(self._exact(), exact) for _ in range(again))
