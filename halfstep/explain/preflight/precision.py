@@ -176,7 +176,7 @@ class _Check:
             lost = f"gradients were not compared (they overflow at a loss scale of {_SCALE:,.0f} too); "
             return [_compared(damage, f"{lost if damage.gradient is None else 'nothing to do: '}{limits}")]
         found = self._cured(damage, exact)
-        again = 2 if len(self._losses_of_runs) > 1 else not found  # two, as runs may alternate
+        again = 2 if len(self._losses_of_runs) > 1 else 1  # two, as runs may alternate
         noises = (_damage(self._exact(), exact) for _ in range(again))
         noise = next((each for each in noises if not damage.is_cured_by(each)), None)
         if noise is not None:
