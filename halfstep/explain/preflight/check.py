@@ -21,6 +21,7 @@ from halfstep.plan.matching import Site, has_running_stats, norm_kind, uncompile
 from halfstep.plan.plan import Plan
 from halfstep.plan.resolve import ModuleFormats
 from halfstep.records import SEVERITIES, Finding
+from halfstep.sharded import is_sharded
 from halfstep.torch_internals import buffers_of, parameters_of
 from halfstep.train.optim.masters import Fit
 from halfstep.train.scale.grad_scaler import GradScaler
@@ -151,7 +152,8 @@ def _replaced(setup: Setup) -> Iterator[Finding]:
     """Finds parameters that an optimizer updates, but that the model no longer has."""
     here = {id(p) for part in setup.parts for p in part.module.parameters()}
     for optimizer in setup.optimizers:
-        gone = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in here]
+        given = (p for group in optimizer.param_groups for p in group["params"])
+        gone = [p for p in given if id(p) not in here and not is_sharded(p)]  # but for a gathered copy's
         if gone:
             what = f"updates {len(gone)} parameters that the model lacks, the first of shape {tuple(gone[0].shape)}"
             yield Finding("error", "replaced parameters", type(optimizer).__name__, what, REPLACED)
