@@ -3,6 +3,7 @@
 The rows with a simulated device alone (`simulated`) set what a GPU does by itself; the others run on a GPU too.
 """
 
+import gc
 import sys
 from contextlib import nullcontext
 
@@ -295,6 +296,8 @@ class NoCompiler:
 
 
 @pytest.fixture
-def fresh_kernels():
+def fresh_kernels(monkeypatch):
     yield
+    monkeypatch.undo()
+    gc.collect()  # sessions that were opened without
     devices.triton_kernels.cache_clear()
