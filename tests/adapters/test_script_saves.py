@@ -277,6 +277,14 @@ def close(a, b):
     return bool(torch.allclose(a, b))
 
 
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_calls_of_tensors_are_patched_only_where_weights_are_low(level):
+    before = vars(torch.Tensor).copy()
+    with under_run(level, "bf16"):
+        assert (dict(vars(torch.Tensor)) == before) == (level == "O1")
+    assert dict(vars(torch.Tensor)) == before
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning", "ignore:Sparse")
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_patched_calls_are_otherwise_torchs(level):

@@ -443,17 +443,22 @@ model, optimizer = prepare(accelerator, net, loops.optimizer_of(net), plan="O2",
 accelerator.backward(loops.loss_of(model, loops.batches(1, None)[0]))
 optimizer.step()
 kinds = {type(module).__name__ for module in model.modules()}
-print(accelerator.is_fsdp2, session_of(accelerator).status().steps, sorted(kinds))
+print(f"{accelerator.is_fsdp2} {session_of(accelerator).status().steps} {sorted(kinds)}\\n", end="", flush=True)
 accelerator.end_training()
 """
 
 
 @pytest.mark.slow
-def test_a_file_of_accelerate_config_that_says_fsdp2_trains(tmp_path):
-    (tmp_path / "config.yaml").write_text(LAUNCHED)
+@pytest.mark.parametrize("mixed", ["no", "fp16"])
+def test_a_file_of_accelerate_config_that_says_fsdp2_trains_without_mixed_precision_of_its_own(mixed, tmp_path):
+    (tmp_path / "config.yaml").write_text(LAUNCHED.replace('"no"', mixed if mixed == "fp16" else '"no"'))
     (tmp_path / "train.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "config.yaml", "train.py"]
     paths = {"PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=tmp_path, env=os.environ | paths, capture_output=True, text=True, check=False)
+    if mixed == "fp16":
+        assert done.returncode != 0
+        assert "SetupError: mixed_precision='fp16' together with halfstep" in done.stderr
+        return
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("True 1 ['FSDPCheckpointWrapper', 'FSDPLayerNorm', 'FSDPLinear'") == 2, done.stdout

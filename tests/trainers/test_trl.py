@@ -87,8 +87,10 @@ def trainer_of(kind, level, folder, **settings):
     halfstep = {} if level in ("fp32", "bf16") else {"plan": level, "halfstep": {"low": "bf16"}}
     model = low_with_adapters() if kind == "LoRA" else llama()
     if kind == "reference":  # which GRPO loads by the name of the model
-        model.save_pretrained(folder / "base")
+        model.save_pretrained(folder / "base")  # in the first process alone
         model.config._name_or_path = str(folder / "base")
+        if torch.distributed.is_initialized():  # by the arguments
+            torch.distributed.barrier()
     more = {name: make() for name, make in given.items()}
     mixed = type("Mine", (HalfstepMixin, trainer), {}) if halfstep else trainer
     kept = Losses()

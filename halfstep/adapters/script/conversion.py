@@ -260,7 +260,7 @@ class Conversion:
         """Opens the session for `module`, which the script trains without an optimizer."""
         if not any(p.requires_grad for p in module.parameters()):
             return
-        if self._plan.param == "low":
+        if self.stores_low:
             self._refused = self._refused or type(module).__name__
             return
         known = [weakref.ref(p) for p in trained_by([] if self._by_hand is None else [self._by_hand])]
@@ -287,7 +287,7 @@ class Conversion:
             self._plan, _ = choose_plan(*self._asked, read_facts(first_device(roots)))
             self._check(roots)
             models = [*roots, *([Strays(strays)] if strays else [])]
-            rules = [Rule(f"type:{Strays.__name__}", FULL)] if strays and self._plan.param == "low" else []
+            rules = [Rule(f"type:{Strays.__name__}", FULL)] if strays and self.stores_low else []
             self.rank = own_number() or 0
             sinks = [self._note, *self._make_sinks(self.rank)]
             plan, low = self._asked if self._state is None else (self._plan, None)  # one notice
@@ -313,7 +313,7 @@ class Conversion:
     def _check(self, roots: Sequence[nn.Module]) -> None:
         """Refuses models inside DistributedDataParallel if the plan stores weights in low precision."""
         wrapped = [each for root in roots for each in root.modules() if isinstance(each, DistributedDataParallel)]
-        if wrapped and self._plan.param == "low":
+        if wrapped and self.stores_low:
             raise SetupError(WRAPPED.format(model=type(wrapped[0].module).__name__, level=self._plan.name))
 
     def _note(self, record: StepRecord) -> None:
@@ -399,6 +399,11 @@ class Conversion:
 
     def _opened_ids(self) -> set[int]:
         return set() if self._session is None else {id(p) for p in trained_by(self._session.optimizers)}
+
+    @property
+    def stores_low(self) -> bool:
+        """Whether sessions store weights in the low format."""
+        return self._plan.param == "low"
 
     def lends_full(self) -> bool:
         """Returns whether weights are low, and this is outside of forwards, backward passes and transforms."""

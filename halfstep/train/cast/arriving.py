@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from halfstep.edits import TYPE_PREFIX
 from halfstep.errors import SetupError
-from halfstep.formats import FP32
+from halfstep.formats import FP32, is_low
 from halfstep.plan.plan import Plan
 from halfstep.plan.resolve import ModuleFormats
 from halfstep.sharded import fsdp_modules, is_sharded
@@ -49,7 +49,7 @@ def read_as_planned(roots: Sequence[nn.Module], pairs: Iterable[tuple[nn.Module,
                 reading = _Reading(module, formats, plan, names, gathered=id(module) in gathered)
                 reading.sums_full = id(module) in twice
                 stack.callback(reading.attach())
-                if formats.compute is FP32 and formats.reason.startswith("rule") and gathered.get(id(module)):
+                if formats.compute is FP32 and formats.reason.startswith("rule") and is_low(gathered.get(id(module))):
                     rounded.append(formats.name)
         if rounded:
             _LOG.warning(

@@ -110,7 +110,10 @@ class MasterStore:
         return entry is not None and entry.extra is not None
 
     def layout(self, p: Parameter) -> Layout:
-        """Returns how the value of `p` is kept: `full` (in `p` itself), `low` (without a master), `copy` or `split`."""
+        """Returns how the value of `p` is kept: `full` (in `p` itself), `low` (without a master), `copy` or `split`.
+
+        A weight that other code gave fp32 memory (`p.data = value`) is stored low again first.
+        """
         if id(p) not in self._entries:
             return "low" if is_narrow(p.dtype) else "full"
         if p.dtype is torch.float32:
