@@ -35,6 +35,7 @@ OutputWidth = Literal["full", "low", "input"]
 ProductsOf = Literal["plan", "low", "recipe"]
 
 
+@with_near_misses
 @dataclass(frozen=True)
 class Policy:
     """The width of a module's parameters, of its computation and of its output.
@@ -152,6 +153,7 @@ def _op_name(where: str, op: object) -> None:
         )
 
 
+@with_near_misses
 @dataclass(frozen=True)
 class OpChange:
     """One op and the list that it moves to.

@@ -14,7 +14,7 @@ from halfstep.edits import LARGEST_SCALE, OP_LISTS, SMALLEST_SCALE, OpChange, Op
 from halfstep.errors import PlanError
 from halfstep.formats import BF16, FORMATS, FP16, LOW_FORMATS, Format, as_format
 from halfstep.plan.plan import Plan, narrow
-from halfstep.validate import as_tuple, near_miss, real
+from halfstep.validate import as_tuple, near_miss, real, with_near_misses
 
 _OFF = Scaling("none")
 _DYNAMIC = Scaling("dynamic")
@@ -67,6 +67,7 @@ LEVELS: Mapping[str, Level] = MappingProxyType(
 )
 
 
+@with_near_misses
 def level(name: str, low: Format | torch.dtype | str) -> Plan:
     """Returns the plan of a level in a low format.
 

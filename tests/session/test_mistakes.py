@@ -13,6 +13,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.utils import prune
 
 import halfstep
+from halfstep.adapters.apex import amp
 from halfstep.explain.report.run import read_log
 from halfstep.initialize import check_adapted
 
@@ -129,6 +130,13 @@ NEAREST = {
     "lw": lambda given: halfstep.fsdp_policy("O1", **given),
     "ops_changes": lambda given: dataclasses.replace(PLAN, **given),
     "norm": lambda given: halfstep.Plan("own", "bf16", "full", "table", **given),
+    "outpt": lambda given: halfstep.Policy("low", "low", **given),
+    "lists": lambda given: halfstep.OpChange("deny", "exp", **given),
+    "louw": lambda given: halfstep.level("O2", **given),
+    "closur": lambda given: halfstep.inspect(opened()[2], **given),
+    "min_scal": lambda given: halfstep.GradScaler("cpu", **given),
+    "betta": lambda given: halfstep.Lion([], **given),
+    "opt_levl": lambda given: amp.initialize(*make(), **given),
     "buffer": lambda given: halfstep.Rule("head", halfstep.FULL, **given),
     "grow_interval": lambda given: halfstep.Scaling("dynamic", **given),
     "stepping": check_adapted,  # which adapters set themselves

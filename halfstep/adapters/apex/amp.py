@@ -17,12 +17,14 @@ from halfstep.adapters.apex.state import NOT_INITIALIZED, STATE, LossScaler, Tra
 from halfstep.errors import StateError
 from halfstep.formats import is_narrow
 from halfstep.initialize import initialize as open_session
+from halfstep.validate import with_near_misses
 
 __all__ = ["initialize", "load_state_dict", "scale_loss", "state_dict"]
 
 _SCALER = "loss_scaler"  # what the name of a loss scale in a checkpoint begins with
 
 
+@with_near_misses
 def initialize(  # noqa: PLR0913  # apex's arguments, in their order
     models: nn.Module | list[nn.Module],
     optimizers: Any = None,

@@ -23,11 +23,13 @@ from halfstep.measurements import CastRow, Inspection, ModuleRow, OpRow
 from halfstep.plan.resolve import ModuleFormats
 from halfstep.torch_internals import schema_of
 from halfstep.train.session.session import Session
+from halfstep.validate import with_near_misses
 
 _PASSES, _SECONDS = 7, 2.0  # that are metered: at most, and two at least
 _WARM = 1  # steps before the one that is metered: kernels are chosen and memory is taken there
 
 
+@with_near_misses
 def inspect(session: Session, closure: Callable[[], Any]) -> Inspection:
     """Returns where the time and the casts of one step go, forward and backward, and what would save time.
 

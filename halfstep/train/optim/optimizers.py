@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from halfstep.train.kernels.batch import Batch, as_real
 from halfstep.train.optim.laws import LAMB, LION, NOVOGRAD, Row, write
+from halfstep.validate import with_near_misses
 
 
 class _Own(Optimizer):
@@ -29,6 +30,7 @@ class _Own(Optimizer):
         return own_step(self, self._row, closure)
 
 
+@with_near_misses
 class Lion(_Own):
     """Lion, "Symbolic Discovery of Optimization Algorithms" (Chen et al. 2023), algorithm 2; needs no session.
 
@@ -65,6 +67,7 @@ class Lion(_Own):
         super().__init__(params, defaults)
 
 
+@with_near_misses
 class Lamb(_Own):
     """LAMB, "Large Batch Optimization for Deep Learning" (You et al. 2020), algorithm 2; works without a session too.
 
@@ -125,6 +128,7 @@ class Lamb(_Own):
         super().__init__(params, defaults)
 
 
+@with_near_misses
 class NovoGrad(_Own):
     """NovoGrad, "Stochastic Gradient Methods with Layer-wise Adaptive Moments" (Ginsburg et al. 2019), as in apex.
 

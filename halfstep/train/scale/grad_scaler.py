@@ -14,12 +14,13 @@ from torch.optim import Optimizer
 from halfstep.errors import PlanError, StateError
 from halfstep.torch_internals import OpenGradScaler, takes_found_inf
 from halfstep.train.scale.scaling import Schedule, adapt_
-from halfstep.validate import check_device_type, short
+from halfstep.validate import check_device_type, short, with_near_misses
 
 _MIN, _MAX, _HYSTERESIS = 1.0, 2.0**24, 1
 _TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
 
+@with_near_misses
 class GradScaler(OpenGradScaler):
     """Behaves like `torch.amp.GradScaler` and has its state format, except for these differences.
 
