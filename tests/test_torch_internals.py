@@ -1,6 +1,7 @@
 """One file alone names private names of torch's, and what it names is there and does as it did."""
 
 import ast
+import functools
 import os
 import re
 import subprocess
@@ -155,8 +156,14 @@ def parsed(path):
     return ast.parse(path.read_text(encoding="utf-8"), str(path))
 
 
-NAMES = {path: {name for name in own_names(parsed(path)) if is_private(name)} for path in FILES}
-OWN = set().union(*NAMES.values())
+@functools.cache
+def private(path):
+    return {name for name in own_names(parsed(path)) if is_private(name)}
+
+
+@pytest.fixture(scope="module")
+def own():
+    return set().union(*map(private, FILES))
 
 
 # Keras's own, which has no public name for them; the adapter's tests run on the releases that its extra allows.
@@ -170,12 +177,12 @@ ENUM = {"_value_"}  # Python's, and documented
 CALLED = " _lazy_init_scale_growth_tracker"  # by Accelerate, of each scaler that it has
 
 
-def test_no_other_file_names_a_private_name_of_torch():
+def test_no_other_file_names_a_private_name_of_torch(own):
     found = []
     for path in FILES:
         keras = KERAS if PACKAGE / "adapters" / "keras" in path.parents else set()
-        folder = (keras | ENUM).union(*(NAMES[each] for each in FILES if each.parent == path.parent))
-        found += [f"{path.relative_to(PACKAGE)}:{each}" for each in foreign_names(parsed(path), OWN | keras, folder)]
+        folder = (keras | ENUM).union(*(private(each) for each in FILES if each.parent == path.parent))
+        found += [f"{path.relative_to(PACKAGE)}:{each}" for each in foreign_names(parsed(path), own | keras, folder)]
     assert [each for each in found if not each.endswith(CALLED)] == []
 
 
@@ -212,15 +219,15 @@ def test_no_other_file_names_a_private_name_of_torch():
         "from torch.multiprocessing.reductions import StorageWeakRef",
     ],
 )
-def test_a_private_name_is_found(code):
-    assert foreign_names(ast.parse(code), OWN)
+def test_a_private_name_is_found(code, own):
+    assert foreign_names(ast.parse(code), own)
 
 
 @pytest.mark.parametrize(
     "code", ["self._buffers = []; self._buffers", "place._replace(a=1)", "x.__dict__", "_run = 1; x._run"]
 )
-def test_a_name_of_halfsteps_own_is_none_of_torchs(code):
-    assert foreign_names(ast.parse(code), OWN) == []
+def test_a_name_of_halfsteps_own_is_none_of_torchs(code, own):
+    assert foreign_names(ast.parse(code), own) == []
 
 
 def test_this_torch_has_all_of_it():

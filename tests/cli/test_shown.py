@@ -142,7 +142,10 @@ def commands_in(text, blocks):
 
 def docstrings(path):
     holders = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    code = path.read_text(encoding="utf-8")
+    nodes = (
+        ast.walk(ast.parse(code)) if re.search(rf"(`|    ){PROGRAM}", code) else ()
+    )  # parsing all takes each worker seconds
     return [text for node in nodes if isinstance(node, holders) and (text := ast.get_docstring(node))]
 
 
