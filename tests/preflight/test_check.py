@@ -1,7 +1,5 @@
 """The check before training, of what needs no step: weights, buffers, optimizers, sizes; and what it refuses."""
 
-from functools import partial
-
 import pytest
 import torch
 from torch import nn
@@ -12,7 +10,6 @@ from halfstep.errors import SessionError
 from halfstep.explain.diagnose.cures import FULL_OUT
 from halfstep.explain.preflight.check import Part, Setup, _shapes
 from halfstep.machine import DeviceFacts
-from halfstep.train.optim.masters import fit
 from tests.contracts.cases import backward_and_step
 from tests.preflight.planted import Does, Two, checked, loss_of, notes, only, opened
 
@@ -282,7 +279,7 @@ def test_sizes_that_tensor_cores_pad_are_a_note_on_a_device_that_has_them(monkey
     plan = halfstep.level("O2", "fp16")
     assignment = halfstep.resolve(plan, model)
     parts = tuple(Part(f.name, m, f) for (_, m), f in zip(model.named_modules(), assignment.modules, strict=True))
-    setup = Setup(plan, parts, (), torch.device("cuda"), traced=False, scaler=None, fit=partial(fit, low=torch.float16))
+    setup = Setup(plan, parts, (), torch.device("cuda"), traced=False, scaler=None, fits={})
     monkeypatch.setattr(
         "halfstep.explain.preflight.check.read_facts", lambda device: DeviceFacts("cuda", capability=(8, 0))
     )

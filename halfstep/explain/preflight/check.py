@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -68,7 +68,7 @@ class Setup:
     device: torch.device
     traced: bool  # whether a step was traced
     scaler: torch.amp.GradScaler | None  # the gradient scaler of the loop itself
-    fit: Callable[[nn.Parameter], Fit]  # how the fp32 value of a parameter fits the low format
+    fits: Mapping[nn.Parameter, Fit]  # how the fp32 values of floating weights fit the low format
     rounded: Set[int] = frozenset()  # ids of the weights that the traced step cast to the low format
 
 
@@ -109,14 +109,16 @@ def check(
             "the model is on the meta device, where no number can be read; move it with to_empty() first"
         )
     traced, rounded = ([], set()) if closure is None else trace_step(session, closure, precision=precision)
+    parts = tuple(Part(uncompiled(formats.name), module, formats) for module, formats in session.modules())
+    weights = {parameter for part in parts for _, parameter in part.parameters() if parameter.numel()}
     setup = Setup(
         plan=session.plan,
-        parts=tuple(Part(uncompiled(formats.name), module, formats) for module, formats in session.modules()),
+        parts=parts,
         optimizers=session.optimizers,
         device=session.runtime.device,
         traced=closure is not None,
         scaler=scaler,
-        fit=session.runtime.fit,
+        fits={parameter: session.runtime.fit(parameter) for parameter in weights},
         rounded=rounded,
     )
     found = [finding for look in CHECKS for finding in look(setup)] + traced
@@ -176,8 +178,8 @@ def _weights(setup: Setup) -> Iterator[tuple[Part, str, nn.Parameter, Fit]]:
     """Yields each floating weight with its module, its name and how its fp32 value fits the low format."""
     for part in setup.parts:
         for name, parameter in part.parameters():
-            if parameter.numel():
-                yield part, part.inside(name), parameter, setup.fit(parameter)
+            if parameter in setup.fits:
+                yield part, part.inside(name), parameter, setup.fits[parameter]
 
 
 def _values(setup: Setup) -> Iterator[Finding]:

@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from halfstep.edits import FULL, Edit, OpChange, Policy, Rule, spell
@@ -16,6 +17,7 @@ from halfstep.explain.diagnose.losses import Loss, LossFinder
 from halfstep.explain.diagnose.rehearsal import Rehearsal
 from halfstep.explain.diagnose.shadow import SecondCall, Shadow, has_code, named_modules, off_by
 from halfstep.explain.diagnose.words import in_model, place_of, which_model
+from halfstep.explain.tape.nonfinite import nonfinite
 from halfstep.kinds import Kind
 from halfstep.plan.levels import level
 from halfstep.plan.matching import first_device, unwrap
@@ -58,7 +60,7 @@ class StepResult:
 
     @property
     def overflowed(self) -> bool:
-        return any(g is not None and not bool(g.isfinite().all()) for g in self.gradients)
+        return any(g is not None and nonfinite(g) is not None for g in self.gradients)
 
 
 @dataclass(frozen=True)
@@ -129,10 +131,15 @@ def _damage(low: StepResult, exact: StepResult) -> Damage:
     if len(low.outputs) == len(exact.outputs):
         ratios = [r for a, b in zip(low.outputs, exact.outputs, strict=True) if (r := off_by(a, b)) is not None]
     pairs = [(a, b) for a, b in zip(low.gradients, exact.gradients, strict=True) if a is not None and b is not None]
-    error = sum(float((a.double() / low.scale - b.double() / exact.scale).square().sum()) for a, b in pairs)
-    norm = sum(float((b.double() / exact.scale).square().sum()) for _, b in pairs)
-    gradient = math.sqrt(error / norm) if norm else 0.0
+    error = math.hypot(*(_norm(torch.sub(a, b, alpha=low.scale / exact.scale)) / low.scale for a, b in pairs))
+    norm = math.hypot(*(_norm(b) / exact.scale for _, b in pairs))
+    gradient = error / norm if norm else 0.0
     return Damage(max(ratios, default=0.0), gradient if math.isfinite(gradient) else None, len(ratios))
+
+
+def _norm(x: Tensor) -> float:
+    norm = float(torch.linalg.vector_norm(x))
+    return norm if 1e-15 < norm < 1e15 else float(torch.linalg.vector_norm(x, dtype=torch.float64))  # slow
 
 
 def precision_findings(rehearsal: Rehearsal, low: StepResult, loss: Tensor) -> list[Finding]:

@@ -18,14 +18,13 @@ from halfstep.explain.diagnose.search import absorbed_findings
 from halfstep.explain.diagnose.streams import Streams
 from halfstep.explain.diagnose.words import in_model, place_of, which_model
 from halfstep.explain.preflight.precision import outputs_of, precision_findings, take_step
-from halfstep.explain.tape.nonfinite import finite_range, unwrapped
+from halfstep.explain.tape.nonfinite import finite_range, nonfinite, unwrapped
 from halfstep.explain.tape.recorder import Note, OpRecorder
 from halfstep.explain.tape.schemas import tensors_of
 from halfstep.formats import FP32, Format, as_format, is_low, needs_scale
 from halfstep.plan.plan import Plan
 from halfstep.records import Finding
 from halfstep.torch_internals import NO_BACKWARD, backward_task, schema_of, tree_leaves
-from halfstep.train.probe.hooks import dense
 from halfstep.train.scale.loss import FP16_LOSS_CEILING
 from halfstep.train.session.session import Session
 
@@ -284,4 +283,4 @@ def _is_finite_at_lowest(rehearsal: Rehearsal) -> bool:
 
 
 def _not_finite(params: Sequence[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
-    return [p for p in params if p.grad is not None and not bool(dense(p.grad).isfinite().all())]
+    return [p for p in params if p.grad is not None and nonfinite(p.grad) is not None]

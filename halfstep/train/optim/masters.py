@@ -43,9 +43,9 @@ def fit(full: Tensor, low: torch.dtype) -> Fit:
 
 def _counts(full: Tensor, stored: Tensor) -> Tensor:
     """Returns the counts of a `Fit` as a tensor, without waiting for the device."""
-    nonzero, finite = full != 0, full.isfinite()
+    nonzero, nonfinite = full.count_nonzero(), (full - full).count_nonzero()  # inf - inf is NaN
     return torch.stack(
-        [each.sum() for each in (nonzero, nonzero & (stored == 0), finite & ~stored.isfinite(), ~finite)]
+        [nonzero, nonzero - stored.count_nonzero(), (stored - stored).count_nonzero() - nonfinite, nonfinite]
     )
 
 
