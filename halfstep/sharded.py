@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from torch import Tensor, nn
@@ -37,3 +37,22 @@ def fsdp_modules(roots: Iterable[nn.Module]) -> list[FSDPModule]:
 
     found = {id(module): module for root in roots for module in root.modules() if isinstance(module, FSDPModule)}
     return list(found.values())
+
+
+def tied(
+    model: nn.Module, policy: Callable[[], Callable[[nn.Module], bool] | None]
+) -> Iterator[tuple[list[str], bool]]:
+    """Yields the names of each parameter of several modules that is no shard yet, and if FSDP2 would part it.
+
+    It would if these modules are in several of those that the `policy` shards alone.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        names.setdefault(p, []).append(name)
+    for p, own in names.items():
+        if not is_sharded(p) and len({modules[name.rpartition(".")[0]] for name in own}) > 1:
+            alone = policy() or (lambda module: False)
+            groups = [name for name, module in modules.items() if name and alone(module)]
+            around = {max((g for g in groups if name.startswith(f"{g}.")), key=len, default="") for name in own}
+            yield own, len({modules[each] for each in around}) > 1

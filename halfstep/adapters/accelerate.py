@@ -16,19 +16,23 @@ from halfstep.errors import SessionError, SetupError
 from halfstep.formats import is_narrow
 from halfstep.initialize import check_adapted, initialize
 from halfstep.machine import read_facts
+from halfstep.plan.compatibility import check_parameters
 from halfstep.plan.io import choose_plan
 from halfstep.plan.levels import customize
 from halfstep.plan.matching import match_parameters
 from halfstep.plan.plan import Plan
 from halfstep.plan.resolve import resolve
 from halfstep.records import StepRecord
-from halfstep.sharded import is_sharded
+from halfstep.sharded import is_sharded, tied
+from halfstep.train.processes.collectives import failing_together
 from halfstep.train.processes.fsdp import fsdp_policy
 from halfstep.train.session.session import Session
+from halfstep.validate import named
 
 with extra("accelerate", first="1.14", below="1.16"):
     from accelerate import Accelerator, DistributedType
     from accelerate.optimizer import AcceleratedOptimizer
+    from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
 
 SUPPORTED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 FSDP2 = "FSDP2 (fsdp_version: 2 in `accelerate config`, or FullyShardedDataParallelPlugin(fsdp_version=2))"
@@ -50,9 +54,7 @@ def prepare(accelerator: Accelerator, *args: Any, plan: Plan | str = "O1", **set
     models = [each for each in args if isinstance(each, nn.Module)]
     optimizers = [each for each in args if isinstance(each, Optimizer)]
     if not models:
-        raise SetupError(
-            "prepare was called without a model; pass all models and optimizers of a loop to one call of prepare"
-        )
+        raise SetupError("prepare was called without a model; pass all models and optimizers of a loop to one call")
     with _undone_by_errors(accelerator):
         attach(accelerator, models, optimizers, plan, **settings)
         prepared = accelerator.prepare(*args)
@@ -95,6 +97,7 @@ def session_of(accelerator: Accelerator) -> Session:
     return accelerator.scaler.session
 
 
+@failing_together()
 def attach(
     accelerator: Accelerator, models: list[nn.Module], optimizers: list[Optimizer], plan: Plan | str, **settings: Any
 ) -> None:
@@ -134,10 +137,22 @@ def attach(
             "mixed_precision_policy is set in the FullyShardedDataParallelPlugin, and halfstep sets its own; leave it "
             "out"
         )
+    for model in models:
+        _check_tied(plugin, model)
     plugin.mixed_precision_policy = policy
     low = any(p.requires_grad and is_narrow(p.dtype) for model in models for p in model.parameters())
     if low and policy.param_dtype is not None:  # they are sharded in fp32; O3 would round the others
         initialize(models, None, "O1" if plan == "O1" else "O2", low=settings.get("low")).close()
+
+
+def _check_tied(plugin: Any, model: nn.Module) -> None:
+    policy = lambda: plugin.set_auto_wrap_policy(model) or fsdp2_prepare_auto_wrap_policy(plugin, model)  # noqa: E731
+    for names, apart in tied(model, policy):
+        if apart or (plugin.cpu_ram_efficient_loading and not hasattr(model, "tie_weights")):
+            raise SetupError(
+                f"{named(names)} are one parameter, which Accelerate's FSDP2 would part; leave layers that have it out "
+                "of fsdp_transformer_layer_cls_to_wrap, and set fsdp_cpu_ram_efficient_loading to false"
+            )
 
 
 def check_plan(plan: Plan | str, settings: dict[str, Any], models: Sequence[nn.Module] = ()) -> None:
@@ -151,6 +166,7 @@ def check_plan(plan: Plan | str, settings: dict[str, Any], models: Sequence[nn.M
         whole = replace(trial.plan, rules=chosen.rules, full_moments=chosen.full_moments)
         whole = customize(whole, rules=settings.get("rules", ()), full_moments=settings.get("full_moments"))
         if models:
+            check_parameters([], models, whole)
             resolve(whole, models)
             match_parameters(whole.full_moments, models)
 
@@ -190,9 +206,7 @@ def check_accelerator(accelerator: Accelerator) -> None:
             "TrainingArguments"
         )
     if accelerator.scaler is not None and not isinstance(accelerator.scaler, SessionScaler):
-        raise SetupError(
-            "the Accelerator already has a scaler, and halfstep sets its own; do not set accelerator.scaler"
-        )
+        raise SetupError("the Accelerator already has a scaler, and halfstep sets its own; do not set it")
     if isinstance(accelerator.scaler, SessionScaler) and not accelerator.scaler.session.closed:
         raise SetupError(
             "this Accelerator already has a session; pass all models and optimizers to one call of prepare, or close "

@@ -19,6 +19,7 @@ from halfstep.plan.matching import unwrap
 from halfstep.plan.plan import Plan
 from halfstep.records import StepRecord, counted
 from halfstep.sharded import is_sharded
+from halfstep.train.processes.collectives import failing_together
 from halfstep.train.scale.loss import wide
 from halfstep.train.session.session import Session, Sink
 
@@ -125,7 +126,8 @@ class Halfstep(Precision):
         self.close()
         self._norms, self._counts = {}, {}
         settings = {**self._settings, "sinks": [*self._settings.get("sinks", ()), *sinks], "stepping": "optimizer"}
-        self._session = initialize(models, optimizers, self._plan, **settings)
+        with failing_together():
+            self._session = initialize(models, optimizers, self._plan, **settings)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Checks a model and the strategy before Lightning wraps the model; returns the model.

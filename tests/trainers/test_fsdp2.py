@@ -13,7 +13,7 @@ import torch
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 for package in ("accelerate", "transformers", "trl"):
@@ -367,11 +367,22 @@ def refused(rank, size, path):
     ask("context parallel", lambda: start(said={"parallelism_config": ParallelismConfig(cp_size=2)}))
     ask("rule", lambda: start(net=unmatched, rules=[halfstep.Rule("missing", halfstep.FULL)]))
     assert not isinstance(unmatched[0].weight, DTensor)  # it was told before
+    tied = loops.network().extend([nn.Linear(4, 4), nn.Linear(4, 4)])
+    tied[5].weight = tied[4].weight
+    ask("tied in two groups", lambda: start(net=tied))
+    plain = {"auto_wrap_policy": "no_wrap", "transformer_cls_names_to_wrap": None}
+    ask("tied and loaded in one process", lambda: start(net=tied, cpu_ram_efficient_loading=True, **plain))
+    start(net=tied, **plain)  # in one group
+    reset()
+    for name in ("", " of replicas"):
+        given = {"rules": [halfstep.Rule("missing", halfstep.FULL)] if rank else [], "replicas": bool(name)}
+        ask(f"rule in one process{name}", lambda given=given: start(**given))
     ask("a second try", twice)
     ask("sharded in part", lambda: start(net=wrapped(1), cpu_ram_efficient_loading=True))
     ask("policy", lambda: start(mixed_precision_policy=MixedPrecisionPolicy(param_dtype=torch.float16)))
     ask("plans", lambda: start(plan=("O1", "O2")[rank]))
     ask("wrapped", lambda: start(net=wrapped()))
+    ask("wrapped in FSDP1", lambda: start(net=FullyShardedDataParallel(loops.network(), device_id=torch.device("cpu"))))
     ask("wrapped by the plan", lambda: start(net=wrapped(mp_policy=halfstep.fsdp_policy("O2", low="bf16"))))
     ask("plans of replicas", lambda: start(plan=("O1", "O2")[rank], replicas=True))
     ask("wrapped replicas", lambda: start(net=nn.parallel.DistributedDataParallel(loops.network()), replicas=True))
@@ -393,10 +404,15 @@ REFUSED = {
     "tensor parallel": r"Accelerate's tensor, context and sequence parallelism; leave tp_size out of ParallelismConfig",
     "context parallel": r"Accelerate's tensor, context and sequence parallelism; leave cp_size out of Paralle",
     "rule": r"rule 'missing' matches no module",
+    "tied in two groups": r"4\.weight, 5\.weight are one parameter, .* would part; leave layers that have it out of",
+    "tied and loaded in one process": r"4\.weight, 5\.weight are one .*, and set fsdp_cpu_ram_efficient_loading to",
+    "rule in one process": r"rule 'missing' matches no module",
+    "rule in one process of replicas": r"rule 'missing' matches no module",
     "sharded in part": r"some modules were sharded before prepare, .*; set it to false",
     "policy": r"mixed_precision_policy is set in .*; leave it out",
     "plans": r"differs between processes: .*'O2', .*'O1'; use the same model, optimizer and plan",
     "wrapped": r"'0\.weight' is torch\.float32 .*; write fully_shard\(module, mp_policy=halfstep\.fsdp_policy\(\"O2\"",
+    "wrapped in FSDP1": r"\(FSDP1\) shards the model, .*; shard with FSDP2 instead",
     "plans of replicas": r"differs between processes: .*'O2', .*'O1'; use the same model, optimizer and plan",
     "wrapped replicas": r"has been wrapped in DistributedDataParallel, .*call halfstep\.initialize first, then wrap",
     "offloaded replicas": r"'0\.weight' is on the meta device, .*; load the model without them, and shard it",

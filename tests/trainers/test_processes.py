@@ -23,6 +23,7 @@ from safetensors.torch import load_file  # noqa: E402
 import halfstep  # noqa: E402
 from halfstep.adapters.accelerate import session_of  # noqa: E402
 from halfstep.adapters.lightning import Halfstep  # noqa: E402
+from halfstep.errors import HalfstepError  # noqa: E402
 from tests.replicas import digest  # noqa: E402
 from tests.trainers import loops, test_accelerate, test_lightning, test_transformers  # noqa: E402
 from tests.trainers.loops import ACCUMULATE, MAX_NORM, PROCESSES, SETTINGS, Trained  # noqa: E402
@@ -105,6 +106,10 @@ def in_fabric(rank, level, low, path):
     fabric.launch()
     model = loops.network()
     own = loops.optimizer_of(model)
+    if level != "O0":
+        other = Halfstep(level, low=low, rules=[halfstep.Rule("missing", halfstep.FULL)] * rank)
+        with pytest.raises(HalfstepError, match="'missing' matches no module"):
+            other.setup(fabric, loops.network())
     schedule = loops.schedule_of(own)
     wrapped, optimizer = plugin.setup(fabric, model, own)
     losses = []

@@ -6,7 +6,7 @@ import json
 import pickle
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from itertools import count
 from typing import Any, TypeVar
@@ -63,6 +63,23 @@ def telling_of_errors(models: Sequence[nn.Module]) -> Iterator[None]:
                 with naming_who_does_not_open(group):
                     told_by_all(None, group, failed=f"{type(error).__name__}: {error}")
         raise
+
+
+@contextmanager
+def failing_together() -> Iterator[None]:
+    """Makes an error of one process inside the context one of all processes; a collective call."""
+    failed: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failed = error
+    if group_is_open() and (group := dist.group.WORLD) is not None and dist.get_world_size() > 1:
+        said = None if failed is None else f"{type(failed).__name__}: {failed}"
+        heard = nullcontext() if failed is None else suppress(Exception)
+        with heard, naming_who_does_not_open(group, "the setup of a session"):
+            told_by_all(None, group, failed=said)
+    if failed is not None:
+        raise failed
 
 
 def told_by_all(value: Any, group: dist.ProcessGroup | None, failed: str | None = None) -> list[Any]:
