@@ -89,6 +89,7 @@ class _Slot:
 
 
 _site_of = cache(OpSite)  # to read 200 schemas takes a third of the time in which a session opens
+_key_of = cache(parsed_key)
 
 
 @dataclass
@@ -149,7 +150,7 @@ def reach(marker: str, on: bool = True) -> bool:
 
 @cache
 def _keys() -> dict[str, Any]:
-    return {marker: parsed_key(autocast_key(marker)) for marker in MARKERS}
+    return {marker: _key_of(autocast_key(marker)) for marker in MARKERS}
 
 
 def may_be_repeated() -> bool:
@@ -166,12 +167,13 @@ def autocast_key(device_type: str) -> str:
     return f"Autocast{device_type.upper()}"
 
 
+@cache
 def place_of(name: str, marker: str, device_type: str) -> str:
     """Returns the name of the dispatch key under which a table with this marker registers a kernel of the op `name`."""
     key = autocast_key(marker)
     if name in _PARTS:
         return autocast_key(device_type)
-    comes_first = keyset_after(parsed_key(key)).has(parsed_key(autocast_key(device_type)))
+    comes_first = keyset_after(_key_of(key)).has(_key_of(autocast_key(device_type)))
     return key if comes_first else autocast_key(device_type)
 
 
@@ -238,7 +240,9 @@ class Registry:
                 if slot.users == 1:
                     self._last.pop(marker, None)
                     self._last[marker] = table
-                    self._install(marker, table)
+                    with warnings.catch_warnings():
+                        warnings.simplefilter("ignore")  # torch says once per process that a kernel is overridden
+                        self._install(marker, table)
                 self._tag_caches()
             except BaseException:
                 self.release(marker)
@@ -320,7 +324,7 @@ class Registry:
 
     def _enter_process(self) -> None:
         self._cache_tag = cache_tag()
-        self._own = [define_traced(), define_products(self._layer_of)]
+        self._own = [define_traced()]
         self._fast_path = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)  # which computes whole layers as it likes, even under autocast
 
@@ -332,11 +336,13 @@ class Registry:
 
     def _install(self, marker: str, table: Table) -> None:
         also, key = ALSO_EMULATED if table.emulate else (), autocast_key(marker)
+        if table.products != "plan" and len(self._own) == 1:
+            self._own.append(define_products(self._layer_of))
         self._let_others_pass(key)  # also where all kernels have another key: threads include the marker's
         wanted: dict[str, Action] = {**dict.fromkeys((*AS_WRITTEN, *also), "pass"), **dict(table.actions)}
         for name, action in wanted.items():
             place = place_of(name, marker, table.device_type)
-            device = self._devices.setdefault(place, _Device())
+            device = self._devices.get(place) or self._devices.setdefault(place, _Device())
             site = device.sites.get(name)  # what torch's own kernel does can only be read while ours is not there
             own = stock_action(name, table.device_type) if site is None else site.own
             if action == "gather" and table.device_type != "cpu":  # other devices add up in fp32 themselves
@@ -351,7 +357,7 @@ class Registry:
             site = site or self._register(device, name, marker, own, place)
             if site is not None:
                 act = (
-                    make_product(site.site.overload, table.device_type, action, parsed_key(place))
+                    make_product(site.site.overload, table.device_type, action, _key_of(place))
                     if emulated
                     else make_act(site.site, action)
                 )
@@ -365,26 +371,22 @@ class Registry:
         """Makes an operation pass the marker's key, where torch may have a kernel that switches the marker off."""
         # It has for MTIA and MAIA; what it casts is on such devices alone.
         if ":" not in name and has_kernel_for(f"aten::{name}", key):
-            self._devices.setdefault(key, _Device())
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                self._devices[key].library.impl(name, torch.library.fallthrough_kernel, key)  # type: ignore[no-untyped-call]
+            device = self._devices.get(key) or self._devices.setdefault(key, _Device())
+            device.library.impl(name, torch.library.fallthrough_kernel, key)  # type: ignore[no-untyped-call]
 
     def _let_others_pass(self, place: str) -> None:
         """Makes operations without a kernel at a marker's key go on to the next key, as at every key of autocast."""
         # This stays when the last engine closes, because a session may be closed inside of its own region, where the
         # key is still on.
-        if place not in self._passing and not has_fallback(parsed_key(place)):
+        if place not in self._passing and not has_fallback(_key_of(place)):
             library = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
             library.fallback(torch.library.fallthrough_kernel, place)  # type: ignore[no-untyped-call]
             self._passing[place] = library
 
     def _register_backward(self, device: _Device) -> None:
         stock = torch.library.get_kernel(FLASH_ATTENTION_CPU_BACKWARD, "CPU")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            kernel = uncompiled(wide_attention(stock, self._wide_backward))
-            device.library.impl(FLASH_ATTENTION_CPU_BACKWARD, kernel, "CPU", with_keyset=True)  # type: ignore[no-untyped-call]
+        kernel = uncompiled(wide_attention(stock, self._wide_backward))
+        device.library.impl(FLASH_ATTENTION_CPU_BACKWARD, kernel, "CPU", with_keyset=True)  # type: ignore[no-untyped-call]
 
     def _wide_backward(self) -> WideBackward:
         """Returns pairs (head width, length), the limits within which attention runs its backward pass in fp32."""
@@ -400,10 +402,8 @@ class Registry:
         alone = slot if place == autocast_key(marker) else None
         taken = alone is None and has_kernel_for(f"aten::{name}", place)
         stock = torch.library.get_kernel(overload, place) if taken else None
-        site = _Site(_site_of(overload, device_type, parsed_key(place)), stock, own, alone)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch says once per process that a kernel is overridden
-            device.library.impl(name, site.kernel(), place, with_keyset=True)  # type: ignore[no-untyped-call]
+        site = _Site(_site_of(overload, device_type, _key_of(place)), stock, own, alone)
+        device.library.impl(name, site.kernel(), place, with_keyset=True)  # type: ignore[no-untyped-call]
         device.sites[name] = site
         return site
 
