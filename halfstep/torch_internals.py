@@ -448,6 +448,11 @@ def is_compiling_here() -> bool:
     return _tracing_context() is not None
 
 
+def is_super(code: CodeType) -> bool:
+    """Tells whether code is torch.compile's, where it looks for the class that called `super()` among the bases."""
+    return code.co_name == "_resolved_getattr_and_source" and code.co_filename.startswith(FOLDER)
+
+
 # Processes.
 _JOIN = "_join_config"
 _SYNCS = "init_sync"  # the argument of DistributedDataParallel by which it sends weights

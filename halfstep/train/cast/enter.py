@@ -26,6 +26,7 @@ from halfstep.torch_internals import (
     class_index_above,
     compiled_module,
     is_sharding,
+    is_super,
     makes_weights,
     parameters_of,
 )
@@ -225,6 +226,8 @@ def _writing_through(metaclass: Any) -> Any:
         metaclass.__delattr__(cls, name) if own(cls, name) else delattr(vars(cls)[BASE], name)
 
     def equals(cls: type, other: Any) -> Any:
+        if is_super(sys._getframe(1).f_code):
+            return cls is other
         return metaclass.__eq__(plain_class(cls), plain_class(other) if isinstance(other, type) else other)
 
     def hashed(cls: type) -> int:
