@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import halfstep
+from tests.conftest import more_than_each_value
 from tests.contracts.cases import backward_and_step
 from tests.diagnose.faults.fault import HARMLESS
 from tests.diagnose.faults.hosts import targets
@@ -70,14 +71,13 @@ def with_backend(fault, backend, *marks):
 
 
 def repeated():
-    """The names of planned faults whose plant, host, verdict and plan rows before them have too."""
-    seen, found = set(), set()
-    for row, fault in itertools.zip_longest(PLANTED, PLANNED):
-        shows = {*(row or [fault.host])[:2], fault.expect and fault.expect[1:], (fault.plan, fault.low)}
-        if shows <= seen:
-            found.add(fault.name)
-        seen |= shows
-    return found
+    """The names of faults whose plant, host, verdict and plan others have too."""
+    rows = itertools.zip_longest(PLANTED, FAULTS)
+    shown = [
+        (fault, {*(row or [fault.host])[:2], fault.expect and fault.expect[1:], (fault.plan, fault.low)})
+        for row, fault in rows
+    ]
+    return {fault.name for fault in more_than_each_value(shown)}
 
 
 COMPILED = [fault for fault in FAULTS if fault.compiled]
