@@ -7,7 +7,6 @@ from torch import distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 import halfstep
 from halfstep.errors import SessionError, SetupError
@@ -76,6 +75,9 @@ def alone(setting, steps=4):
 
 def scheduled(rank, setting, wrap=None):
     """Trains a stage by torch's schedule; an infinite gradient appears in the first stage alone, in the second step."""
+    # Imported here: in a process that has loaded it each session looks for stages among all objects.
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
     at = rank % 2
     stage, stages = whole()[at], None
     level, options = SETTINGS[setting]
