@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from halfstep.errors import FormatError
-from halfstep.formats import BF16, E4M3, FP16, FP32, TF32
+from halfstep.formats import BF16, FP16
 from halfstep.modes import uncompiled
-from halfstep.train.cast.emulate import PRODUCTS, SUMS_OF_PRODUCTS, WRITERS, Emulation
+from halfstep.train.cast.emulate import PRODUCTS, Emulation
 
 aten = torch.ops.aten
 Function = Callable[..., Tensor]
@@ -59,6 +58,7 @@ PRODUCT_CASES: dict[str, tuple[Function, list[tuple[int, ...]]]] = {
     "mm of transposed": (lambda a, b: a.t() @ b.t(), [(70, 5), (9, 70)]),
     "mm of a slice": (lambda a, b: a[:, ::2] @ b, [(5, 140), (70, 9)]),
     "addmm": (torch.addmm, [(5, 9), (5, 70), (70, 9)]),
+    "addbmm": (torch.addbmm, [(5, 9), (3, 5, 70), (3, 70, 9)]),
     "bmm": (torch.bmm, [(3, 5, 70), (3, 70, 9)]),
     "baddbmm": (torch.baddbmm, [(3, 5, 9), (3, 5, 70), (3, 70, 9)]),
     "mv": (torch.mv, [(5, 70), (70,)]),
@@ -196,57 +196,15 @@ def test_inference_mode_gives_the_bits_of_training(name: str) -> None:
             assert same_bits(function(*inputs).clone(), expected)
 
 
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("kind", [nn.GRU, nn.RNN])
 def test_inference_mode_lets_autocast_reach_inside_recurrent_layers(kind: Any) -> None:
     layer, x = kind(4, 6), low(3, 2, 4)
     start = torch.zeros(1, 2, 6, dtype=torch.float16)
     recorder = Recorder()
     with torch.inference_mode(), torch.autocast("cpu", torch.float16), recorder, Emulation(FP16):
-        out, _ = layer(x, (start, start) if kind is nn.LSTM else start)
+        out, _ = layer(x, start)
     assert out.dtype is torch.float16
     assert recorder.dtypes(aten.addmm.default) == {torch.float32}
-
-
-@pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN")  # torch's, of its own flags
-@pytest.mark.parametrize("fmt", [FP16, BF16], ids=str)
-@pytest.mark.parametrize("bidirectional", [False, True])
-def test_an_lstm_without_gradients_is_that_of_a_cpu_without_units(fmt: Any, bidirectional: bool) -> None:
-    """torch takes oneDNN's layer for bf16, and for fp16 on a CPU with fp16 units; it is emulated step by step."""
-    layer, x = nn.LSTM(40, 33, bidirectional=bidirectional).to(fmt.dtype), low(7, 3, 40, dtype=fmt.dtype)
-    with torch.no_grad(), torch.backends.mkldnn.flags(enabled=False), Emulation(fmt):
-        expected, (hidden, cell) = layer(x)
-    zero = torch.zeros(3, 33, dtype=fmt.dtype)
-    with torch.no_grad(), Emulation(fmt):
-        as_torch_chooses, _ = layer(x)
-        for direction in range(1 + bidirectional):
-            weights = layer._flat_weights[4 * direction : 4 * direction + 4]
-            of_layer = ([], 2, 33, 1, True, bidirectional, False, False)  # mode 2 is an LSTM
-            out, h, c, _ = aten.mkldnn_rnn_layer(x, *weights, zero, zero, direction == 1, *of_layer)
-            assert same_bits(out, expected[..., 33 * direction : 33 * direction + 33])
-            assert same_bits(h, hidden[direction])
-            assert same_bits(c, cell[direction])
-    assert same_bits(as_torch_chooses, expected)
-
-
-@pytest.mark.skipif(
-    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this CPU's LSTM in bf16 is made of single steps"
-)
-def test_an_lstm_in_bf16_with_gradients_is_one_product() -> None:
-    layer, x = nn.LSTM(40, 33).bfloat16(), low(7, 3, 40, dtype=torch.bfloat16).requires_grad_()
-    wide, wide_x = nn.LSTM(40, 33), x.detach().float().requires_grad_()
-    wide.load_state_dict(layer.state_dict())
-    recorder = Recorder()
-    with recorder, Emulation(BF16):
-        out = layer(x)[0]
-        out.sum().backward()
-    expected = wide(wide_x)[0]
-    expected.sum().backward()
-    assert same_bits(out, expected.bfloat16())
-    assert x.grad is not None
-    assert wide_x.grad is not None
-    torch.testing.assert_close(x.grad.float(), wide_x.grad, rtol=2**-6, atol=2**-6)
-    assert recorder.dtypes(aten.mkldnn_rnn_layer.default) == {torch.float32}
-    assert recorder.dtypes(aten.mkldnn_rnn_layer_backward.default) == {torch.float32, torch.uint8}
 
 
 def test_inference_mode_keeps_an_operation_full_that_autocast_made_full() -> None:
@@ -255,56 +213,6 @@ def test_inference_mode_keeps_an_operation_full_that_autocast_made_full() -> Non
         product = torch.linalg.multi_dot([a, b, b.T])
     assert product.dtype is torch.float32
     assert torch.equal(product, torch.linalg.multi_dot([a, b, b.T]))
-
-
-WRITER_CASES: dict[Any, Callable[[Tensor, Tensor, Tensor], Any]] = {
-    aten.addmm_.default: lambda c, a, b: c[0].addmm_(a[0], b[0], beta=2),
-    aten.baddbmm_.default: lambda c, a, b: c.baddbmm_(a, b),
-    aten.addmv_.default: lambda c, a, b: c[0, :, 0].addmv_(a[0], b[0, :, 0]),
-    aten.mm.out: lambda c, a, b: torch.mm(a[0], b[0], out=c[0]),
-    aten.addmm.out: lambda c, a, b: torch.addmm(c[1], a[0], b[0], out=c[0]),
-    aten.bmm.out: lambda c, a, b: torch.bmm(a, b, out=c),
-    aten.baddbmm.out: lambda c, a, b: torch.baddbmm(c.clone(), a, b, beta=0.5, alpha=3, out=c),
-    aten.mv.out: lambda c, a, b: torch.mv(a[0], b[0, :, 0], out=c[0, :, 0]),
-    aten.addmv.out: lambda c, a, b: torch.addmv(c[1, :, 0], a[0], b[0, :, 0], out=c[0, :, 0]),
-    aten.dot.out: lambda c, a, b: torch.dot(a[0, 0], b[0, :, 0], out=c[0, 0, 0]),
-    aten.vdot.out: lambda c, a, b: torch.vdot(a[0, 0], b[0, :, 0], out=c[0, 0, 0]),
-}
-
-
-ADD_FOUR_ONES: dict[str, Callable[[Tensor], Tensor]] = {
-    "addbmm": lambda t: torch.addbmm(t, torch.ones(4, 1, 1).to(t), torch.ones(4, 1, 1).to(t)),
-    "addbmm_": lambda t: t.clone().addbmm_(torch.ones(4, 1, 1).to(t), torch.ones(4, 1, 1).to(t)),
-    "conv_tbc": lambda t: torch.conv_tbc(torch.ones(4, 1, 1).to(t), torch.ones(4, 1, 1).to(t), t.view(1)),
-}
-
-
-@pytest.mark.parametrize("name", ADD_FOUR_ONES)
-def test_a_sum_of_products_is_rounded_after_each_as_torch_does(name: str) -> None:
-    """2048 + 1 is 2048 in fp16, so four ones that are added one by one are lost; on a GPU too, as it runs addmm."""
-    start = torch.full((1, 1), 2048.0, dtype=torch.float16)
-    with Emulation(FP16):
-        found = ADD_FOUR_ONES[name](start)
-    assert found.item() == ADD_FOUR_ONES[name](start).item() == 2048
-
-
-@pytest.mark.parametrize("op", [op for op in WRITERS if "addbmm" not in str(op)], ids=str)
-def test_a_product_that_writes_into_a_tensor_is_fp32_rounded_once(op: Any) -> None:
-    c, a, b = low(2, 5, 9), low(2, 5, 70), low(2, 70, 9)
-    wide = c.float()
-    WRITER_CASES[op](wide, a.float(), b.float())
-    recorder = Recorder()
-    with recorder, Emulation(FP16):
-        WRITER_CASES[op](c, a, b)
-    assert same_bits(c, wide.half())
-    assert recorder.dtypes(WRITERS[op]) == {torch.float32}
-
-
-def test_a_result_of_another_shape_is_resized_as_torch_does() -> None:
-    out = torch.empty(0, dtype=torch.float16)
-    with Emulation(FP16):
-        torch.mm(low(5, 7), low(7, 9), out=out)
-    assert out.shape == (5, 9)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
@@ -347,11 +255,8 @@ def test_other_powers_pass(fmt: Any, exponent: float) -> None:
 
 
 def test_mixed_formats_are_refused_as_torch_refuses_them() -> None:
-    with Emulation(FP16):
-        with pytest.raises(RuntimeError, match="same dtype"):
-            torch.mm(low(2, 2), torch.ones(2, 2))
-        with pytest.raises(RuntimeError, match="dtype"):
-            torch.mm(low(2, 2), low(2, 2), out=torch.ones(2, 2))
+    with Emulation(FP16), pytest.raises(RuntimeError, match="same dtype"):
+        torch.mm(low(2, 2), torch.ones(2, 2))
 
 
 def test_a_sparse_operand_is_multiplied_in_fp32() -> None:
@@ -359,12 +264,6 @@ def test_a_sparse_operand_is_multiplied_in_fp32() -> None:
     with Emulation(FP16):
         result = a.to_sparse() @ b
     assert same_bits(result, (a.float().to_sparse() @ b.float()).half())
-
-
-@pytest.mark.parametrize("fmt", [FP32, TF32, E4M3], ids=str)
-def test_formats_that_are_not_emulated_are_refused(fmt: Any) -> None:
-    with pytest.raises(FormatError, match="use fp16 or bf16"):
-        Emulation(fmt)
 
 
 def test_recurrent_cells_and_layers_train() -> None:
@@ -492,8 +391,7 @@ def test_every_product_has_a_case() -> None:
         q = torch.randn(1, 1, 4, 4).requires_grad_()
         F.scaled_dot_product_attention(q, q, q).sum().backward()
     uncovered = PRODUCTS - {func for func, _ in covered.seen}
-    lstm = {aten.mkldnn_rnn_layer.default, aten.mkldnn_rnn_layer_backward.default}
-    assert uncovered == {aten._addmm_activation.default, *SUMS_OF_PRODUCTS} | lstm
+    assert uncovered == {aten._addmm_activation.default, aten.conv_tbc.default}
 
 
 @torch.library.custom_op("halfstep_emulation::product", mutates_args=())

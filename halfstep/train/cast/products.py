@@ -36,7 +36,7 @@ from halfstep.torch_internals import (
     set_key_excluded,
     version_of,
 )
-from halfstep.train.cast.emulate import POWERS, SUMS_OF_PRODUCTS, Emulation
+from halfstep.train.cast.emulate import POWERS, Emulation
 from halfstep.train.cast.opkernels import RECURRENT, Act, OpSite, make_act
 
 aten = torch.ops.aten
@@ -86,10 +86,6 @@ class ProductSite(OpSite):
         finally:
             set_key_excluded(self.place, False)
             set_key_excluded(self.key, False)
-
-    def called(self, low: torch.dtype, *args: Any, **kwargs: Any) -> Any:
-        """Runs the op on `low` operands where autocast is excluded already."""
-        return self._by(self, low, args, kwargs)
 
 
 class _Levels(threading.local):
@@ -143,11 +139,6 @@ def _linear(site: ProductSite, low: torch.dtype, args: Sequence[Any], kwargs: Ma
     x, has_bias = args[0], (args[2] if len(args) > 2 else kwargs.get("bias")) is not None
     in_parts = has_bias and x.dim() > 2 and not x.is_contiguous()
     return (_in_parts if in_parts else _rounded_once)(site, low, args, kwargs)
-
-
-def _sum_of_products(site: ProductSite, low: torch.dtype, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    addmm = ProductSite(aten.addmm.default, site.device_type, site.place)
-    return SUMS_OF_PRODUCTS[site.overload](partial(addmm.called, low), *args, **kwargs)
 
 
 def _attention(site: ProductSite, low: torch.dtype, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -324,5 +315,4 @@ _WAYS: Mapping[str, Way] = {
     _ATTENTION: _attention,
     "pow": _power,
     **dict.fromkeys(IN_PARTS, _in_parts),
-    **dict.fromkeys(("addbmm", "conv_tbc"), _sum_of_products),
 }
