@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch import autocast as TorchAutocast  # also where torch.autocast is a drop-in
 from torch.nn.utils.parametrize import ParametrizationList
 
-from halfstep.errors import PlanError
 from halfstep.formats import FP32, Format
 from halfstep.machine import WideBackward
 from halfstep.modes import uncompiled
@@ -24,9 +23,9 @@ from halfstep.plan.plan import Plan
 from halfstep.plan.resolve import ModuleFormats
 from halfstep.torch_internals import TorchDispatchMode, compiled_inside, in_backward, is_out_of_memory
 from halfstep.train.cast.emulate import Emulation
-from halfstep.train.cast.enter import Entrances
+from halfstep.train.cast.enter import gated
 from halfstep.train.cast.functions import patch_functions
-from halfstep.train.cast.gate import Casts, Gate
+from halfstep.train.cast.gate import Around, Casts, Gate, as_written
 from halfstep.train.cast.modules import CastOut, Undo, bake, holds_state, inputs_to, outputs_to
 from halfstep.train.cast.narrow import MULTIPLIES, Layers
 from halfstep.train.cast.opregistry import REGISTRY
@@ -47,23 +46,28 @@ class Casting:
         self._engine, self._emulation = self._made(emulate)
         self._tells = _TellsOfCopies(plan.low)
         self._opened, self._installed = ExitStack(), ExitStack()
-        self._install: Callable[[], Undo] = lambda: lambda: None
+        self._install: Callable[[], None] = lambda: None
         self._over: list[tuple[TorchDispatchMode, ...]] = []  # by who looks at operations
-        self._outermost: list[Casts] = []
-        self._begin: Callable[[], None] | None = None
-        self._lent: Callable[[], Mode] = nullcontext
+        self._around = Around()
         self._learned = Learned()  # of the probabilities that leave the model
         self.layers: Layers | None = None  # that multiply by a recipe
         self._as_written = 0  # how many contexts that ask for it are open
 
     def _made(self, emulate: bool) -> tuple[OpEngine | None, Emulation | None]:
-        low, table = self._plan.low, self._plan.ops == "table"
-        device_type = self._device.type
-        wide = () if emulate else self._wide_backward  # emulation computes it in fp32 by itself
-        engine = OpEngine(effective(self._plan), low.dtype, device_type, wide, emulate=emulate) if table else None
-        if engine is not None:
-            engine.multiply_by(self._plan.products, self._units(emulate))
-        return engine, Emulation(low) if emulate else None  # a mode for who looks at operations
+        plan = self._plan
+        emulation = Emulation(plan.low) if emulate else None  # a mode for who looks at operations
+        if plan.ops != "table":
+            return None, emulation
+        engine = OpEngine(
+            effective(plan),
+            plan.low.dtype,
+            self._device.type,
+            () if emulate else self._wide_backward,  # emulation computes it in fp32 by itself
+            emulate=emulate,
+            products=plan.products,
+            units=self._units(emulate),
+        )
+        return engine, emulation
 
     def _units(self, emulate: bool) -> Units:
         """Returns what multiplies operands that a recipe has rounded."""
@@ -74,19 +78,11 @@ class Casting:
 
     def emulate(self, on: bool) -> None:
         """Emulates low-precision products from here on, or no longer; compiled code is compiled anew."""
-        before = self._engine, self._emulation
-        try:
-            self._start_again(*self._made(on))
-        except PlanError:
-            self._start_again(*before)
-            raise
-
-    def _start_again(self, engine: OpEngine | None, emulation: Emulation | None) -> None:
         self._installed.close()
         self._opened.close()
-        self._engine, self._emulation = engine, emulation
-        self._opened.callback(self._open())
-        self._installed.callback(self._install())
+        self._engine, self._emulation = self._made(on)
+        self.open()
+        self._install()
 
     @property
     def emulates(self) -> bool:
@@ -99,16 +95,13 @@ class Casting:
 
     def open(self) -> Undo:
         """Puts the kernels and wrappers of the plan's op table in place; returns a function that removes them."""
-        self._opened.callback(self._open())
-        return self._opened.close
-
-    def _open(self) -> Undo:
         with ExitStack() as stack:
             if self._engine is not None:
                 self._engine.open()
                 stack.callback(self._engine.close)
                 stack.callback(patch_functions(self._plan.op_changes, self._engine))
-            return stack.pop_all().close
+            self._opened = stack.pop_all()
+        return lambda: self._opened.close()
 
     def install(
         self,
@@ -117,65 +110,66 @@ class Casting:
         full: Callable[[nn.Parameter], Tensor],
         before: Callable[[], None],
         look: Callable[[Tensor], Tensor] | None,
-        lent: Callable[[], Mode] = nullcontext,
+        lent: Callable[[], Mode],
     ) -> Undo:
         """Puts a gate around the forward of each module; returns a function that removes the gates."""
-        self._lent = lent
-        self._install = partial(self._put_gates, list(modules), full, before, look)
-        self._installed.callback(self._install())
+        self._around.before = before
+        self._install = partial(self._put_gates, list(modules), full, look, lent)
+        self._install()
         return self._uninstall
 
     def _uninstall(self) -> None:
         self._installed.close()
-        self._install = lambda: lambda: None  # which keeps no module
+        self._install, self._around.before = lambda: None, None  # which keep all modules
 
     def _put_gates(
         self,
         modules: Sequence[tuple[nn.Module, ModuleFormats]],
         full: Callable[[nn.Parameter], Tensor],
-        before: Callable[[], None],
         look: Callable[[Tensor], Tensor] | None,
-    ) -> Undo:
-        self._outermost.clear()
+        lent: Callable[[], Mode],
+    ) -> None:
+        if self._engine is None:
+            return
+        self._around.emulating = self.emulating if self.emulates else None
+        plan = self._engine.switch
+        written = as_written(plan)
+        classes: dict[tuple[Any, ...], type[nn.Module]] = {}
+        entered: set[int] = set()  # modules inside one whose forward is entered already
         with ExitStack() as stack:
-            if self._engine is None:
-                return stack.pop_all().close
-            entrances = Entrances()
-            entered: set[int] = set()  # modules inside one whose forward is entered already
-            plan = self._engine.switch
             for module, formats in modules:
                 stored_low = self._plan.param == "low" and formats.door  # here or below
                 own_low = formats.param is not None and formats.param is not FP32
-                inside = outside = None
+                outside, inside, door = None, written, True
                 if own_low and isinstance(module, ParametrizationList):
                     baking = partial(bake, module, full)
-                    outside = Casts(nullcontext, lambda: None, lambda _: None, lambda _: None, baking, None)
+                    outside = Casts(nullcontext, lambda: None, lambda _: None, lambda _: None, baking)
                 elif formats.boundary or formats.door:
                     own = outside = self._casts(self._engine, formats, look)
                     if not formats.boundary or id(module) in entered:
                         outside = self._casts(self._engine, _as_root(formats, self._plan), look)
                         outside.cast_out = _called_first(plan.device_type, outside.cast_out, own.cast_out)
-                    outside.before, outside.begin = before, self._begin
-                    outside.around = self.emulating if self.emulates else None
-                    if formats.products is not None and formats.compute is not FP32:
-                        by_recipe = formats.products == self._plan.products
-                        own, outside = (multiplying(by_recipe, plan, each) for each in (own, outside))
-                        inside = multiplying(by_recipe, plan)
-                    self._outermost.append(outside)
+                    outside.around = self._around
                     if formats.boundary:
                         inside = own
                         entered.update(id(each) for each in module.modules())
+                    by_recipe = None
+                    if formats.products is not None and formats.compute is not FP32:
+                        by_recipe = formats.products == self._plan.products
+                        inside, outside = multiplying(by_recipe, inside), multiplying(by_recipe, outside)
+                    door = not formats.boundary and by_recipe is None
                 elif not holds_state(module) or not enterable(module):  # else copied and saved like the others
                     continue
-                undo = entrances.install(
+                undo = gated(
                     module,
-                    Gate(plan, full, self._lent, outside, inside, asks=not formats.boundary),
-                    door=plan if outside is not None and inside is None else None,
+                    Gate(plan, full, lent, outside, inside, asks=not formats.boundary),
+                    classes,
+                    door=plan if outside is not None and door else None,
                     explain=plan if stored_low or own_low else None,
                     reading=reading_of(module, formats, plan),
                 )
                 stack.callback(undo)
-            return stack.pop_all().close
+            self._installed = stack.pop_all()
 
     def _casts(self, engine: OpEngine, formats: ModuleFormats, look: Callable[[Tensor], Tensor] | None) -> Casts:
         low = formats.compute is not FP32
@@ -219,8 +213,8 @@ class Casting:
         """Returns a context in which ops run as the plan's table says."""
         if self._engine is None:
             return nullcontext()
-        if self._begin is not None:
-            self._begin()
+        if self._around.begin is not None:
+            self._around.begin()
         open_region = self._engine.region if torch.compiler.is_compiling() else self._engine.entered
         region = open_region(not self._as_written)
         return self._emulated(region) if self._over else region
@@ -272,22 +266,15 @@ class Casting:
     @contextmanager
     def before_forwards(self, begin: Callable[[], None]) -> Iterator[None]:
         """A context in which `begin` is called before each `region` and uncompiled forward of the plan."""
-        own = self._begin
-        self._begin_with(begin)
+        own, self._around.begin = self._around.begin, begin
         try:
             yield
         finally:
-            self._begin_with(own)
+            self._around.begin = own
 
     def before_training(self, before: Callable[[], None]) -> None:
         """Calls `before` from now on where `install` said to call another function."""
-        for casts in self._outermost:
-            casts.before = before
-
-    def _begin_with(self, begin: Callable[[], None] | None) -> None:
-        self._begin = begin
-        for casts in self._outermost:
-            casts.begin = begin
+        self._around.before = before
 
 
 class _TellsOfCopies:
@@ -306,36 +293,24 @@ class _TellsOfCopies:
             error.args = (f"{error} ({self._why})", *error.args[1:])
 
 
-def multiplying(by_recipe: bool, plan: Switch, casts: Casts | None = None) -> Casts:
-    """Returns the casts around a layer's forward, with products by a recipe or not; without `casts`, only these."""
+def multiplying(by_recipe: bool, casts: Casts) -> Casts:
+    """Returns the casts around a layer's forward, with products by a recipe or not."""
     is_on, turn = torch.is_autocast_enabled, torch.set_autocast_enabled
 
-    def read() -> Any:
-        return casts and casts.read(), is_on(MULTIPLIES), is_on(plan.marker)
-
     def enter(token: Any) -> None:
-        if casts is None:
-            turn(plan.marker, True)  # off in a checkpoint that is repeated outside of the session's backward pass
-        else:
-            casts.enter(token[0])
+        casts.enter(token[0])
         turn(MULTIPLIES, by_recipe)
 
     def leave(token: Any) -> None:
-        within, multiplied, was_on = token
-        turn(MULTIPLIES, multiplied)
-        if casts is None:
-            turn(plan.marker, was_on)
-        else:
-            casts.leave(within)
+        turn(MULTIPLIES, token[1])
+        casts.leave(token[0])
 
     @contextmanager
     def region() -> Iterator[None]:
-        with nullcontext() if casts is None else casts.region(), TorchAutocast(MULTIPLIES, enabled=by_recipe):
+        with casts.region(), TorchAutocast(MULTIPLIES, enabled=by_recipe):
             yield
 
-    if casts is None:
-        return Casts(region, read, enter, leave, None, None)
-    return replace(casts, region=region, read=read, enter=enter, leave=leave)
+    return replace(casts, region=region, read=lambda: (casts.read(), is_on(MULTIPLIES)), enter=enter, leave=leave)
 
 
 def _as_root(formats: ModuleFormats, plan: Plan) -> ModuleFormats:

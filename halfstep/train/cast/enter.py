@@ -44,7 +44,7 @@ from halfstep.train.cast.copies import (
     plain_class,
     reduction_of,
 )
-from halfstep.train.cast.gate import Gate, explain, run_as_written, run_eager, run_in_region, run_traced
+from halfstep.train.cast.gate import Gate, explain, run_eager, run_traced
 from halfstep.train.cast.ops import Switch
 from halfstep.train.cast.reading import Reading, attributes, noting_grad_mode
 
@@ -140,15 +140,11 @@ def _entering(call: Callable[..., Any], *, door: Switch | None, at_call: bool) -
         if marker and is_on(marker) and is_on(device_type) and dtype_of(device_type) is low:
             return call(self, *args, **kwargs)
         gate: Any = self._halfstep_gate  # the class's None, or the instance's Gate
-        if gate is None or not gate.active:
-            return call(self, *args, **kwargs)
-        casts = gate.way(args, kwargs)
+        casts = None if gate is None or gate.outside is None else gate.way(args, kwargs)
         if casts is None:
-            return run_as_written(gate.plan, call, self, args, kwargs)
+            return call(self, *args, **kwargs)
         if torch.compiler.is_compiling():
             return run_traced(casts, call, self, args, kwargs)
-        if at_call and casts is gate.inside:
-            return run_in_region(casts, call, self, args, kwargs)
         return run_eager(casts, call, self, args, kwargs)
 
     # each its own code: where torch.compile cannot trace one, it gives up the code, and with it all that share it
@@ -276,47 +272,36 @@ def put_in_place(stand_ins: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> C
         return stack.pop_all().close
 
 
-class Entrances:
-    """Gates the modules of one session by changing their classes to subclasses, one for each class and options."""
+def gated(
+    module: nn.Module,
+    gate: Gate,
+    classes: dict[tuple[Any, ...], type[nn.Module]],
+    *,
+    door: Switch | None = None,
+    explain: Switch | None = None,
+    reading: Reading | None = None,
+) -> Callable[[], None]:
+    """Puts a gate around the module's forward, by one of a session's `classes`; returns a function that removes it."""
+    base = type(module)
+    at_call = makes_weights(module)
+    key = base, door, explain, at_call, reading
+    if key not in classes:
+        classes[key] = make_class(base, door=door, explain=explain, at_call=at_call, reading=reading)
+    swapped = classes[key]
+    if reading is not None:
+        own = parameters_of(module)
+        gate.kept = {name: p for name in reading.names if (p := own[name]) is not None}
+    module.__dict__[GATE] = gate
+    module.__class__ = swapped
+    _enter_own(module, gate, door, reading)
 
-    def __init__(self) -> None:
-        self._classes: dict[tuple[Any, ...], type[nn.Module]] = {}
+    def undo() -> None:
+        gate.outside = gate.inside = None
+        for entered in (module, *gate.copies):
+            give_back_forward(entered)
+            cls = type(entered)
+            if cls is swapped or (entered.__dict__.get(GATE) is gate and BASE in vars(cls)):
+                give_class(entered, plain_class(cls))  # else somebody (FSDP2) put one on top: ours passes calls on
+                entered.__dict__.pop(GATE, None)
 
-    def install(
-        self,
-        module: nn.Module,
-        gate: Gate,
-        *,
-        door: Switch | None = None,
-        explain: Switch | None = None,
-        reading: Reading | None = None,
-    ) -> Callable[[], None]:
-        """Puts a gate around the module's forward; returns a function that removes it."""
-        base = type(module)
-        at_call = makes_weights(module)
-        key = base, door, explain, at_call, reading
-        swapped = self._classes.get(key)
-        if swapped is None:
-            swapped = self._classes[key] = make_class(
-                base, door=door, explain=explain, at_call=at_call, reading=reading
-            )
-        if reading is not None:
-            own = parameters_of(module)
-            gate.kept = {name: p for name in reading.names if (p := own[name]) is not None}
-        module.__dict__[GATE] = gate
-        module.__class__ = swapped
-        _enter_own(module, gate, door, reading)
-
-        def undo() -> None:
-            gate.active = False
-            for casts in (gate.inside, gate.outside):
-                if casts is not None:
-                    casts.before = None  # which keeps all models of the session
-            for entered in (module, *gate.copies):
-                give_back_forward(entered)
-                cls = type(entered)
-                if cls is swapped or (entered.__dict__.get(GATE) is gate and BASE in vars(cls)):
-                    give_class(entered, plain_class(cls))  # else somebody (FSDP2) put one on top: ours passes calls on
-                    entered.__dict__.pop(GATE, None)
-
-        return undo
+    return undo

@@ -9,9 +9,10 @@ from __future__ import annotations
 import re
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,19 +60,46 @@ _NOBODY_LOOKS = nullcontext()
 _MANY = 64  # calls of one module at least, before those whose memory is gone are dropped
 
 
+def _why_mixed(given: Any, error: str) -> str | None:
+    """Returns why an operation got two formats in a call with the arguments `given`, after which torch said `error`."""
+    if not _LOW.search(error):  # it may be of integers, which no plan casts
+        return None
+    came = {leaf.dtype for leaf in tree_leaves(given) if isinstance(leaf, Tensor)}
+    wide = [dtype for dtype, words in _NO_PLAN_CASTS.items() if dtype in came and words.search(error)]
+    return GIVEN.format(dtype=wide[0]) if wide else INSIDE
+
+
+@dataclass
+class Around:
+    """What a session has run around the forwards that enter its plan from outside, in eager code."""
+
+    emulating: Callable[[], AbstractContextManager[Any]] | None = None  # open during a forward
+    begin: Callable[[], None] | None = None  # called before each forward
+    before: Callable[[], None] | None = None  # called before each training forward, after `begin`
+
+
 @dataclass
 class Casts:
-    """The casts and callbacks around a forward that enters the plan."""
+    """The casts around a forward that enters the plan."""
 
     region: Callable[[], AbstractContextManager[Any]]  # enters the plan; torch.compile can trace it
     read: Callable[[], Any]  # in eager code faster than `region`: the token for `enter` and `leave`
     enter: Callable[[Any], None]
     leave: Callable[[Any], None]
-    cast_in: Values | None  # returns the arguments cast
-    cast_out: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] | None  # gets the arguments from before `cast_in`
-    around: Callable[[], AbstractContextManager[Any]] | None = None  # open during a forward whose operations are seen
-    before: Callable[[], None] | None = None  # called before each training forward in eager code, after `begin`
-    begin: Callable[[], None] | None = None  # called before each forward in eager code
+    cast_in: Values | None = None  # returns the arguments cast
+    cast_out: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] | None = None  # gets the arguments as they came
+    around: Around | None = None
+    why: Callable[[Any, str], str | None] = _why_mixed  # of the arguments and the words of an error about formats
+
+
+def as_written(plan: Switch) -> Casts:
+    """Returns the casts around a call that casts nothing, with the marker on, as a module inside must not enter."""
+    is_on, turn = torch.is_autocast_enabled, partial(torch.set_autocast_enabled, plan.marker)
+
+    def why(given: Any, error: str) -> str | None:
+        return None if is_on(plan.device_type) else SWITCHED_OFF
+
+    return Casts(nullcontext, partial(is_on, plan.marker), lambda _: turn(True), turn, why=why)
 
 
 class Calls:
@@ -81,44 +109,42 @@ class Calls:
     """
 
     def __init__(self) -> None:
-        self._ways: dict[tuple[int, ...], deque[bool]] = {}
-        self._memory: dict[tuple[int, ...], list[StorageWeakRef]] = {}
+        self._ways: dict[tuple[int, ...], tuple[deque[bool], list[StorageWeakRef]]] = {}
         self._room = _MANY
 
     def note(self, args: Any, kwargs: Any, *, entered: bool) -> None:
         hooked = saved_tensor_hooks(True) is not None
-        if not hooked and (torch.is_grad_enabled() or not _asks_for_gradients(args, kwargs)):
+        if not hooked and torch.is_grad_enabled():
             return
-        key, memory = _memory_of(args, kwargs)
+        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if not hooked and not any(leaf.requires_grad for leaf in leaves):
+            return
+        key, memory = _memory_of(leaves)
         if len(self._ways) >= self._room:
-            for freed in [each for each in self._ways if self._is_freed(each)]:
-                del self._ways[freed], self._memory[freed]
+            self._ways = {each: kept for each, kept in self._ways.items() if self._known(each) is not None}
             self._room = max(_MANY, 2 * len(self._ways))
-        if key not in self._ways or self._is_freed(key):
-            self._ways[key] = deque(maxlen=_MANY)
-            self._memory[key] = [StorageWeakRef(storage) for storage in memory]  # type: ignore[no-untyped-call]
-        self._ways[key].appendleft(entered)
+        ways = self._known(key)
+        if ways is None:
+            ways = deque(maxlen=_MANY)
+            self._ways[key] = ways, [StorageWeakRef(storage) for storage in memory]  # type: ignore[no-untyped-call]
+        ways.appendleft(entered)
 
     def repeated(self, args: Any, kwargs: Any) -> bool | None:
         """Returns whether a repeated call entered the plan at first; None if no call with these arguments is known."""
-        key, _ = _memory_of(args, kwargs)
-        ways = self._ways.get(key)
-        if ways is None or self._is_freed(key):
+        ways = self._known(_memory_of(tree_leaves((args, kwargs)))[0])
+        if ways is None:
             return None
         ways.rotate(-1)  # a graph that is kept is run through again in the same order
         return ways[-1]
 
-    def _is_freed(self, key: tuple[int, ...]) -> bool:
-        return any(reference.expired() for reference in self._memory[key])  # type: ignore[no-untyped-call]
+    def _known(self, key: tuple[int, ...]) -> deque[bool] | None:
+        ways, memory = self._ways.get(key, (None, []))
+        return None if any(reference.expired() for reference in memory) else ways  # type: ignore[no-untyped-call]
 
 
-def _asks_for_gradients(args: Any, kwargs: Any) -> bool:
-    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves((args, kwargs)))
-
-
-def _memory_of(args: Any, kwargs: Any) -> tuple[tuple[int, ...], list[Any]]:
+def _memory_of(leaves: Iterable[Any]) -> tuple[tuple[int, ...], list[Any]]:
     storages = []
-    for leaf in tree_leaves((args, kwargs)):
+    for leaf in leaves:
         if isinstance(leaf, Tensor):
             try:
                 storages.append(leaf.untyped_storage())
@@ -135,9 +161,8 @@ class Gate:
     full: Callable[[nn.Parameter], Tensor]  # the fp32 value of a parameter that is stored low
     lent: Callable[[], AbstractContextManager[Any]]  # in it the session stores all parameters in fp32
     outside: Casts | None = None  # for calls from outside of the model's forward; without them the gate does nothing
-    inside: Casts | None = None  # for calls from inside, if the module computes otherwise than its caller there
+    inside: Casts | None = None  # for calls from inside
     asks: bool = False  # whether `inside` enters nothing, so that a call from inside is one of a door
-    active: bool = field(init=False)
     copies: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)  # they leave the session with it
     calls: Calls = field(default_factory=Calls)
     kept: dict[str, nn.Parameter] = field(default_factory=dict)  # stored in fp32, read low by the module's own code
@@ -146,15 +171,12 @@ class Gate:
     forward: Callable[..., Any] | None = None  # the function that enters it
     began_with_grad: bool | None = None  # whether gradients were on when the forward began; None: it does not run
 
-    def __post_init__(self) -> None:
-        self.active = self.outside is not None
-
     def way(self, args: Any, kwargs: Any) -> Casts | None:
-        """Returns the casts around a call: `inside`, `outside`, or None for a call that runs as written."""
-        # As written, or only as `inside` says, if the model itself switched autocast off around the call. A module with
-        # casts of its own inside does not ask: there its caller's rule may have switched it off.
+        """Returns the casts around a call; None once the session is closed."""
+        # `inside` too if the model itself switched autocast off around the call. A module with casts of its own inside
+        # does not ask: there its caller's rule may have switched it off.
         entered = torch.is_autocast_enabled(self.plan.marker)
-        if (self.inside is not None and not self.asks) or torch.compiler.is_compiling():
+        if not self.asks or torch.compiler.is_compiling():
             return self.inside if entered else self.outside
         if in_backward():  # the thread's flags cannot tell there, so a call runs as its first run did
             first = self.calls.repeated(args, kwargs)
@@ -178,28 +200,24 @@ class Gate:
 
 def run_eager(casts: Casts, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
     """Makes a call under the plan in eager code, with all that belongs around it."""
-    if casts.begin is not None:
-        casts.begin()
-    if casts.before is not None and module.training and torch.is_grad_enabled():
-        casts.before()
+    around = casts.around
+    if around is not None:
+        if around.begin is not None:
+            around.begin()
+        if around.before is not None and module.training and torch.is_grad_enabled():
+            around.before()
     given = args, kwargs
     if casts.cast_in is not None:
         args, kwargs = casts.cast_in(args, kwargs)
-    with _NOBODY_LOOKS if casts.around is None else casts.around():
+    with _NOBODY_LOOKS if around is None or around.emulating is None else around.emulating():
         try:
             out = _entered(casts, call, module, *args, **kwargs)
         except RuntimeError as error:
-            if _LOW.search(str(error)):  # else it may be of integers, which no plan casts
-                explain(error, type(module).__name__, _why_mixed(given, str(error)))
+            why = casts.why(given, str(error))
+            if why is not None:
+                explain(error, type(module).__name__, why)
             raise
         return out if casts.cast_out is None else casts.cast_out(out, *given)
-
-
-def _why_mixed(given: Any, error: str) -> str:
-    """Returns why an operation got two formats in a call with the arguments `given`, after which torch said `error`."""
-    came = {leaf.dtype for leaf in tree_leaves(given) if isinstance(leaf, Tensor)}
-    wide = [dtype for dtype, words in _NO_PLAN_CASTS.items() if dtype in came and words.search(error)]
-    return GIVEN.format(dtype=wide[0]) if wide else INSIDE
 
 
 def _entered(casts: Casts, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -222,12 +240,6 @@ def explain(error: RuntimeError, where: str, why: str) -> None:
         error.args = (f"{error} ({where}: {why})", *error.args[1:])
 
 
-def run_in_region(casts: Casts, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Runs a module's `__call__` under the plan, so that its hooks run there too; its forward makes the casts."""
-    with _NOBODY_LOOKS if casts.around is None else casts.around():
-        return _entered(casts, call, module, *args, **kwargs)
-
-
 @compiled_inside
 def run_traced(casts: Casts, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
     """Makes a call under the plan with its casts, in a form that torch.compile can trace."""
@@ -237,29 +249,3 @@ def run_traced(casts: Casts, call: Callable[..., Any], module: nn.Module, args: 
     with casts.region():
         out = call(module, *args, **kwargs)
     return out if casts.cast_out is None else casts.cast_out(out, *given)
-
-
-def run_as_written(plan: Switch, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Makes a call around which the model's own code has changed autocast, without casts."""
-    switched_off = not torch.is_autocast_enabled(plan.device_type)
-    try:
-        return _with_marker(plan.marker, call, module, args, kwargs)
-    except RuntimeError as error:
-        if switched_off:
-            explain(error, type(module).__name__, SWITCHED_OFF)
-        raise
-
-
-def _with_marker(marker: str, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Makes a call with the plan's marker on, without which a module inside would enter the plan."""
-    if torch.is_autocast_enabled(marker):
-        return call(module, *args, **kwargs)
-    try:
-        try:
-            torch.set_autocast_enabled(marker, True)
-            return call(module, *args, **kwargs)
-        finally:
-            torch.set_autocast_enabled(marker, False)
-    except BaseException:  # a Ctrl-C may have come in the middle of the line above
-        torch.set_autocast_enabled(marker, False)
-        raise

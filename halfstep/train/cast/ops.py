@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from types import BuiltinFunctionType
 from typing import Any
@@ -59,15 +59,13 @@ class OpEngine:
         wide_backward: WideBackward = (),
         *,
         emulate: bool = False,
+        products: str = "plan",
+        units: Units = "bf16",
     ) -> None:
         self.low = low
         self.device_type = device_type
-        self._table = Table(device_type, frozenset(actions.items()), wide_backward, emulate)
+        self._table = Table(device_type, frozenset(actions.items()), wide_backward, emulate, products, units)
         self._marker = ""
-
-    def multiply_by(self, recipe: str, units: Units) -> None:
-        """Has the linear layers multiply by a recipe, with the results of `units`, once the engine is open."""
-        self._table = replace(self._table, products=recipe, units=units)
 
     def open(self) -> None:
         """Registers the kernels of the op table with torch's dispatcher."""
@@ -98,13 +96,8 @@ class OpEngine:
                 yield
             return
         reach(marker)
-        with TorchAutocast(marker), TorchAutocast(self.device_type, dtype=self.low):
-            others = REGISTRY.others(marker)
-            if not others:
-                yield
-            else:
-                with _without(others):
-                    yield
+        with TorchAutocast(marker), TorchAutocast(self.device_type, dtype=self.low), _without(REGISTRY.others(marker)):
+            yield
 
     def entered(self, enabled: bool = True) -> AbstractContextManager[None]:
         """Returns a context manager that does what `region` does, for eager code; a Ctrl-C leaves nothing switched."""
@@ -191,9 +184,8 @@ def _turn_on(token: Token) -> None:
 
 @contextmanager
 def _without(markers: tuple[str, ...]) -> Iterator[None]:
-    with TorchAutocast(markers[0], enabled=False):
-        if len(markers) == 1:
-            yield
-        else:
-            with _without(markers[1:]):
-                yield
+    if not markers:
+        yield
+        return
+    with TorchAutocast(markers[0], enabled=False), _without(markers[1:]):
+        yield

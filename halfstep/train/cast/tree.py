@@ -71,9 +71,7 @@ def _change(fn: Change, obj: Any, to: torch.dtype | None, inside: tuple[int, ...
         parts: Any = enumerate(obj)
     elif isinstance(obj, Mapping):
         parts = obj.items()
-    elif isinstance(obj, _LEAVES) or id(obj) in inside:
-        return None
-    elif not (dataclasses.is_dataclass(obj) or callable(getattr(type(obj), "to", None))):
+    elif isinstance(obj, _LEAVES) or not _has_attributes(obj) or id(obj) in inside:
         return None
     elif to is not None and not dataclasses.is_dataclass(obj) and not tensors_of(obj):
         try:
@@ -94,6 +92,10 @@ def _change(fn: Change, obj: Any, to: torch.dtype | None, inside: tuple[int, ...
             if new is not None:
                 changed[key] = new
     return _rebuilt(obj, changed) if changed else None
+
+
+def _has_attributes(obj: Any) -> bool:
+    return dataclasses.is_dataclass(obj) or callable(getattr(type(obj), "to", None))
 
 
 def _attributes(obj: Any) -> list[tuple[str, Any]]:
