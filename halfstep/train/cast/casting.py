@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -30,7 +31,7 @@ from halfstep.train.cast.modules import CastOut, Undo, bake, holds_state, inputs
 from halfstep.train.cast.narrow import MULTIPLIES, Layers
 from halfstep.train.cast.opregistry import REGISTRY
 from halfstep.train.cast.ops import OpEngine, Switch, Token
-from halfstep.train.cast.probabilities import Learned, Scope, enter_forward, leave_forward, new_forward, widened
+from halfstep.train.cast.probabilities import THREAD, Forward, Learned, widened
 from halfstep.train.cast.reading import reading_of
 from halfstep.train.cast.recipes import RECIPES, Units
 from halfstep.train.cast.tree import map_tensors
@@ -177,26 +178,15 @@ class Casting:
         def enter(token: Token) -> None:
             engine.enter(token, enabled=low and not self._as_written)
 
-        def read_both() -> tuple[Scope, Token]:
-            return new_forward(self._learned), engine.read()
-
-        def enter_both(token: tuple[Scope, Token]) -> None:
-            enter_forward(token[0])
-            engine.enter(token[1], enabled=low and not self._as_written)
-
-        def leave_both(token: tuple[Scope, Token]) -> None:
-            engine.leave(token[1])
-            leave_forward(token[0])
-
-        widens = low and formats.output is FP32
-        return Casts(
+        casts = Casts(
             region=lambda: engine.region(enabled=low and not self._as_written),
-            read=read_both if widens else engine.read,
-            enter=enter_both if widens else enter,
-            leave=leave_both if widens else engine.leave,
+            read=engine.read,
+            enter=enter,
+            leave=engine.leave,
             cast_in=None if formats.input is None else inputs_to(formats.input.dtype),
             cast_out=_cast_out(formats, look),
         )
+        return keeping(self._learned, casts) if low and formats.output is FP32 else casts
 
     def hold(self, layers: Layers) -> Undo:
         """Takes the layers that multiply by a recipe; returns a function that lets them go."""
@@ -291,6 +281,23 @@ class _TellsOfCopies:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, (RuntimeError, MemoryError)) and is_out_of_memory(error) and self._why not in str(error):
             error.args = (f"{error} ({self._why})", *error.args[1:])
+
+
+def keeping(learned: Learned, casts: Casts) -> Casts:
+    """Returns the casts around a forward in which is kept how to compute its probabilities again in fp32."""
+
+    def read() -> Any:
+        return THREAD.now, Forward(learned, sys._getframe(1).f_code), casts.read()
+
+    def enter(token: Any) -> None:
+        THREAD.now = token[1]
+        casts.enter(token[2])
+
+    def leave(token: Any) -> None:
+        casts.leave(token[2])
+        THREAD.now, THREAD.ended, _ = token
+
+    return replace(casts, read=read, enter=enter, leave=leave)
 
 
 def multiplying(by_recipe: bool, casts: Casts) -> Casts:

@@ -144,13 +144,8 @@ class _Device:
 @marked_constant
 def reach(marker: str, on: bool = True) -> bool:
     """Makes the operations of this thread meet the kernels that have the marker's key, while the marker is on."""
-    set_key_included(_keys()[marker], on)
+    set_key_included(_KEYS[marker], on)
     return on
-
-
-@cache
-def _keys() -> dict[str, Any]:
-    return {marker: _key_of(autocast_key(marker)) for marker in MARKERS}
 
 
 def may_be_repeated() -> bool:
@@ -165,6 +160,9 @@ def may_be_repeated() -> bool:
 def autocast_key(device_type: str) -> str:
     """Returns the name of the dispatch key of autocast for a device type."""
     return f"Autocast{device_type.upper()}"
+
+
+_KEYS = {marker: _key_of(autocast_key(marker)) for marker in MARKERS}
 
 
 @cache

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 
 from halfstep.formats import is_low
 from halfstep.later import Later, is_capturing
@@ -54,60 +55,18 @@ class Kept:
     whether the result was found in an output.
     """
 
-    __slots__ = (
-        *(
-            "__weakref__",
-            "again",
-            "corrected",
-            "counted",
-            "dtype",
-            "full",
-            "full_with_gradient",
-            "given",
-            "left",
-            "node",
-        ),
-        *("shape", "stride", "versions"),
-    )
-
     def __init__(self, result: Tensor, node: str, given: Sequence[Tensor], again: Callable[[], Tensor] | None) -> None:
         self.given, self.again, self.node = given, again, node
         self.dtype, self.shape, self.stride = result.dtype, result.shape, result.stride()
         self.counted = not result.is_inference()  # in inference mode nobody counts what is written into a tensor
         self.versions = [version_of(each) for each in (result, *given)] if self.counted else []
         self.left = self.corrected = False
-        self.full: Tensor | None = None
-        self.full_with_gradient: Tensor | None = None
-
-    def is_exact(self, value: Tensor) -> bool:
-        """Tells whether nothing was written into the result, of which `value` is a view, or into the inputs."""
-        return self.counted and [version_of(each) for each in (value, *self.given)] == self.versions
-
-    def compute(self, *, with_gradient: bool) -> Tensor:
-        """Returns the whole result in fp32; computed once with a gradient and once without."""
-        name = "full_with_gradient" if with_gradient else "full"
-        if getattr(self, name) is None:
-            assert self.again is not None
-            with torch.set_grad_enabled(with_gradient):
-                setattr(self, name, self.again())
-        full: Tensor = getattr(self, name)
-        return full
+        self.full: dict[bool, Tensor] = {}  # the whole result in fp32, by whether it has a gradient
 
     def correct(self, value: Tensor) -> None:
         """Has the operation's own node give the gradient of the result in fp32, whatever lies behind it."""
-        node = value.grad_fn
-        for _ in range(_NODES):
-            if node is None or node.name() == self.node or len(node.next_functions) != 1:
-                break
-            node = node.next_functions[0][0]
-        again = self.again
-        if (
-            self.corrected
-            or node is None
-            or node.name() != self.node
-            or not self.counted
-            or getattr(again, "func", None) is not _again
-        ):
+        node, again = _node_of(value, self.node, through=True), self.again
+        if self.corrected or node is None or not self.counted or getattr(again, "func", None) is not _again:
             return
         self.corrected = True
         op, given, rest = again.args  # type: ignore[union-attr]
@@ -128,8 +87,8 @@ class Kept:
 
     def clear(self) -> None:
         """Drops the inputs and what was computed from them."""
-        self.again = self.full = self.full_with_gradient = None
-        self.given = ()
+        self.again, self.given = None, ()
+        self.full.clear()
 
 
 class Stuck:
@@ -173,8 +132,6 @@ class Forward:
     `caller` is the function that runs the forward; what calls that one does not count as part of a place.
     """
 
-    __slots__ = ("caller", "kept", "leaves", "stuck")
-
     def __init__(self, learned: Learned, caller: CodeType) -> None:
         self.leaves, self.stuck, self.caller = learned.leaves, learned.stuck, caller
         self.kept: list[tuple[int | None, weakref.ref[Kept]]] = []
@@ -190,30 +147,12 @@ class Forward:
         self.kept.clear()
 
 
-Scope = tuple[Forward | None, Forward]
-
-
 class _Thread(threading.local):
     now: Forward | None = None  # the forward that the thread is in
     ended: Forward | None = None  # the one whose outputs it casts next
 
 
-_THREAD = _Thread()
-
-
-def new_forward(learned: Learned) -> Scope:
-    """Returns what `enter_forward` and `leave_forward` take: the forward that the thread is in, and one inside it."""
-    return _THREAD.now, Forward(learned, sys._getframe(2).f_code)
-
-
-def enter_forward(scope: Scope) -> None:
-    """Starts to keep the inputs of probabilities in this thread."""
-    _THREAD.now = scope[1]
-
-
-def leave_forward(scope: Scope) -> None:
-    """Ends what `enter_forward` started; the outputs may be cast after it."""
-    _THREAD.now, _THREAD.ended = scope
+THREAD = _Thread()
 
 
 @compiled_inside
@@ -221,7 +160,7 @@ def widened(outputs: Any, map_tensors: Callable[[Callable[[Tensor], Tensor], Any
     """Returns the outputs of the forward that has just ended, with the probabilities in them computed in fp32."""
     if torch.compiler.is_compiling():
         return map_tensors(_widen_traced, outputs)
-    forward, _THREAD.ended = _THREAD.ended, None
+    forward, THREAD.ended = THREAD.ended, None
     if forward is None or not forward.kept:
         return outputs
     try:
@@ -265,7 +204,7 @@ def probability(site: OpSite) -> Act:
     def act(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if in_dynamo():  # which, after a break of its graph, may trace this function
             return site.excluded(args, kwargs)
-        forward, given = _THREAD.now, args[0]
+        forward, given = THREAD.now, args[0]
         if not is_low(given.dtype) or (forward is None and not keyset.has(_TRACING)):
             return site.excluded(args, kwargs)
         place = None if forward is None or given.numel() <= SMALL else _place(forward.caller)
@@ -286,7 +225,7 @@ def carrying(site: OpSite, act: Act) -> Act:
     name = overload_name(schema_of(site.overload))
 
     def carry(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        forward = _THREAD.now
+        forward = THREAD.now
         if in_dynamo() or ((not forward.kept) if forward is not None else (not keyset.has(_TRACING))):
             return act(keyset, args, kwargs)
         given = [each for arg in args for each in (arg if isinstance(arg, (list, tuple)) else (arg,))]
@@ -295,7 +234,8 @@ def carrying(site: OpSite, act: Act) -> Act:
         out = act(keyset, args, kwargs)
         moved, again = out, partial(_carry_again, site.overload, args, kwargs)
         if name in PICKING:
-            moved, again = out[0], partial(_picked_again, given[0], out[1], _dim(site, args, kwargs))
+            dim = {**dict(zip(site.arguments, args, strict=False)), **kwargs}.get("dim", -1)
+            moved, again = out[0], partial(_picked_again, given[0], out[1], dim)
         if is_low(moved.dtype):
             node = "" if moved.grad_fn is None else moved.grad_fn.name()
             _keep(forward, moved, node, [each for each in given if isinstance(each, Tensor)], again, None)
@@ -316,12 +256,6 @@ def _wide(given: Any) -> Any:
     if isinstance(given, (list, tuple)):
         return [_wide(each) for each in given]
     return widen(given).float() if isinstance(given, Tensor) and is_low(given.dtype) else given
-
-
-def _dim(site: OpSite, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
-    place = site.arguments.index("dim")
-    dim: int = args[place] if place < len(args) else kwargs.get("dim", -1)
-    return dim
 
 
 def _picked_again(given: Tensor, indices: Tensor, dim: int) -> Tensor:
@@ -367,10 +301,17 @@ def _storage_of(value: Tensor) -> torch.UntypedStorage | None:
 def _full(kept: Kept, value: Tensor) -> Tensor:
     """Returns an output computed again, with a gradient that goes the way of the output's own, where it has one."""
     with_gradient = torch.is_grad_enabled() and value.requires_grad
-    full = _as_viewed(kept, kept.compute(with_gradient=with_gradient), value)
-    if not kept.is_exact(value):
+    whole = kept.full.get(with_gradient)
+    if whole is None:
+        assert kept.again is not None
+        with torch.set_grad_enabled(with_gradient):
+            whole = kept.full[with_gradient] = kept.again()
+    full = _as_viewed(kept, whole, value)
+    if (
+        not kept.counted or [version_of(each) for each in (value, *kept.given)] != kept.versions
+    ):  # something was written
         full = torch.where(_is_same(full.detach(), value.detach()), full, value.float())
-    if with_gradient and not (full.requires_grad and _comes_from(value.grad_fn, kept.node)):
+    if with_gradient and not (full.requires_grad and _node_of(value, kept.node)):
         wide = value.float()  # a function of the user's may change the gradient on its way
         full = wide + (full - wide).detach()
         kept.correct(value)
@@ -393,17 +334,16 @@ def _as_viewed(kept: Kept, full: Tensor, value: Tensor) -> Tensor:
     return full.as_strided(value.shape, value.stride(), value.storage_offset())
 
 
-def _comes_from(node: Any, name: str) -> bool:
-    """Tells whether only torch's own views lie between an autograd node and that of the result."""
+def _node_of(value: Tensor, name: str, *, through: bool = False) -> Any:
+    """Returns the autograd node of this name behind a value and torch's own views, `through` users' functions too."""
+    node: Any = value.grad_fn
     for _ in range(_NODES):
-        if node is None or isinstance(node, torch.autograd.function.BackwardCFunction):
-            return False
-        if node.name() == name:
-            return True
-        if len(node.next_functions) != 1:
-            return False
+        if node is None or node.name() == name:
+            return node
+        if len(node.next_functions) != 1 or (isinstance(node, BackwardCFunction) and not through):
+            return None
         node = node.next_functions[0][0]
-    return False
+    return None
 
 
 def _place(caller: CodeType) -> int:
