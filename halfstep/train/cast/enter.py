@@ -11,7 +11,7 @@ import copyreg
 import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -89,31 +89,24 @@ def _explaining(methods: dict[str, FunctionType], inside: Switch) -> dict[str, F
     """Returns wrappers of the methods, by name, that add advice to torch's errors about mixed formats."""
     is_on = torch.is_autocast_enabled
 
-    def saving(method: FunctionType) -> FunctionType:
+    def explaining(name: str, method: FunctionType) -> FunctionType:
+        saves = name.startswith(SAVING)
+
         @functools.wraps(method)
         def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             gate = self.__dict__.get(GATE)
             if gate is None or is_on(inside.marker) or torch.compiler.is_compiling():
                 return method(self, *args, **kwargs)
-            with gate.lent():
-                return method(self, *args, **kwargs)
+            with gate.lent() if saves else nullcontext():
+                try:
+                    return method(self, *args, **kwargs)
+                except RuntimeError as error:
+                    explain(error, f"{type(self).__name__}.{method.__name__}", OUTSIDE)
+                    raise
 
         return call  # type: ignore[return-value]
 
-    def explaining(method: FunctionType) -> FunctionType:
-        @functools.wraps(method)
-        def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if is_on(inside.marker) or torch.compiler.is_compiling():
-                return method(self, *args, **kwargs)
-            try:
-                return method(self, *args, **kwargs)
-            except RuntimeError as error:
-                explain(error, f"{type(self).__name__}.{method.__name__}", OUTSIDE)
-                raise
-
-        return call  # type: ignore[return-value]
-
-    return {name: (saving if name.startswith(SAVING) else explaining)(method) for name, method in methods.items()}
+    return {name: explaining(name, method) for name, method in methods.items()}
 
 
 def _methods(base: type[nn.Module]) -> dict[str, FunctionType]:

@@ -12,7 +12,7 @@ import importlib
 import sys
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -44,26 +44,20 @@ def call_as(
     category: OpList, switch: Switch, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Calls a Python function as an op of one list (allow, deny, infer or promote): casts its floating arguments."""
-    dtypes = {"allow": switch.low, "deny": torch.float32}
-    dtype = _widest(args, kwargs) if category == "promote" else dtypes.get(category)
-    if dtype is not None:
+    dtype = {"allow": switch.low, "deny": torch.float32, "promote": torch.float32}.get(category)
+    differ = category != "promote" or len({t.dtype for t in tensors_of((args, kwargs)) if t.dtype in CASTABLE}) > 1
+    if dtype is not None and differ:
         args, kwargs = cast_floats(args, dtype), cast_floats(kwargs, dtype)
     with TorchAutocast(switch.device_type, dtype=switch.low, enabled=False):
         return function(*args, **kwargs)
 
 
-@dataclass
 class _Attribute:
     """An attribute of a module or class whose value is a function; a wrapper replaces it while a session patches it."""
 
-    holder: Any
-    name: str
-    function: Callable[..., Any]
-    wrapper: Any = None
-    patches: list[_Patch] = field(default_factory=list)
-
-    def install(self) -> None:
-        function, patches = self.function, self.patches
+    def __init__(self, holder: Any, name: str) -> None:
+        function: Callable[..., Any] = getattr(holder, name)
+        patches: list[_Patch] = []
 
         @functools.wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -72,11 +66,11 @@ class _Attribute:
                     return patch.call(function, args, kwargs)
             return function(*args, **kwargs)
 
-        self.own = vars(self.holder).get(self.name)
-        self.wrapper = wrapper
+        self.holder, self.name, self.function, self.wrapper, self.patches = holder, name, function, wrapper, patches
+        self.own = vars(holder).get(name)
         wrapper._halfstep_place = self  # type: ignore[attr-defined]
         bound = isinstance(self.own, (staticmethod, classmethod)) or hasattr(function, "__self__")
-        setattr(self.holder, self.name, staticmethod(wrapper) if isinstance(self.holder, type) and bound else wrapper)
+        setattr(holder, name, staticmethod(wrapper) if isinstance(holder, type) and bound else wrapper)
 
     def remove(self, patch: _Patch) -> None:
         with _LOCK:
@@ -181,13 +175,6 @@ def _place(holder: Any, name: str, patch: _Patch) -> _Attribute:
         current = getattr(holder, name)
         place = getattr(current, "_halfstep_place", None)
         if not isinstance(place, _Attribute) or place.wrapper is not current:
-            place = _Attribute(holder, name, current)
-            place.install()
+            place = _Attribute(holder, name)
         place.patches.append(patch)
         return place
-
-
-def _widest(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
-    """Returns fp32 if the fp32, fp16 and bf16 tensors among the arguments differ in dtype, else None."""
-    found = {t.dtype for t in tensors_of((args, kwargs)) if t.dtype in CASTABLE}
-    return torch.float32 if len(found) > 1 else None

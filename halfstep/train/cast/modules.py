@@ -66,21 +66,8 @@ class Values32(Protocol):
         """Called after the tensor from `load` was copied into the parameter; the fp32 value stays as `load` set it."""
 
 
-class Given:
-    """Remembers for each parameter the fp32 tensor that was last put into a state dict, and its name there."""
-
-    def __init__(self) -> None:
-        self._last: dict[int, tuple[str, weakref.ref[Tensor]]] = {}
-
-    def note(self, parameter: nn.Parameter, name: str, state: dict[str, Any]) -> None:
-        """Records that a state dict has a parameter's value under this name."""
-        self._last[id(parameter)] = name, weakref.ref(state[name])
-
-    def in_state(self, state: dict[str, Any], parameter: nn.Parameter) -> Tensor | None:
-        """Returns the tensor that `state` already holds for a tied parameter under another name, else None."""
-        name, value = self._last.get(id(parameter), ("", None))
-        known = None if value is None else value()
-        return known if known is not None and state.get(name) is known else None
+Given = dict[int, tuple[str, weakref.ref[Tensor]]]
+"""For each parameter, by id: its name in the state dict that last got its fp32 value, and that tensor."""
 
 
 def keep_checkpoints_full(module: nn.Module, values: Values32, given: Given) -> Undo:
@@ -91,9 +78,12 @@ def keep_checkpoints_full(module: nn.Module, values: Values32, given: Given) -> 
     def give(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         for name, parameter in _kept(module, values):
             if prefix + name in state:
-                value = given.in_state(state, parameter)
-                state[prefix + name] = values.full(parameter).detach() if value is None else value
-                given.note(parameter, prefix + name, state)
+                tied, last = given.get(id(parameter), ("", None))  # of a tied parameter, under another name
+                known = None if last is None else last()
+                fresh = known is None or state.get(tied) is not known
+                value: Tensor = values.full(parameter).detach() if fresh else state[tied]
+                state[prefix + name] = value
+                given[id(parameter)] = prefix + name, weakref.ref(value)
 
     def take(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
         _check_entries(module, state, prefix, values)

@@ -89,32 +89,24 @@ class OpSite:
         given = len(args)
         for i in self._tensors:
             if i < given and isinstance(args[i], _NUMBERS):
-                return self._below_with_number(args, kwargs)
+                return self._below_undispatched(keyset, args, kwargs)
         if keyset.has(_TRACING):
-            return self._below_traced(keyset, args, kwargs)
+            return self._below_undispatched(keyset, args, kwargs)
         return self._redispatch(keyset & self._after, *args, **kwargs)
 
-    def _below_with_number(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Does what `below` does where the schema has a tensor and a call, such as `x * 2.0`, a Python number."""
-        # Torch's dispatcher passes such a number to a Python kernel as it is, but does not take it in a redispatch.
+    def _below_undispatched(self, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Does what `below` does in traced code, and where a call, as `x * 2.0`, has a number in place of a tensor."""
+        # A redispatch takes no such number. In traced code it would skip decompositions that are written in Python, and
+        # the tracing dispatcher starts again from all keys, so a key set without autocast would have no effect.
         if not self._composite:
-            return self.excluded(args, kwargs)
-        return call_by_key(self.overload)(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
-
-    def _below_traced(self, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Does what `below` does, in code that torch.compile traces."""
-        # A redispatch would skip decompositions that are written in Python, so these are called directly. An op
-        # without parts runs with autocast excluded: the tracing dispatcher starts again from all keys, so a key set
-        # without autocast would have no effect.
-        if not self._composite:
-            return self.excluded(args, kwargs)
-        decompose = kernels_in_python(self.overload).get(_COMPOSITE)
+            return self.excluded(keyset, args, kwargs)
+        decompose = kernels_in_python(self.overload).get(_COMPOSITE) if keyset.has(_TRACING) else None
         if decompose is not None:
             return decompose(*args, **kwargs)
-        return self._redispatch(keyset & self._after, *args, **kwargs)
+        return call_by_key(self.overload)(_COMPOSITE, *args, **kwargs)
 
-    def excluded(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Runs the op and all its parts without autocast."""
+    def excluded(self, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Runs the op and all its parts without autocast; the key set is not read."""
         set_key_excluded(self.key, True)  # faster than torch's guard
         set_key_excluded(self.place, True)
         try:
@@ -199,7 +191,7 @@ def _low(site: OpSite) -> Act:
     device_type = site.device_type
 
     def act(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return site.excluded(*site.cast_all(args, kwargs, torch.get_autocast_dtype(device_type)))
+        return site.excluded(keyset, *site.cast_all(args, kwargs, torch.get_autocast_dtype(device_type)))
 
     return act
 
@@ -235,7 +227,7 @@ def _recurrent(site: OpSite) -> Act:
         if by_cudnn and low is not torch.float16:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # cast weights are no one chunk of memory, and cuDNN warns each time
-                return site.excluded(*site.cast_all(args, kwargs, low))
+                return site.excluded(keyset, *site.cast_all(args, kwargs, low))
         return site.below(keyset, (*(site.cast(a, low) for a in args[:weights]), *args[weights:]), kwargs)
 
     return act
@@ -244,19 +236,15 @@ def _recurrent(site: OpSite) -> Act:
 def _full(site: OpSite) -> Act:
     if "dtype" in site.arguments and site.name not in _DTYPE_IN_VAIN:
         return _full_by_dtype(site)
-
-    def act(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return site.excluded(*site.cast_all(args, kwargs, torch.float32))
-
-    return act
+    return lambda keyset, args, kwargs: site.excluded(keyset, *site.cast_all(args, kwargs, torch.float32))
 
 
 def _full_of_logits(site: OpSite) -> Act:
     """Returns a function that computes in fp32 from what a sigmoid was given: a low one is 1 from small logits on."""
+    full = _full(site)
 
     def act(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = args if torch.compiler.is_dynamo_compiling() else (widen(args[0]), *args[1:])
-        return site.excluded(*site.cast_all(given, kwargs, torch.float32))
+        return full(keyset, args if torch.compiler.is_dynamo_compiling() else (widen(args[0]), *args[1:]), kwargs)
 
     return act
 
@@ -269,7 +257,7 @@ def _full_by_dtype(site: OpSite) -> Act:
         given = args[0]
         if is_low(given.dtype) and len(args) <= position and kwargs.get("dtype") is None and site.is_here(given):
             kwargs["dtype"] = torch.float32
-        return site.excluded(args, kwargs)
+        return site.excluded(keyset, args, kwargs)
 
     return act
 
@@ -281,7 +269,7 @@ def _promote(site: OpSite) -> Act:
         if len(site.dtypes(args, kwargs)) > 1:
             widest = args[0].dtype if into_first else torch.float32
             args, kwargs = site.cast_all(args, kwargs, widest)  # type: ignore[assignment]
-        return site.excluded(args, kwargs)
+        return site.excluded(keyset, args, kwargs)
 
     return act
 
@@ -294,7 +282,7 @@ def _norm(site: OpSite) -> Act:
     mixed, low_sums = on_cpu and site.name in _MIXED_ON_CPU, on_cpu and site.name in _LOW_SUMS_ON_CPU
     first = site.arguments.index("weight")
     parameters = slice(first, first + 2 if "bias" in site.arguments else first + 1)
-    run = _as_chosen(site)
+    run = site.excluded if site.name in _WHOLE else site.below
 
     def act(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = args[0].dtype
@@ -305,19 +293,12 @@ def _norm(site: OpSite) -> Act:
             return run(keyset, (args[0], *wide[1:]), named)
         if not (low and low_sums and any(has)) and len(site.dtypes(args, kwargs)) <= 1:
             return run(keyset, args, kwargs)
-        out = site.excluded(*site.cast_all(args, kwargs, torch.float32))
+        out = site.excluded(keyset, *site.cast_all(args, kwargs, torch.float32))
         if isinstance(out, Tensor):
             return site.cast(out, given)
         return (site.cast(out[0], given), *out[1:])  # native_layer_norm; its statistics stay fp32
 
     return act
-
-
-def _as_chosen(site: OpSite) -> Act:
-    """Returns a function that runs an op whose arguments are cast already, the fastest way that casts no part again."""
-    if site.name in _WHOLE:
-        return lambda keyset, args, kwargs: site.excluded(args, kwargs)
-    return site.below
 
 
 def _statistics(site: OpSite, action: Action) -> Act:
@@ -326,8 +307,7 @@ def _statistics(site: OpSite, action: Action) -> Act:
     weights = [site.arguments.index(name) for name in ("weight", "bias")]
     running = site.arguments.index("running_mean")
     device_type = site.device_type
-
-    run = _as_chosen(site)
+    run = site.excluded if site.name in _WHOLE else site.below
 
     def act(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         cast = list(args)
@@ -348,7 +328,7 @@ def _statistics(site: OpSite, action: Action) -> Act:
 
 
 def _refuse(site: OpSite) -> Act:
-    instead = REFUSED.get(site.name, "")
+    instead, full = REFUSED.get(site.name, ""), _full(site)
 
     def act(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if is_low(args[0].dtype) and site.is_here(args[0]):
@@ -357,7 +337,7 @@ def _refuse(site: OpSite) -> Act:
                 f"rounds to 0 or 1, whose logarithm is infinite; use {instead} on the logits, or pass "
                 f"ops={{'deny': ['{site.name}']}}, which computes it in fp32 from what the sigmoid was given"
             )
-        return site.excluded(*site.cast_all(args, kwargs, torch.float32))
+        return full(keyset, args, kwargs)
 
     return act
 
@@ -376,22 +356,15 @@ def _gather(site: OpSite) -> Act:
         is_sparse = sparse is not None and (args[sparse] if len(args) > sparse else kwargs.get("sparse", False))
         if weighted and len(site.dtypes(args, kwargs)) > 1:
             # no cast of the weight where its gradient is sparse, which torch cannot cast back
-            return site.excluded(*site.cast_all(args, kwargs, weight.dtype if is_sparse else torch.float32))
+            return site.excluded(keyset, *site.cast_all(args, kwargs, weight.dtype if is_sparse else torch.float32))
         if not is_low(weight.dtype) or not weight.requires_grad or (sparse is None and not weight.is_leaf):
             return site.below(keyset, args, kwargs)
         if is_sparse or not site.is_here(weight):
             return site.below(keyset, args, kwargs)
         (_, *rest), kwargs = site.cast_all(args, kwargs, torch.float32)
-        out = site.excluded((weight.float(), *rest), kwargs)
+        out = site.excluded(keyset, (weight.float(), *rest), kwargs)
         low = _CASTS[weight.dtype]
         return low(out) if isinstance(out, Tensor) else (low(out[0]), *out[1:])
-
-    return act
-
-
-def _infer(site: OpSite) -> Act:
-    def act(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return site.excluded(args, kwargs)
 
     return act
 
@@ -406,9 +379,9 @@ _MAKERS: dict[Action, Callable[[OpSite], Act]] = {
     "refuse": _refuse,
     "logits": _full_of_logits,
     "pass": lambda site: site.below,
-    "infer": _infer,
+    "infer": lambda site: site.excluded,
     "probability": probability,
-    "carry": _infer,
+    "carry": lambda site: site.excluded,
 }
 
 

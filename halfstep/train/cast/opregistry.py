@@ -16,7 +16,7 @@ import sys
 import threading
 import warnings
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -216,7 +216,7 @@ class Registry:
     def __init__(self) -> None:
         self._lock = DeferringLock()
         self._slots: dict[str, _Slot] = {}  # replaced, not changed: a finalizer may release while others() reads it
-        self._devices: dict[str, _Device] = {}  # by the key of their kernels
+        self._devices: defaultdict[str, _Device] = defaultdict(_Device)  # by the key of their kernels
         self._backward: _Device | None = None
         self._passing: dict[str, Any] = {}  # libraries by key
         self._last: dict[str, Table] = {}  # which table had a marker last, in order of use
@@ -340,7 +340,7 @@ class Registry:
         wanted: dict[str, Action] = {**dict.fromkeys((*AS_WRITTEN, *also), "pass"), **dict(table.actions)}
         for name, action in wanted.items():
             place = place_of(name, marker, table.device_type)
-            device = self._devices.get(place) or self._devices.setdefault(place, _Device())
+            device = self._devices[place]
             site = device.sites.get(name)  # what torch's own kernel does can only be read while ours is not there
             own = stock_action(name, table.device_type) if site is None else site.own
             if action == "gather" and table.device_type != "cpu":  # other devices add up in fp32 themselves
@@ -362,15 +362,16 @@ class Registry:
                 act = make_narrow(site.site, act, table.products, table.units) if narrow else act
                 site.acts = (*site.acts, (marker, act))
         if table.widens and self._backward is None:
+            op = FLASH_ATTENTION_CPU_BACKWARD
+            kernel = uncompiled(wide_attention(torch.library.get_kernel(op, "CPU"), self._wide_backward))
             self._backward = _Device()
-            self._register_backward(self._backward)
+            self._backward.library.impl(op, kernel, "CPU", with_keyset=True)  # type: ignore[no-untyped-call]
 
     def _let_pass(self, name: str, key: str) -> None:
         """Makes an operation pass the marker's key, where torch may have a kernel that switches the marker off."""
         # It has for MTIA and MAIA; what it casts is on such devices alone.
         if ":" not in name and has_kernel_for(f"aten::{name}", key):
-            device = self._devices.get(key) or self._devices.setdefault(key, _Device())
-            device.library.impl(name, torch.library.fallthrough_kernel, key)  # type: ignore[no-untyped-call]
+            self._devices[key].library.impl(name, torch.library.fallthrough_kernel, key)  # type: ignore[no-untyped-call]
 
     def _let_others_pass(self, place: str) -> None:
         """Makes operations without a kernel at a marker's key go on to the next key, as at every key of autocast."""
@@ -380,11 +381,6 @@ class Registry:
             library = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
             library.fallback(torch.library.fallthrough_kernel, place)  # type: ignore[no-untyped-call]
             self._passing[place] = library
-
-    def _register_backward(self, device: _Device) -> None:
-        stock = torch.library.get_kernel(FLASH_ATTENTION_CPU_BACKWARD, "CPU")
-        kernel = uncompiled(wide_attention(stock, self._wide_backward))
-        device.library.impl(FLASH_ATTENTION_CPU_BACKWARD, kernel, "CPU", with_keyset=True)  # type: ignore[no-untyped-call]
 
     def _wide_backward(self) -> WideBackward:
         """Returns pairs (head width, length), the limits within which attention runs its backward pass in fp32."""

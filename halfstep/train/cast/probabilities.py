@@ -203,15 +203,15 @@ def probability(site: OpSite) -> Act:
 
     def act(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if in_dynamo():  # which, after a break of its graph, may trace this function
-            return site.excluded(args, kwargs)
+            return site.excluded(keyset, args, kwargs)
         forward, given = THREAD.now, args[0]
         if not is_low(given.dtype) or (forward is None and not keyset.has(_TRACING)):
-            return site.excluded(args, kwargs)
+            return site.excluded(keyset, args, kwargs)
         place = None if forward is None or given.numel() <= SMALL else _place(forward.caller)
         keep = place is None or forward is None or forward.leaves.get(place, True)
         if into_first and keep:
             given = given.clone()
-        out = site.excluded(args, kwargs)
+        out = site.excluded(keyset, args, kwargs)
         if is_low(out.dtype):
             again = partial(_again, op, given, args[1:2]) if keep else None
             _keep(forward, out, node, (given,) if keep else (), again, place)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -71,14 +71,17 @@ class ProductSite(OpSite):
         self.in_one = self.name in _LAYERS
         self._by = _WAYS.get(self.name, _rounded_once)
 
-    def excluded(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def excluded(self, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Runs the op and all its parts without autocast, in fp32 if its operands are low; rounds the result."""
         low = _low_format(args, kwargs)
         if low is None or (not self.in_one and any(isinstance(mode, Emulation) for mode in mode_stack())):
-            return super().excluded(args, kwargs)
-        if in_functorch() is not None:
-            with _one_level_of_functorch():
+            return super().excluded(keyset, args, kwargs)
+        if in_functorch() is not None:  # which sees the fp32 operation again
+            _WITHIN.functorch = True
+            try:
                 return self._by(self, low, args, kwargs)
+            finally:
+                _WITHIN.functorch = False
         set_key_excluded(self.key, True)
         set_key_excluded(self.place, True)
         try:
@@ -88,32 +91,20 @@ class ProductSite(OpSite):
             set_key_excluded(self.key, False)
 
 
-class _Levels(threading.local):
-    """Tells whether this thread runs the fp32 operation of a product that a transform of torch.func will see again."""
-
-    inside = False
+class _Within(threading.local):
+    functorch = False  # whether the thread runs a product's fp32 operation under a transform of torch.func
 
 
-_LEVELS = _Levels()
-
-
-@contextmanager
-def _one_level_of_functorch() -> Iterator[None]:
-    """Returns a context in which kernels for products do nothing."""
-    _LEVELS.inside = True
-    try:
-        yield
-    finally:
-        _LEVELS.inside = False
+_WITHIN = _Within()
 
 
 def make_product(overload: OpOverload, device_type: str, action: Action, place: Any = None) -> Act:
     """Returns the function that runs a call of a product as `action` says, and emulates it; `place` as in `OpSite`."""
     site = ProductSite(overload, device_type, place)
-    act = make_act(site, action) if action != "pass" else lambda _, args, kwargs: site.excluded(args, kwargs)
+    act = make_act(site, "infer" if action == "pass" else action)
 
     def once(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return OpSite.excluded(site, args, kwargs) if _LEVELS.inside else act(keyset, args, kwargs)
+        return OpSite.excluded(site, keyset, args, kwargs) if _WITHIN.functorch else act(keyset, args, kwargs)
 
     return once
 

@@ -155,7 +155,7 @@ class Session:
         self._scratch = Scratch()
         self._store = MasterStore(plan.master, plan.low.dtype, self._joins)
         self._untrained: dict[int, nn.Parameter] = {}  # by id: weights that no optimizer updates
-        self._given = Given()
+        self._given: Given = {}
         self._casting = Casting(
             plan, device, emulate=decision.emulate, wide_backward=decision.facts.processor.wide_backward
         )
