@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep import FP16
 from halfstep.modes import as_called, run_uncompiled, uncompiled
-from halfstep.train.cast.emulate import Emulation
+from halfstep.train.cast.products import Emulation
 from tests.preflight.planted import product
 
 

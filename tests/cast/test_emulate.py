@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from halfstep.formats import BF16, FP16
 from halfstep.modes import uncompiled
-from halfstep.train.cast.emulate import PRODUCTS, Emulation
+from halfstep.train.cast.products import PRODUCTS, Emulation
 
 aten = torch.ops.aten
 Function = Callable[..., Tensor]

@@ -15,9 +15,8 @@ from halfstep.formats import BF16, FP16, Format
 from halfstep.plan.levels import level
 from halfstep.plan.optable import effective
 from halfstep.train.cast import products
-from halfstep.train.cast.emulate import Emulation
 from halfstep.train.cast.ops import OpEngine
-from halfstep.train.cast.products import EMULATED, KEEP_LOW_FROM
+from halfstep.train.cast.products import EMULATED, KEEP_LOW_FROM, Emulation
 from tests.cast.test_emulate import PRODUCT_CASES, same_bits
 
 Function = Callable[..., Tensor]

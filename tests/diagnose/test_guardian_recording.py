@@ -13,7 +13,7 @@ from halfstep.explain.diagnose import guardian
 from halfstep.explain.diagnose.counter import WINDOW
 from halfstep.explain.tape.absorbed import OverflowTrail
 from halfstep.explain.tape.recorder import OpRecorder
-from halfstep.train.cast.emulate import Emulation
+from halfstep.train.cast.products import Emulation
 from tests.contracts.cases import differing, mixed_plans, overflowing, snapshot, start, train
 from tests.diagnose.closures import alarm, closure_of, cross_entropy, run, session_on, train_on
 from tests.diagnose.faults.hosts import Cnn, images

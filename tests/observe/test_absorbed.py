@@ -8,7 +8,7 @@ from halfstep.explain.tape.recorder import OpRecorder
 from halfstep.formats import FP16
 from halfstep.modes import uncompiled
 from halfstep.torch_internals import tree_leaves
-from halfstep.train.cast.emulate import Emulation
+from halfstep.train.cast.products import Emulation
 
 LOW = torch.float16
 

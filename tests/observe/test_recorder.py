@@ -13,7 +13,7 @@ from halfstep.explain.tape.nonfinite import NonFinite, finite_range, nonfinite
 from halfstep.explain.tape.recorder import OpRecorder, is_brought_in
 from halfstep.formats import FP16
 from halfstep.modes import uncompiled
-from halfstep.train.cast.emulate import Emulation
+from halfstep.train.cast.products import Emulation
 
 INF, NAN = torch.inf, torch.nan
 

@@ -29,7 +29,7 @@ from halfstep.torch_internals import (
     tree_map_only,
     version_of,
 )
-from halfstep.train.cast.emulate import PRODUCTS
+from halfstep.train.cast.products import PRODUCTS
 from halfstep.train.probe.hooks import dense, tensors_in
 from halfstep.train.probe.window import owned
 from halfstep.train.scale.loss import graph_nodes

@@ -19,7 +19,7 @@ from halfstep.machine import FIRST_CAPABILITY, read_facts
 from halfstep.measurements import Footprint, Rate
 from halfstep.plan.levels import LEVELS, level
 from halfstep.timing import STEADY, speedup, spread, take_turns
-from halfstep.train.cast.emulate import Emulation
+from halfstep.train.cast.products import Emulation
 
 NATIVE, EMULATED = "native", "emulated"
 PRODUCT, CONVOLUTION, ATTENTION, COPY = "matrix product", "convolution", "attention", "copy"

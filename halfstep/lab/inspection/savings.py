@@ -24,7 +24,7 @@ from halfstep.lab.inspection.replay import Change, gain, gain_of_casts, narrowed
 from halfstep.measurements import Saving
 from halfstep.modes import is_custom
 from halfstep.torch_internals import CUSTOM_OPERATIONS, FLASH_ATTENTION_CPU_BACKWARD, schema_of, tree_leaves
-from halfstep.train.cast.emulate import is_emulated
+from halfstep.train.cast.products import is_emulated
 
 _HEAVY = 0.05  # of the step's time: a slow operation that takes less is not looked at
 _WORTH = 0.01  # of the step's time: what saves less is not told

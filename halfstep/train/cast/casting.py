@@ -23,7 +23,6 @@ from halfstep.plan.optable import effective
 from halfstep.plan.plan import Plan
 from halfstep.plan.resolve import ModuleFormats
 from halfstep.torch_internals import TorchDispatchMode, compiled_inside, in_backward, is_out_of_memory
-from halfstep.train.cast.emulate import Emulation
 from halfstep.train.cast.enter import gated
 from halfstep.train.cast.functions import patch_functions
 from halfstep.train.cast.gate import Around, Casts, Gate, as_written
@@ -32,6 +31,7 @@ from halfstep.train.cast.narrow import MULTIPLIES, Layers
 from halfstep.train.cast.opregistry import REGISTRY
 from halfstep.train.cast.ops import OpEngine, Switch, Token
 from halfstep.train.cast.probabilities import THREAD, Forward, Learned, widened
+from halfstep.train.cast.products import Emulation
 from halfstep.train.cast.reading import reading_of
 from halfstep.train.cast.recipes import RECIPES, Units
 from halfstep.train.cast.tree import map_tensors

@@ -76,7 +76,7 @@ class OpSite:
         self.key = getattr(DispatchKey, f"Autocast{device_type.upper()}")
         self.place = self.key if place is None else place
         self._after = keyset_after(self.key)
-        self.direct = _fastest_call(overload)
+        self.plain = self.direct = _fastest_call(overload)
         self._redispatch = redispatch_of(overload)
         types = [str(argument.type) for argument in schema_of(overload).arguments]
         self._tensors = [i for i, kind in enumerate(types) if kind == "Tensor"]
@@ -119,7 +119,7 @@ class OpSite:
         """Runs the op as if halfstep had no kernels; for calls while autocast of the device type is off."""
         set_key_excluded(self.place, True)
         try:
-            return self.direct(*args, **kwargs)
+            return self.plain(*args, **kwargs)
         finally:
             set_key_excluded(self.place, False)
 

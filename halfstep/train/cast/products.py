@@ -1,7 +1,8 @@
-"""Products of low tensors, computed in fp32 and rounded once, as three operations that autograd and torch.compile know.
+"""Tensor-core arithmetic on a device that lacks it: products of low tensors, computed in fp32 and rounded once.
 
-So the gradient of a product is again a product in fp32 of low operands, rounded once, and so is a gradient of a
-gradient. While `Emulation` (emulate.py) is on, which makes one operation of each, the kernels here do nothing.
+As kernels of the op engine they are three operations, which autograd and torch.compile know: so the gradient of a
+product is again a product in fp32 of low operands, rounded once, and so is a gradient of a gradient. While the mode
+`Emulation` is on, which makes one operation of each, these kernels do nothing.
 """
 
 from __future__ import annotations
@@ -19,24 +20,27 @@ from torch.nn import Parameter
 from torch.nn.attention import SDPBackend
 
 from halfstep.formats import Format, as_format, is_low, round_nearest
+from halfstep.modes import as_called, in_parts, is_composite
 from halfstep.plan.optable import Action
 from halfstep.torch_internals import (
+    ADDMM_ACTIVATION,
     FLASH_ATTENTION_CPU,
     FLASH_ATTENTION_CPU_BACKWARD,
+    TRILINEAR,
     DispatchKey,
     OpOverload,
+    TorchDispatchMode,
     attention_kernel,
     call_by_key,
     forced_keys,
+    holds_shapes,
     in_functorch,
     keys_excluded_here,
     keys_included_here,
     mode_stack,
     saved_tensor_hooks,
-    set_key_excluded,
     version_of,
 )
-from halfstep.train.cast.emulate import POWERS, Emulation
 from halfstep.train.cast.opkernels import RECURRENT, Act, OpSite, make_act
 
 aten = torch.ops.aten
@@ -63,6 +67,89 @@ ALSO_EMULATED = ("pow.Tensor_Scalar", "_grouped_mm")
 """Overloads that no row of the table casts, but that take many times fp32's time in low precision."""
 
 
+_FLASH = (FLASH_ATTENTION_CPU, FLASH_ATTENTION_CPU_BACKWARD)  # whose masks and sums may be fp32
+_OF_NESTED = (aten.linear.default, aten.matmul.default)  # which a nested tensor cannot take apart
+_POWER = aten.pow.Tensor_Scalar
+POWERS = (2, 3)  # of fp16: the CPU's own kernel gives the same bits in five times the time
+
+# What tensor cores compute. All else in a network is elementwise or a reduction, in fp16 as fast as in fp32 on a CPU.
+PRODUCTS: frozenset[OpOverload] = frozenset(
+    {
+        aten.mm.default,
+        aten.addmm.default,
+        aten.bmm.default,
+        aten.baddbmm.default,
+        aten.addbmm.default,
+        aten.mv.default,
+        aten.addmv.default,
+        aten.dot.default,
+        aten.vdot.default,
+        ADDMM_ACTIVATION,
+        TRILINEAR,
+        aten.convolution.default,
+        aten.convolution_backward.default,
+        aten.conv_tbc.default,
+        *_FLASH,
+    }
+)
+
+
+class Emulation(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's class has no annotations
+    """A dispatch mode that computes products of `low` tensors (fp16 or bf16) as a GPU's tensor cores do.
+
+    Operands are converted to fp32 without loss, multiplied and summed there, and the result is rounded once to `low`;
+    an overflow becomes inf. The same holds for a backward pass inside the mode. A product of mixed formats is not
+    affected: torch refuses it. A mode may be entered again inside itself; where code may be compiled, enter
+    `uncompiled(mode)`.
+
+    >>> from halfstep.formats import FP16
+    >>> a = torch.full((1, 2), 256.0, dtype=torch.float16)
+    >>> with Emulation(FP16):
+    ...     a @ a.T
+    tensor([[inf]], dtype=torch.float16)
+    """
+
+    def __init__(self, low: Format) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._low = low.dtype
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Computes a product of `low` operands in fp32, and runs everything else as it is."""
+        if any(kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ for kind in types):
+            traced = any(map(holds_shapes, types))  # as DTensor asks for shapes
+            return func(*args, **(kwargs or {})) if traced else NotImplemented
+        named = {} if kwargs is None else kwargs
+        operands = [a for a in (*args, *named.values()) if isinstance(a, Tensor)]
+        is_nested = is_composite(func) and any(t.is_nested for t in operands)
+        if func in PRODUCTS or (is_nested and func in _OF_NESTED):
+            if all(t.dtype is self._low for t in operands[: 1 if func in _FLASH else None]):
+                return self._product(func, args, named)
+        elif func is _POWER and args[1] in POWERS and args[0].dtype is self._low is torch.float16:
+            return self._product(func, args, named)
+        elif is_composite(func) and not is_nested:
+            with self:
+                return in_parts(func, args, named)
+        return as_called(func, args, named)
+
+    def _product(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        low = self._low
+        full = [a.float() if isinstance(a, Tensor) and a.dtype is low else a for a in args]
+        named = {k: v.float() if isinstance(v, Tensor) and v.dtype is low else v for k, v in kwargs.items()}
+        result = func(*full, **named)
+        if isinstance(result, Tensor):
+            return result.to(low)
+        if func is FLASH_ATTENTION_CPU:  # its second output, the log of the sums of exponentials, is fp32 by itself
+            return result[0].to(low), result[1]
+        return tuple(t.to(low) if isinstance(t, Tensor) and t.is_floating_point() else t for t in result)
+
+
+def is_emulated(func: OpOverload, args: Sequence[Any]) -> bool:
+    """Tells whether an operation on low tensors is computed in fp32 where a session emulates."""
+    return func in PRODUCTS or (func is _POWER and args[1] in POWERS)
+
+
 class ProductSite(OpSite):
     """An op made of products; what `OpSite` runs on low tensors, it computes in fp32 and rounds once."""
 
@@ -70,25 +157,20 @@ class ProductSite(OpSite):
         super().__init__(overload, device_type, place)
         self.in_one = self.name in _LAYERS
         self._by = _WAYS.get(self.name, _rounded_once)
+        self.direct = self._emulated
 
-    def excluded(self, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Runs the op and all its parts without autocast, in fp32 if its operands are low; rounds the result."""
-        low = _low_format(args, kwargs)
+    def _emulated(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the op in fp32 if its operands are low, and rounds the result."""
+        low = None if _WITHIN.functorch else _low_format(args, kwargs)
         if low is None or (not self.in_one and any(isinstance(mode, Emulation) for mode in mode_stack())):
-            return super().excluded(keyset, args, kwargs)
-        if in_functorch() is not None:  # which sees the fp32 operation again
-            _WITHIN.functorch = True
-            try:
-                return self._by(self, low, args, kwargs)
-            finally:
-                _WITHIN.functorch = False
-        set_key_excluded(self.key, True)
-        set_key_excluded(self.place, True)
+            return self.plain(*args, **kwargs)
+        if in_functorch() is None:
+            return self._by(self, low, args, kwargs)
+        _WITHIN.functorch = True  # which sees the fp32 operation again
         try:
             return self._by(self, low, args, kwargs)
         finally:
-            set_key_excluded(self.place, False)
-            set_key_excluded(self.key, False)
+            _WITHIN.functorch = False
 
 
 class _Within(threading.local):
@@ -104,7 +186,7 @@ def make_product(overload: OpOverload, device_type: str, action: Action, place: 
     act = make_act(site, "infer" if action == "pass" else action)
 
     def once(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return OpSite.excluded(site, keyset, args, kwargs) if _WITHIN.functorch else act(keyset, args, kwargs)
+        return site.excluded(keyset, args, kwargs) if _WITHIN.functorch else act(keyset, args, kwargs)
 
     return once
 
@@ -114,7 +196,7 @@ def _rounded_once(site: ProductSite, low: torch.dtype, args: Sequence[Any], kwar
     wide = _Widened(low)
     args, kwargs = [wide(a) for a in args], {name: wide(value) for name, value in kwargs.items()}
     with wide.kept_low(of_operands_alone=not site.in_one):
-        out = site.direct(*args, **kwargs)
+        out = site.plain(*args, **kwargs)
     return wide.rounded(out) if isinstance(out, Tensor) else tuple(map(wide.rounded, out))
 
 
@@ -149,7 +231,7 @@ def _attention(site: ProductSite, low: torch.dtype, args: Sequence[Any], kwargs:
 
 def _power(site: ProductSite, low: torch.dtype, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     emulate = low is torch.float16 and args[1] in POWERS and in_functorch() is None
-    return _Power.apply(*args) if emulate else site.direct(*args, **kwargs)  # type: ignore[no-untyped-call]
+    return _Power.apply(*args) if emulate else site.plain(*args, **kwargs)  # type: ignore[no-untyped-call]
 
 
 class _Power(torch.autograd.Function):

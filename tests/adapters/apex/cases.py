@@ -7,7 +7,7 @@ from torch import nn
 
 from halfstep.formats import as_format
 from halfstep.machine import needs_emulation, read_facts
-from halfstep.train.cast.emulate import Emulation
+from halfstep.train.cast.products import Emulation
 
 LEVELS = ("O0", "O1", "O2", "O3")
 
