@@ -22,8 +22,8 @@ from halfstep.plan.matching import enterable
 from halfstep.plan.optable import effective
 from halfstep.plan.plan import Plan
 from halfstep.plan.resolve import ModuleFormats
-from halfstep.torch_internals import TorchDispatchMode, compiled_inside, in_backward, is_out_of_memory
-from halfstep.train.cast.enter import gated
+from halfstep.torch_internals import TorchDispatchMode, compiled_inside, in_backward, is_out_of_memory, makes_weights
+from halfstep.train.cast.enter import Options, gated
 from halfstep.train.cast.functions import patch_functions
 from halfstep.train.cast.gate import Around, Casts, Gate, as_written
 from halfstep.train.cast.modules import CastOut, Undo, bake, holds_state, inputs_to, outputs_to
@@ -32,7 +32,7 @@ from halfstep.train.cast.opregistry import REGISTRY
 from halfstep.train.cast.ops import OpEngine, Switch, Token
 from halfstep.train.cast.probabilities import THREAD, Forward, Learned, widened
 from halfstep.train.cast.products import Emulation
-from halfstep.train.cast.reading import reading_of
+from halfstep.train.cast.reading import read_low
 from halfstep.train.cast.recipes import RECIPES, Units
 from halfstep.train.cast.tree import map_tensors
 
@@ -135,7 +135,7 @@ class Casting:
         self._around.emulating = self.emulating if self.emulates else None
         plan = self._engine.switch
         written = as_written(plan)
-        classes: dict[tuple[Any, ...], type[nn.Module]] = {}
+        classes: dict[tuple[type, Options], type[nn.Module]] = {}
         entered: set[int] = set()  # modules inside one whose forward is entered already
         with ExitStack() as stack:
             for module, formats in modules:
@@ -161,15 +161,15 @@ class Casting:
                     door = not formats.boundary and by_recipe is None
                 elif not holds_state(module) or not enterable(module):  # else copied and saved like the others
                     continue
-                undo = gated(
-                    module,
-                    Gate(plan, full, lent, outside, inside, asks=not formats.boundary),
-                    classes,
-                    door=plan if outside is not None and door else None,
-                    explain=plan if stored_low or own_low else None,
-                    reading=reading_of(module, formats, plan),
+                how = Options(
+                    plan,
+                    door=outside is not None and door,
+                    explains=stored_low or own_low,
+                    at_call=makes_weights(module),
+                    reads=read_low(module, formats),
                 )
-                stack.callback(undo)
+                gate = Gate(plan, full, lent, outside, inside, asks=not formats.boundary)
+                stack.callback(gated(module, gate, how, classes))
             self._installed = stack.pop_all()
 
     def _casts(self, engine: OpEngine, formats: ModuleFormats, look: Callable[[Tensor], Tensor] | None) -> Casts:

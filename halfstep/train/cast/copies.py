@@ -35,15 +35,11 @@ class CheckpointHook:
         self.run(*args)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CheckpointHook:
-        return CheckpointHook(_nothing)  # which does not keep the session alive
+        return CheckpointHook(lambda *_: None)  # which does not keep the session alive
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles a function that does nothing in place of the hook, so that the pickle loads without halfstep."""
         return getattr, (nullcontext(), "__exit__")
-
-
-def _nothing(*_: Any) -> None:
-    """Does nothing."""
 
 
 class StandIn:
@@ -64,8 +60,7 @@ def deep_copy_of(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
     # A copy may hold an average of the weights, which would lose every small update if it were stored low.
     own = _own(type(self), "__deepcopy__", deep_copy_of)
     if own is not None:
-        copied: nn.Module = own(self, memo)
-        return copied
+        return own(self, memo)  # type: ignore[no-any-return]
     twin = self.__class__.__new__(self.__class__)
     memo[id(self)] = twin
     twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
@@ -79,8 +74,7 @@ def copy_of(self: nn.Module) -> nn.Module:
     """Returns a shallow copy of a module; the classes that halfstep makes have this function as `__copy__`."""
     own = _own(type(self), "__copy__", copy_of)
     if own is not None:
-        copied: nn.Module = own(self)
-        return copied
+        return own(self)  # type: ignore[no-any-return]
     twin = self.__class__.__new__(self.__class__)
     twin.__dict__.update(self.__dict__)
     return twin
@@ -95,8 +89,7 @@ def _own(cls: type, name: str, ours: Callable[..., Any]) -> Callable[..., Any] |
 
 def plain_class(cls: type) -> type:
     """Returns the user's class from which halfstep made `cls`; `cls` itself if halfstep did not make it."""
-    plain: type = cls.__dict__.get(BASE, cls)  # of the class itself, not of a base
-    return plain
+    return cls.__dict__.get(BASE, cls)  # type: ignore[no-any-return]  # of the class itself, not of a base
 
 
 def forward_set_on(module: nn.Module) -> Any:

@@ -12,6 +12,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -27,7 +28,6 @@ from halfstep.torch_internals import (
     compiled_module,
     is_sharding,
     is_super,
-    makes_weights,
     parameters_of,
 )
 from halfstep.train.cast.copies import (
@@ -46,7 +46,7 @@ from halfstep.train.cast.copies import (
 )
 from halfstep.train.cast.gate import Gate, explain, run_eager, run_traced
 from halfstep.train.cast.ops import Switch
-from halfstep.train.cast.reading import Reading, attributes, noting_grad_mode
+from halfstep.train.cast.reading import attributes, noting_grad_mode
 
 SAVING = ("save", "export", "push_to_hub", "to_onnx")
 """How the names of methods begin that save the model; called outside of its forward, they find fp32 weights."""
@@ -120,9 +120,21 @@ def _methods(base: type[nn.Module]) -> dict[str, FunctionType]:
     }
 
 
-def _entering(call: Callable[..., Any], *, door: Switch | None, at_call: bool) -> Callable[..., Any]:
-    """Returns a forward, or `at_call` a `__call__`, that makes a call as the gate says; a door has no casts inside."""
+@dataclass(frozen=True)
+class Options:
+    """What a class of halfstep's does in a session; without a `plan` it serves stand-ins alone."""
+
+    plan: Switch | None = None
+    door: bool = False  # casts nothing inside the plan, so that calls there pass at once
+    explains: bool = False  # methods add advice to errors about mixed formats
+    at_call: bool = False  # `__call__` enters the plan too, since hooks compute weights
+    reads: frozenset[str] = frozenset()  # weights stored in fp32 that its code reads low inside the plan
+
+
+def _entering(call: Callable[..., Any], how: Options, *, at_call: bool) -> Callable[..., Any]:
+    """Returns a forward, or `at_call` a `__call__`, that makes a call as the gate says."""
     is_on, dtype_of = torch.is_autocast_enabled, torch.get_autocast_dtype
+    door = how.plan if how.door else None
     marker, device_type, low = ("", "", None) if door is None else (door.marker, door.device_type, door.low)
 
     @functools.wraps(call)
@@ -145,12 +157,12 @@ def _entering(call: Callable[..., Any], *, door: Switch | None, at_call: bool) -
     return entering
 
 
-def _forward(call: Callable[..., Any], door: Switch | None, reading: Reading | None) -> Callable[..., Any]:
-    forward = _entering(call, door=door, at_call=False)
-    return forward if reading is None else noting_grad_mode(forward)
+def _forward(call: Callable[..., Any], how: Options) -> Callable[..., Any]:
+    forward = _entering(call, how, at_call=False)
+    return noting_grad_mode(forward) if how.reads else forward
 
 
-def _enter_own(module: nn.Module, gate: Gate, door: Switch | None, reading: Reading | None) -> None:
+def _enter_own(module: nn.Module, gate: Gate, how: Options) -> None:
     """Enters the plan around a forward that is set on the instance, as TRL and Accelerate do."""
     own = module.__dict__.get("forward")
     if own is None or compiled_module(module) is not None:  # what torch.compile sets calls a module that is entered
@@ -159,21 +171,14 @@ def _enter_own(module: nn.Module, gate: Gate, door: Switch | None, reading: Read
         call, gate.own = own.__func__, functools.partial(MethodType, own.__func__)
     else:
         call, gate.own = lambda _, *args, **kwargs: own(*args, **kwargs), lambda _: own
-    gate.forward = _forward(call, door, reading)
+    gate.forward = _forward(call, how)
     module.__dict__["forward"] = MethodType(gate.forward, module)  # a deep copy of which is bound to the copy
 
 
-def make_class(
-    base: type[nn.Module],
-    *,
-    door: Switch | None = None,
-    explain: Switch | None = None,
-    at_call: bool = False,
-    reading: Reading | None = None,
-) -> type[nn.Module]:
+def make_class(base: type[nn.Module], how: Options) -> type[nn.Module]:
     """Returns a subclass of `base`, with the same name, whose forward uses the instance's stand-in or gate."""
     # not super(): zero-argument super inside two `with` trips an assertion in dynamo
-    forward = _forward(base.forward, door, reading)
+    forward = _forward(base.forward, how)
     namespace = {
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
@@ -183,17 +188,15 @@ def make_class(
         "__reduce_ex__": reduction_of,
         "__class__": property(class_of, _set_class),
         BASE: base,
-        AGAIN: staticmethod(
-            functools.partial(make_class, door=door, explain=explain, at_call=at_call, reading=reading)
-        ),
+        AGAIN: staticmethod(functools.partial(make_class, how=how)),
         GATE: None,
         STAND_IN: None,
         **class_index_above(base),
         **({"forward": forward} if base.forward is not nn.Module.forward else {}),  # a ModuleList keeps having none
         "parameters": _parameters,
-        **(attributes(base, reading) if reading is not None else {}),
-        **(_explaining(_methods(base), explain) if explain is not None else {}),
-        **({"__call__": _entering(base.__call__, door=door, at_call=True)} if at_call else {}),
+        **(attributes(base, how.reads, how.plan) if how.reads and how.plan else {}),
+        **(_explaining(_methods(base), how.plan) if how.explains and how.plan else {}),
+        **({"__call__": _entering(base.__call__, how, at_call=True)} if how.at_call else {}),
     }
     return _subclass(base, namespace)
 
@@ -255,7 +258,7 @@ def put_in_place(stand_ins: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> C
             base = type(module)
             if not hasattr(base, STAND_IN):
                 if base not in classes:
-                    classes[base] = make_class(base)
+                    classes[base] = make_class(base, Options())
                 module.__class__ = classes[base]
                 stack.callback(give_class, module, base)
                 if "forward" in module.__dict__:  # which would hide that of the class
@@ -266,27 +269,17 @@ def put_in_place(stand_ins: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> C
 
 
 def gated(
-    module: nn.Module,
-    gate: Gate,
-    classes: dict[tuple[Any, ...], type[nn.Module]],
-    *,
-    door: Switch | None = None,
-    explain: Switch | None = None,
-    reading: Reading | None = None,
+    module: nn.Module, gate: Gate, how: Options, classes: dict[tuple[type, Options], type[nn.Module]]
 ) -> Callable[[], None]:
     """Puts a gate around the module's forward, by one of a session's `classes`; returns a function that removes it."""
     base = type(module)
-    at_call = makes_weights(module)
-    key = base, door, explain, at_call, reading
-    if key not in classes:
-        classes[key] = make_class(base, door=door, explain=explain, at_call=at_call, reading=reading)
-    swapped = classes[key]
-    if reading is not None:
-        own = parameters_of(module)
-        gate.kept = {name: p for name in reading.names if (p := own[name]) is not None}
+    if (base, how) not in classes:
+        classes[base, how] = make_class(base, how)
+    swapped = classes[base, how]
+    gate.kept = {name: p for name, p in parameters_of(module).items() if p is not None and name in how.reads}
     module.__dict__[GATE] = gate
     module.__class__ = swapped
-    _enter_own(module, gate, door, reading)
+    _enter_own(module, gate, how)
 
     def undo() -> None:
         gate.outside = gate.inside = None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,22 +24,14 @@ _CASTING = (nn.Linear, *CONVOLUTIONS, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAt
 _DATA = (Tensor.data.__get__, Tensor.data.__set__)  # type: ignore[attr-defined]
 
 
-@dataclass(frozen=True)
-class Reading:
-    """The weights of a module that its code reads low, by name, and how a thread tells that it is inside the plan."""
-
-    names: frozenset[str]
-    inside: Switch
-
-
-def reading_of(module: nn.Module, formats: ModuleFormats, inside: Switch) -> Reading | None:
-    """Returns which weights the code of a module reads low; None if there are none."""
+def read_low(module: nn.Module, formats: ModuleFormats) -> frozenset[str]:
+    """Returns the names of a module's weights that its code reads low although they stay in fp32."""
     if not formats.kept or isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-        return None
+        return frozenset()
     by_torch = type(module).forward.__module__.startswith("torch.nn.modules.")
     if by_torch and (isinstance(module, _CASTING) or norm_kind(module) == "torch"):
-        return None
-    return Reading(frozenset(formats.kept), inside)
+        return frozenset()
+    return frozenset(formats.kept)
 
 
 class LowForm(Tensor):
@@ -74,11 +65,16 @@ def low_form(low: Tensor, weight: Tensor, wrote: Callable[[], None]) -> LowForm:
     return form
 
 
+def _share_memory(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
 def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[LowForm]:
     """Returns the low forms that a call would write into, or whose memory it would hand out."""
     name = getattr(func, "__name__", "")
     in_place = name.endswith("_") and not name.endswith("__")
-    if in_place or func in _DATA or name == "__setitem__" or (name.startswith("__i") and name in _IN_PLACE):
+    operator = name.startswith("__i") and name not in ("__int__", "__index__", "__invert__")  # such as __iadd__
+    if in_place or operator or func in _DATA or name == "__setitem__":
         first = args[0] if args else None
         places = first if isinstance(first, (list, tuple)) else [first]
     else:
@@ -87,28 +83,18 @@ def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[LowForm]:
     return [each for each in places if isinstance(each, LowForm)]
 
 
-_IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow")} | {
-    f"__i{name}__" for name in ("and", "or", "xor", "lshift", "rshift")
-}
-
-
-def _share_memory(one: Tensor, other: Tensor) -> bool:
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
-
-
-def attributes(base: type[nn.Module], reading: Reading) -> dict[str, Any]:
+def attributes(base: type[nn.Module], names: frozenset[str], inside: Switch) -> dict[str, Any]:
     """Returns the attributes of a class above `base` whose instances read some weights low: a property for each."""
-    inside = reading.inside
 
     def set_attribute(self: nn.Module, name: str, value: Any) -> None:
-        if name in reading.names and isinstance(value, nn.Parameter) and inside.is_inside():
+        if name in names and isinstance(value, nn.Parameter) and inside.is_inside():
             gate: Any = self._halfstep_gate
             if gate is not None:
                 gate.written.add(name)
             value = nn.Parameter(value.detach().float(), value.requires_grad) if value.dtype is inside.low else value
         base.__setattr__(self, name, value)
 
-    return {"__setattr__": set_attribute, **{name: _property(name, inside) for name in reading.names}}
+    return {"__setattr__": set_attribute, **{name: _property(name, inside) for name in names}}
 
 
 def _property(name: str, inside: Switch) -> property:
