@@ -51,7 +51,7 @@ from halfstep.train.cast.autocast import autocast
 from halfstep.train.optim.optimizers import Lamb, Lion, NovoGrad
 from halfstep.train.probe.probe import Probe
 from halfstep.train.probe.rows import measure
-from halfstep.train.processes.fsdp import fsdp_policy
+from halfstep.train.processes.shards import fsdp_policy
 from halfstep.train.scale.grad_scaler import GradScaler
 from halfstep.train.session.session import Session
 from halfstep.version import __version__

@@ -25,7 +25,7 @@ from halfstep.plan.resolve import resolve
 from halfstep.records import StepRecord
 from halfstep.sharded import is_sharded, tied
 from halfstep.train.processes.collectives import failing_together
-from halfstep.train.processes.fsdp import fsdp_policy
+from halfstep.train.processes.shards import fsdp_policy
 from halfstep.train.session.session import Session
 from halfstep.validate import named
 

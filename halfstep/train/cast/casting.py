@@ -45,7 +45,6 @@ class Casting:
     def __init__(self, plan: Plan, device: torch.device, *, emulate: bool, wide_backward: WideBackward) -> None:
         self._plan, self._device, self._wide_backward = plan, device, wide_backward
         self._engine, self._emulation = self._made(emulate)
-        self._tells = _TellsOfCopies(plan.low)
         self._opened, self._installed = ExitStack(), ExitStack()
         self._install: Callable[[], None] = lambda: None
         self._over: list[tuple[TorchDispatchMode, ...]] = []  # by who looks at operations
@@ -197,7 +196,7 @@ class Casting:
         """Returns a context in which each emulated product is one operation, while somebody looks at operations."""
         if self._emulation is None:
             return nullcontext()
-        return uncompiled(self._emulation, *chain(*self._over)) if self._over else self._tells
+        return uncompiled(self._emulation, *chain(*self._over)) if self._over else _telling_of_copies(self._plan.low)
 
     def region(self) -> Mode:
         """Returns a context in which ops run as the plan's table says."""
@@ -267,20 +266,19 @@ class Casting:
         self._around.before = before
 
 
-class _TellsOfCopies:
-    """A context in which an error about memory says that products are emulated, and what to do."""
-
-    def __init__(self, low: Format) -> None:
-        self._why = (
+@contextmanager
+def _telling_of_copies(low: Format) -> Iterator[None]:
+    """Returns a context in which an error about memory says that products are emulated, and what to do."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        why = (
             f"products in {low} are emulated here, with fp32 copies of their operands: use a smaller batch, or pass "
             "emulate=False for torch's own kernels, which are slow and need no copies"
         )
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, (RuntimeError, MemoryError)) and is_out_of_memory(error) and self._why not in str(error):
-            error.args = (f"{error} ({self._why})", *error.args[1:])
+        if is_out_of_memory(error) and why not in str(error):
+            error.args = (f"{error} ({why})", *error.args[1:])
+        raise
 
 
 def keeping(learned: Learned, casts: Casts) -> Casts:

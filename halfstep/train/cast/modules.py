@@ -87,7 +87,7 @@ def keep_checkpoints_full(module: nn.Module, values: Values32, given: Given) -> 
 
     def take(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
         _check_entries(module, state, prefix, values)
-        taken[:] = _adopt_entries(module, state, prefix, values)
+        taken[:] = [p for name, p in _kept(module, values) if _adopt(state, prefix + name, p, values)]
 
     def settle(module: nn.Module, incompatible_keys: Any) -> None:
         for parameter in taken:
@@ -109,20 +109,15 @@ def keep_checkpoints_full(module: nn.Module, values: Values32, given: Given) -> 
     return undo
 
 
-def _adopt_entries(module: nn.Module, state: dict[str, Any], prefix: str, values: Values32) -> list[nn.Parameter]:
-    """Takes entries of `state` as the fp32 values of the module's own parameters that are in `values`."""
-    # Each such entry is replaced in `state` by the low tensor that torch then loads.
-    taken: list[nn.Parameter] = []
-    for name, parameter in _kept(module, values):
-        if prefix + name not in state:
-            continue
-        entry = state[prefix + name]
-        if parameter.dim() == 0 and entry.shape == (1,):
-            entry = entry[0]  # as torch takes it, for the sake of old files
-        if entry.shape == parameter.shape:  # else torch reports the mismatch
-            state[prefix + name] = values.load(parameter, entry)
-            taken.append(parameter)
-    return taken
+def _adopt(state: dict[str, Any], name: str, parameter: nn.Parameter, values: Values32) -> bool:
+    """Takes an entry of a state dict as a parameter's fp32 value, and leaves the low tensor that torch then loads."""
+    entry = state.get(name)
+    if entry is not None and parameter.dim() == 0 and entry.shape == (1,):
+        entry = entry[0]  # as torch takes it, for the sake of old files
+    if entry is None or entry.shape != parameter.shape:  # torch reports the mismatch
+        return False
+    state[name] = values.load(parameter, entry)
+    return True
 
 
 def _check_entries(module: nn.Module, state: dict[str, Any], prefix: str, values: Values32) -> None:
@@ -166,10 +161,7 @@ def keep_parameters(module: nn.Module) -> Undo:
             "flag in the state dict; it is removed now: load again"
         )
 
-    hook = CheckpointHook(refuse)
-    handle = module.register_load_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]
-    undo: Undo = handle.remove
-    return undo
+    return module.register_load_state_dict_pre_hook(CheckpointHook(refuse)).remove  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _kept(module: nn.Module, values: Values32) -> list[tuple[str, nn.Parameter]]:

@@ -305,18 +305,18 @@ class Registry:
         for marker, slot in self._slots.items():
             if slot.table == table:
                 return marker
-        free = [m for m in MARKERS if m not in self._slots and m != table.device_type and m != _accelerator()]
+        here = torch.accelerator.current_accelerator(check_available=True)
+        used = {*self._slots, table.device_type, None if here is None else here.type}
+        free = [marker for marker in MARKERS if marker not in used]
         if not free:
             raise PlanError(
                 f"{len(self._slots)} sessions with different op tables are open, which is the most that is possible; "
                 "close one, or use the same level and op changes in two of them"
             )
-        for marker in free:
-            if self._last.get(marker) == table:
-                return marker
-        for marker in free:
-            if marker not in self._last:
-                return marker
+        for last in (table, None):
+            for marker in free:
+                if self._last.get(marker) == last:
+                    return marker
         forget_compiled()  # graphs compiled under this marker hold another table's casts
         return next(marker for marker in self._last if marker in free)  # the one that was used longest ago
 
@@ -415,11 +415,6 @@ def _deviates(name: str, action: Action, own: Action | None) -> bool:
     if action == "infer" and own is None:
         return is_composite(name)
     return own == "promote" or action != (own or "pass")
-
-
-def _accelerator() -> str | None:
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return None if found is None else found.type
 
 
 REGISTRY = Registry()

@@ -6,7 +6,7 @@ import json
 import pickle
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from itertools import count
 from typing import Any, TypeVar
@@ -28,9 +28,13 @@ _PROCESSOR = "halfstep/processor"
 
 
 @contextmanager
-def naming_who_is_gone(group: dist.ProcessGroup | None, what: str, meeting: str) -> Iterator[None]:
+def naming_who_is_gone(
+    group: dist.ProcessGroup | None, what: str = "halfstep.initialize", meeting: str = ""
+) -> Iterator[None]:
     """Raises an error that names the processes that are gone, if a collective operation inside the context fails."""
     # After a restart by torchrun, use another `meeting`, since the store still has the keys from before the restart.
+    # Processes need none where all make the same calls, as of halfstep.initialize.
+    meeting = meeting or f"halfstep/failed/initialize/{next(_OPENINGS)}"
     try:
         yield
     except RuntimeError as error:
@@ -43,13 +47,6 @@ def naming_who_is_gone(group: dist.ProcessGroup | None, what: str, meeting: str)
         ) from error
 
 
-def naming_who_does_not_open(
-    group: dist.ProcessGroup, what: str = "halfstep.initialize"
-) -> AbstractContextManager[None]:
-    """Returns the context `naming_who_is_gone` for one call of `halfstep.initialize`, or of what follows it."""
-    return naming_who_is_gone(group, what, f"halfstep/failed/initialize/{next(_OPENINGS)}")
-
-
 @contextmanager
 def telling_of_errors(models: Sequence[nn.Module]) -> Iterator[None]:
     """Reports an error inside the context to the processes that hold shards of the models."""
@@ -60,7 +57,7 @@ def telling_of_errors(models: Sequence[nn.Module]) -> Iterator[None]:
             reshard(models)
             if group_is_open() and (own := sharded_parameters(models)):
                 group = group_of(own)
-                with naming_who_does_not_open(group):
+                with naming_who_is_gone(group):
                     told_by_all(None, group, failed=f"{type(error).__name__}: {error}")
         raise
 
@@ -76,7 +73,7 @@ def failing_together() -> Iterator[None]:
     if group_is_open() and (group := dist.group.WORLD) is not None and dist.get_world_size() > 1:
         said = None if failed is None else f"{type(failed).__name__}: {failed}"
         heard = nullcontext() if failed is None else suppress(Exception)
-        with heard, naming_who_does_not_open(group, "the setup of a session"):
+        with heard, naming_who_is_gone(group, "the setup of a session"):
             told_by_all(None, group, failed=said)
     if failed is not None:
         raise failed

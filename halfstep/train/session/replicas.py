@@ -22,7 +22,7 @@ from halfstep.pages import PROCESSES, more
 from halfstep.torch_internals import is_joining, sends_weights
 from halfstep.train.cast.arriving import line_to_shard
 from halfstep.train.processes.buckets import WideSums
-from halfstep.train.processes.collectives import naming_who_does_not_open, naming_who_is_gone, told_by_all
+from halfstep.train.processes.collectives import naming_who_is_gone, told_by_all
 from halfstep.train.processes.findings import Findings
 from halfstep.train.processes.shards import group_is_open, group_of, policies, sharded_parameters
 from halfstep.train.processes.wrappers import ALONE, living_wrappers_of, retire, stage_groups_of
@@ -66,7 +66,7 @@ class Replicas:
         """Checks that plan, parameters and `mp_policy` are the same in all processes; does nothing without shards."""
         if own_shards := sharded_parameters(self._roots):
             self._group, self.sharded = group_of(own_shards), True
-            with naming_who_does_not_open(self._group):
+            with naming_who_is_gone(self._group):
                 self._compare(list({id(p): p for root in self._roots for p in root.parameters()}.values()))
                 self._compare_policies()
 
@@ -244,7 +244,7 @@ class Replicas:
         if shared and not self._plain:
             self._attach(wrapper, shared)
         if shared and sends_weights(sys._getframe()):
-            with naming_who_does_not_open(wrapper.process_group, WRAPPING):
+            with naming_who_is_gone(wrapper.process_group, WRAPPING):
                 if self._plain:
                     self._compare(shared, wrapper.process_group)
                 else:
