@@ -92,7 +92,7 @@ class Casts:
     why: Callable[[Any, str], str | None] = _why_mixed  # of the arguments and the words of an error about formats
 
 
-def as_written(plan: Switch) -> Casts:
+def marking(plan: Switch) -> Casts:
     """Returns the casts around a call that casts nothing, with the marker on, as a module inside must not enter."""
     is_on, turn = torch.is_autocast_enabled, partial(torch.set_autocast_enabled, plan.marker)
 

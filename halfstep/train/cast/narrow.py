@@ -290,16 +290,14 @@ def _without_autocast(run: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _multiply(a: Operands, b: Operands, how: How, product: Product, bias: Tensor | None = None) -> Tensor:
+def _multiply(a: Any, b: Any, how: How, product: Product, bias: Tensor | None = None) -> Tensor:
     """Multiplies, and adds up in fp32 what the processes have that share what a product sums over; then rounds."""
     part = how.part((product, "a"))
     group = part.group if part is not None and part.dim == 1 else None
     added = bias if group is None else None
-    if isinstance(a, Coded) and isinstance(b, Coded):
+    if isinstance(a, Coded):
         out = multiply_coded(a, b, bias=added, fast=product == "output")
     else:
-        assert isinstance(a, Rounded)
-        assert isinstance(b, Rounded)
         out = multiply(a, b, units=how.units if group is None else "fp32", bias=added, wide=group is not None)
     if group is None:
         return out

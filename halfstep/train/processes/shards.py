@@ -5,7 +5,6 @@ torch's modules for sharded tensors take a second to import, so only functions t
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -106,9 +105,8 @@ def sharded_parameters(roots: Iterable[nn.Module]) -> list[nn.Parameter]:
 def policies(roots: Sequence[nn.Module]) -> dict[str, str]:
     """Returns the `mp_policy` of each module that `fully_shard` was called on, as text, by module name."""
     sharding = {id(module) for module in fsdp_modules(roots)}
-    words = functools.cache(str)  # one object for equal policies, which is sent once
     return {
-        name: words(policy_of(module))
+        name: str(policy_of(module))
         for index, root in enumerate(roots)
         for name, module in root.named_modules(prefix="" if len(roots) == 1 else str(index))
         if id(module) in sharding
