@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from halfstep.edits import TYPE_PREFIX
 from halfstep.errors import SetupError
 from halfstep.formats import FP32, is_low
+from halfstep.plan.levels import LEVELS
 from halfstep.plan.plan import Plan
 from halfstep.plan.resolve import ModuleFormats
 from halfstep.sharded import fsdp_modules, is_sharded
@@ -143,6 +144,5 @@ def _check_policy(module: Any, plan: Plan, *, is_root: bool) -> None:
 
 def line_to_shard(plan: Plan) -> str:
     """Returns the call of `fully_shard` that fits a plan, as text for an error message."""
-    level = plan.name if plan.name in ("O0", "O1", "O2", "O3") else "plan"
-    first = f'"{level}"' if level != "plan" else level
+    first = f'"{plan.name}"' if plan.name in LEVELS else "plan"
     return f'fully_shard(module, mp_policy=halfstep.fsdp_policy({first}, low="{plan.low.name}")) for all of the model'

@@ -69,20 +69,22 @@ class OpSite:
     in_one = False  # whether a recurrent layer is one operation, to which autocast does not apply inside
 
     def __init__(self, overload: OpOverload, device_type: str, place: Any = None) -> None:
+        schema = schema_of(overload)
         self.overload = overload
+        self.overload_name = overload_name(schema)
         self.device_type = device_type
-        self.name: str = schema_of(overload).name.removeprefix("aten::")
-        self.arguments = [argument.name for argument in schema_of(overload).arguments]
+        self.name: str = schema.name.removeprefix("aten::")
+        self.arguments = [argument.name for argument in schema.arguments]
         self.key = getattr(DispatchKey, f"Autocast{device_type.upper()}")
         self.place = self.key if place is None else place
         self._after = keyset_after(self.key)
         self.plain = self.direct = _fastest_call(overload)
         self._redispatch = redispatch_of(overload)
-        types = [str(argument.type) for argument in schema_of(overload).arguments]
+        types = [str(argument.type) for argument in schema.arguments]
         self._tensors = [i for i, kind in enumerate(types) if kind == "Tensor"]
         self._holding = [i for i, kind in enumerate(types) if "Tensor" in kind]  # also lists and optional ones
-        self._composite = is_composite(overload_name(schema_of(overload)))
-        self.is_here = _is_on(device_type)
+        self._composite = is_composite(self.overload_name)
+        self.is_here: Callable[[Tensor], bool] = operator.attrgetter(f"is_{device_type}")
 
     def below(self, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Runs the op itself without casts; autocast stays on for its parts."""
@@ -147,16 +149,14 @@ class OpSite:
         """Returns the dtypes of the fp32, bf16 and fp16 tensors among the arguments on this device type."""
         given = len(args)
         values = [args[i] for i in self._holding if i < given]
-        return self._dtypes([*values, *kwargs.values()] if kwargs else values)
-
-    def _dtypes(self, values: Sequence[Any]) -> set[torch.dtype]:
+        values += kwargs.values()
         found: set[torch.dtype] = set()
-        for value in values:
+        for value in values:  # and what lists among them hold
             if isinstance(value, Tensor):
                 if value.dtype in CASTABLE and self.is_here(value):
                     found.add(value.dtype)
             elif isinstance(value, (list, tuple)):
-                found |= self._dtypes(value)
+                values += value
         return found
 
 
@@ -170,19 +170,12 @@ def _fastest_call(overload: OpOverload) -> Callable[..., Any]:
     return found if takes_all and isinstance(found, BuiltinFunctionType) else direct_call(overload)
 
 
-def _is_on(device_type: str) -> Callable[[Tensor], bool]:
-    """Returns a function that tells whether a tensor is on a device of this type."""
-    if hasattr(Tensor, f"is_{device_type}"):
-        return operator.attrgetter(f"is_{device_type}")
-    return lambda tensor: tensor.device.type == device_type
-
-
 def make_act(site: OpSite, action: Action) -> Act:
     """Returns the function of (key set, args, kwargs) that runs a call of one overload as `action` says."""
     if site.name in _STATISTICS and action not in ("pass", "infer"):
         return _statistics(site, action)
     act = _MAKERS[action](site)
-    return carrying(site, act) if overload_name(schema_of(site.overload)) in CARRIED else act
+    return carrying(site, act) if site.overload_name in CARRIED else act
 
 
 def _low(site: OpSite) -> Act:
@@ -198,11 +191,7 @@ def _low(site: OpSite) -> Act:
 
 def _product(site: OpSite) -> Act:
     low, below = _low(site), site.below
-
-    def act(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return low(keyset, args, kwargs) if contracts(args[0]) else below(keyset, args, kwargs)
-
-    return act
+    return lambda keyset, args, kwargs: (low if contracts(args[0]) else below)(keyset, args, kwargs)
 
 
 @cache

@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from halfstep.formats import is_low
-from halfstep.plan.optable import PICKING, overload_name
-from halfstep.torch_internals import DispatchKey, compiled_inside, schema_of, version_of
+from halfstep.plan.optable import PICKING
+from halfstep.torch_internals import DispatchKey, compiled_inside, version_of
 
 if TYPE_CHECKING:
     from halfstep.train.cast.opkernels import Act, OpSite
@@ -173,7 +173,6 @@ def probability(site: OpSite) -> Act:
 
 def carrying(site: OpSite, act: Act) -> Act:
     """Returns a function that does what `act` does; what a moved probability is can be computed again too."""
-    name = overload_name(schema_of(site.overload))
 
     def carry(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         forward = THREAD.now
@@ -184,7 +183,7 @@ def carrying(site: OpSite, act: Act) -> Act:
             return act(keyset, args, kwargs)
         out = act(keyset, args, kwargs)
         moved, again = out, partial(_carry_again, site.overload, args, kwargs)
-        if name in PICKING:
+        if site.overload_name in PICKING:
             dim = {**dict(zip(site.arguments, args, strict=False)), **kwargs}.get("dim", -1)
             moved, again = out[0], partial(_picked_again, given[0], out[1], dim)
         if is_low(moved.dtype):

@@ -6,7 +6,7 @@ This file has no postponed annotations, since `register_comm_hook` compares anno
 import logging
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -146,13 +146,10 @@ def mean_of_bucket(
 ) -> torch.futures.Future[Tensor]:
     """Computes the mean of a bucket of gradients over the processes; DistributedDataParallel calls it as a hook."""
     # On a CPU this function waits for the collectives, so that all processes run them in the order of the buckets.
-    buffer = bucket.buffer()
-    if buffer.device.type != "cuda":
-        done: torch.futures.Future[Tensor] = torch.futures.Future()
-        done.set_result(_mean(sums, bucket))
-        return done
-    done = torch.futures.Future(devices=[buffer.device])
-    with torch.cuda.stream(sums.stream(buffer.device)):
+    device = bucket.buffer().device
+    on_cuda = device.type == "cuda"
+    done: torch.futures.Future[Tensor] = torch.futures.Future(devices=[device] if on_cuda else None)
+    with torch.cuda.stream(sums.stream(device)) if on_cuda else nullcontext():
         done.set_result(_mean(sums, bucket))
     return done
 

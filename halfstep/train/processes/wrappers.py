@@ -93,9 +93,7 @@ class _Retired:
     def __call__(self, module: nn.Module, args: Any) -> None:
         if not (module.training and torch.is_grad_enabled()):
             return
-        if any(
-            p is not None and p.dtype is not dtype for p, dtype in ((ref(), dtype) for ref, dtype in self._made_for)
-        ):
+        if any((p := ref()) is not None and p.dtype is not dtype for ref, dtype in self._made_for):
             raise SessionError(
                 "the session of this model is closed and its weights are fp32 again, but DistributedDataParallel was "
                 "made for low weights and would no longer reduce their gradients; wrap the model again "
