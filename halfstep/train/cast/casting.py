@@ -34,7 +34,7 @@ from halfstep.train.cast.probabilities import THREAD, Forward, widened
 from halfstep.train.cast.products import Emulation
 from halfstep.train.cast.reading import read_low
 from halfstep.train.cast.recipes import RECIPES, Units
-from halfstep.train.cast.tree import map_tensors
+from halfstep.train.cast.tree import cast_floats, map_tensors
 
 Mode = AbstractContextManager[Any]
 
@@ -340,11 +340,10 @@ def _called_first(device_type: str, cast: CastOut | None, again: CastOut | None)
 
 
 def _cast_out(formats: ModuleFormats, look: Callable[[Tensor], Tensor] | None) -> CastOut | None:
-    if formats.output is None:
-        return None
-    cast = outputs_to(formats.output)
     if formats.output is not FP32:
-        return cast
-    if look is None:
-        return compiled_inside(lambda out, args, kwargs: cast(widened(out, map_tensors), args, kwargs))
-    return compiled_inside(lambda out, args, kwargs: cast(widened(map_tensors(look, out), map_tensors), args, kwargs))
+        return None if formats.output is None else outputs_to(formats.output)
+
+    def cast(out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return cast_floats(widened(out if look is None else map_tensors(look, out)), torch.float32)
+
+    return compiled_inside(cast)

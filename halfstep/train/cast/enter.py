@@ -85,8 +85,8 @@ def _parameters(self: nn.Module, recurse: bool = True) -> Iterator[nn.Parameter]
     return (gate.full(parameter) for parameter in own)  # tensors, as update_parameters accepts
 
 
-def _explaining(methods: dict[str, FunctionType], inside: Switch) -> dict[str, FunctionType]:
-    """Returns wrappers of the methods, by name, that add advice to torch's errors about mixed formats."""
+def _explaining(base: type[nn.Module], inside: Switch) -> dict[str, FunctionType]:
+    """Returns wrappers of a user's methods, by name, that add advice to torch's errors about mixed formats."""
     is_on = torch.is_autocast_enabled
 
     def explaining(name: str, method: FunctionType) -> FunctionType:
@@ -106,15 +106,10 @@ def _explaining(methods: dict[str, FunctionType], inside: Switch) -> dict[str, F
 
         return call  # type: ignore[return-value]
 
-    return {name: explaining(name, method) for name, method in methods.items()}
-
-
-def _methods(base: type[nn.Module]) -> dict[str, FunctionType]:
-    """Returns the methods by name that a user's class defines, without special methods and those of `nn.Module`."""
     own = [cls for cls in base.__mro__ if issubclass(cls, nn.Module) and not cls.__module__.startswith("torch.")]
     found = {name: value for cls in reversed(own) for name, value in vars(cls).items()}
     return {
-        name: value
+        name: explaining(name, value)
         for name, value in found.items()
         if isinstance(value, FunctionType) and not name.startswith("__") and not hasattr(nn.Module, name)
     }
@@ -195,7 +190,7 @@ def make_class(base: type[nn.Module], how: Options) -> type[nn.Module]:
         **({"forward": forward} if base.forward is not nn.Module.forward else {}),  # a ModuleList keeps having none
         "parameters": _parameters,
         **(attributes(base, how.reads, how.plan) if how.reads and how.plan else {}),
-        **(_explaining(_methods(base), how.plan) if how.explains and how.plan else {}),
+        **(_explaining(base, how.plan) if how.explains and how.plan else {}),
         **({"__call__": _entering(base.__call__, how, at_call=True)} if how.at_call else {}),
     }
     return _subclass(base, namespace)

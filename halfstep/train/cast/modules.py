@@ -30,11 +30,7 @@ _OWNERS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Any]] = weakref.WeakKe
 
 def inputs_to(dtype: torch.dtype) -> Values:
     """Returns a function that casts the floating tensors of (args, kwargs) to `dtype`, except float64 and complex."""
-
-    def cast(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return cast_floats(args, dtype), cast_floats(kwargs, dtype) if kwargs else kwargs
-
-    return compiled_inside(cast)
+    return compiled_inside(lambda args, kwargs: (cast_floats(args, dtype), kwargs and cast_floats(kwargs, dtype)))
 
 
 def outputs_to(output: Format | Literal["input"]) -> CastOut:

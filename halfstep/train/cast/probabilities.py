@@ -25,6 +25,7 @@ from torch.autograd.function import BackwardCFunction
 from halfstep.formats import is_low
 from halfstep.plan.optable import PICKING
 from halfstep.torch_internals import DispatchKey, compiled_inside, version_of
+from halfstep.train.cast.tree import map_tensors
 
 if TYPE_CHECKING:
     from halfstep.train.cast.opkernels import Act, OpSite
@@ -112,7 +113,7 @@ THREAD = _Thread()
 
 
 @compiled_inside
-def widened(outputs: Any, map_tensors: Callable[[Callable[[Tensor], Tensor], Any], Any]) -> Any:
+def widened(outputs: Any) -> Any:
     """Returns the outputs of the forward that has just ended, with the probabilities in them computed in fp32."""
     if torch.compiler.is_compiling():
         return map_tensors(_widen_traced, outputs)
