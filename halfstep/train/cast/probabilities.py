@@ -63,9 +63,7 @@ class Kept:
         op, given, rest = again.args  # type: ignore[union-attr]
         version = self.versions[1]  # before the model wrote into it, if it did
 
-        def correct(
-            low: tuple[Tensor | None, ...], grads: tuple[Tensor | None, ...]
-        ) -> tuple[Tensor | None, ...] | None:
+        def correct(low: tuple[Any, ...], grads: tuple[Any, ...]) -> tuple[Any, ...] | None:
             written = version_of(given) != version
             if low[0] is None or grads[0] is None or grads[0].requires_grad or written:
                 return None
@@ -75,11 +73,6 @@ class Kept:
             return (full.to(low[0].dtype), *low[1:])
 
         node.register_hook(correct)
-
-    def clear(self) -> None:
-        """Drops the inputs and what was computed from them."""
-        self.again, self.given = None, ()
-        self.full.clear()
 
 
 class Forward:
@@ -100,7 +93,8 @@ class Forward:
             if place is not None:
                 self.leaves[place] = self.leaves.get(place, False) or (kept is not None and kept.left)
             if kept is not None:
-                kept.clear()
+                kept.again, kept.given = None, ()
+                kept.full.clear()
         self.kept.clear()
 
 
@@ -258,9 +252,8 @@ def _full(kept: Kept, value: Tensor) -> Tensor:
         with torch.set_grad_enabled(with_gradient):
             whole = kept.full[with_gradient] = kept.again()
     full = _as_viewed(kept, whole, value)
-    if (
-        not kept.counted or [version_of(each) for each in (value, *kept.given)] != kept.versions
-    ):  # something was written
+    exact = kept.counted and [version_of(each) for each in (value, *kept.given)] == kept.versions
+    if not exact:  # something was written into the result or the inputs
         full = torch.where(_is_same(full.detach(), value.detach()), full, value.float())
     if with_gradient and not (full.requires_grad and _node_of(value, kept.node)):
         wide = value.float()  # a function of the user's may change the gradient on its way
