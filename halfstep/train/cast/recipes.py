@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -25,7 +25,6 @@ from halfstep.train.processes.shards import Part
 
 Product = Literal["output", "grad_input", "grad_weight"]
 Operand = Literal["a", "b"]
-Scales = Literal["power", "e8m0", "e4m3"]
 Units = Literal["fp32", "bf16", "own"]
 """What multiplies the rounded operands: "own" are the device's units for the recipe, the others emulate them."""
 
@@ -41,7 +40,7 @@ class Cast:
 
     elements: Format
     block: tuple[int | None, int | None] = (None, None)  # rows and columns that share a scale; None: all
-    scales: Scales = "power"  # what keeps them: fp32, e8m0, or e4m3 beside one in fp32 for the tensor
+    in_two_levels: bool = False  # scales are e4m3 beside one in fp32 for the tensor, not powers of two
     stochastic: bool = False
     rotated: bool = False  # by a Hadamard transform of each 16 elements along K
 
@@ -50,7 +49,6 @@ class Cast:
 class Recipe:
     """How the operands of the three products of a linear layer are rounded."""
 
-    name: str
     casts: Mapping[tuple[Product, Operand], Cast]
     multiple: int  # the layer's sizes must be multiples of this
     on: tuple[int, int] | None = None  # the first CUDA capability with units for it; None: emulated everywhere
@@ -89,7 +87,15 @@ class Coded:
     decode: Tensor  # a decoding factor for each block, in fp32
 
 
-def _recipe(name: str, x: Cast, g: Cast, *, w: Cast | None = None, multiple: int = 16, mixed: bool = False) -> Recipe:
+def _recipe(
+    x: Cast,
+    g: Cast,
+    *,
+    w: Cast | None = None,
+    multiple: int = 16,
+    mixed: bool = False,
+    on: tuple[int, int] | None = None,
+) -> Recipe:
     """Returns the recipe that rounds inputs, gradients and weights (as inputs, if not given) so in every product."""
     casts: dict[tuple[Product, Operand], Cast] = {
         ("output", "a"): x,
@@ -99,22 +105,19 @@ def _recipe(name: str, x: Cast, g: Cast, *, w: Cast | None = None, multiple: int
         ("grad_weight", "a"): replace(g, rotated=mixed),
         ("grad_weight", "b"): replace(x, rotated=mixed),
     }
-    return Recipe(name, casts, multiple, _FIRST.get(name))
+    return Recipe(casts, multiple, on)
 
 
-_FIRST = {"fp8": FIRST_CAPABILITY[E4M3], "fp8-row": FIRST_CAPABILITY[E4M3], "fp8-mx": (10, 0)}
-_ROW, _MX, _BLOCK = Cast(E4M3, (1, None)), Cast(E4M3, (1, 32), "e8m0"), Cast(E4M3, (1, 128))
-_FOUR = Cast(E2M1, (1, 16), "e4m3")
+_FP8 = FIRST_CAPABILITY[E4M3]
+_ROW, _MX, _BLOCK = Cast(E4M3, (1, None)), Cast(E4M3, (1, 32)), Cast(E4M3, (1, 128))
+_FOUR = Cast(E2M1, (1, 16), in_two_levels=True)
 
 RECIPES: Mapping[str, Recipe] = {
-    recipe.name: recipe
-    for recipe in (
-        _recipe("fp8", Cast(E4M3), Cast(E5M2)),
-        _recipe("fp8-row", _ROW, _ROW),
-        _recipe("fp8-mx", _MX, _MX, multiple=32),  # scales rounded up, arXiv 2506.08027: the largest does not saturate
-        _recipe("fp8-block", _BLOCK, _BLOCK, w=replace(_BLOCK, block=(128, 128))),  # arXiv 2412.19437
-        _recipe("nvfp4", _FOUR, replace(_FOUR, stochastic=True), w=replace(_FOUR, block=(16, 16)), mixed=True),
-    )
+    "fp8": _recipe(Cast(E4M3), Cast(E5M2), on=_FP8),
+    "fp8-row": _recipe(_ROW, _ROW, on=_FP8),
+    "fp8-mx": _recipe(_MX, _MX, multiple=32, on=(10, 0)),  # scales rounded up, arXiv 2506.08027
+    "fp8-block": _recipe(_BLOCK, _BLOCK, w=replace(_BLOCK, block=(128, 128))),  # arXiv 2412.19437
+    "nvfp4": _recipe(_FOUR, replace(_FOUR, stochastic=True), w=replace(_FOUR, block=(16, 16)), mixed=True),
 }
 """The values of `Plan.products` beside "plan". "nvfp4" is that of arXiv 2509.25149."""
 
@@ -130,7 +133,7 @@ def round_operand(
     """
     wide = rotated(x) if cast.rotated else x.float()
     tiles = _tiles(wide, cast.block)
-    encode, inner, outer, is_power = _SCALES[cast.scales](tiles, cast, part)
+    encode, inner, outer, is_power = (_in_two_levels if cast.in_two_levels else _by_powers)(tiles, cast, part)
     scaled = tiles * encode if is_power else tiles / encode
     saturated = None if is_power else torch.count_nonzero(scaled.abs() > cast.elements.max)
     if cast.stochastic:
@@ -247,13 +250,6 @@ def _in_two_levels(tiles: Tensor, cast: Cast, part: Part | None) -> Scaling:
     outer = torch.where(whole.isfinite(), outer, math.nan)
     inner = round_nearest(own / (cast.elements.max * outer), E4M3)
     return torch.where(inner == 0, math.inf, inner * outer), inner, outer, False  # whose inverse may be infinite
-
-
-_SCALES: Mapping[Scales, Callable[[Tensor, Cast, Part | None], Scaling]] = {
-    "power": _by_powers,
-    "e8m0": _by_powers,
-    "e4m3": _in_two_levels,
-}
 
 
 def _rounded_(values: Tensor, fmt: Format) -> Tensor:
