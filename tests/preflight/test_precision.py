@@ -12,7 +12,6 @@ from torch.nn import functional as F
 
 import halfstep
 from halfstep import FULL, OpChange, Rule
-from halfstep.explain.diagnose.rehearsal import Rehearsal
 from halfstep.explain.preflight.precision import Damage
 from halfstep.records import COMPARED
 from tests.contracts.cases import differing, snapshot
@@ -387,18 +386,6 @@ def test_a_model_that_cannot_be_copied_is_named():
     found, _ = told(lambda model: loss_of(model, x, targets), model)
     assert [each.code for each in found] == ["precision not compared"]
     assert "no copies" in found[0].evidence
-
-
-def test_without_memory_for_a_copy_the_suspects_are_notes(monkeypatch):
-    def under(self, plan):
-        raise torch.OutOfMemoryError("out of memory")
-
-    monkeypatch.setattr(Rehearsal, "under", under)
-    x, targets = inputs()
-    found, calls = told(lambda model: loss_of(model, x, targets), made(lambda: quiet.sequential(quiet.spread)))
-    assert [(each.severity, each.code, each.place) for each in found] == [("note", LOST, "1")]
-    assert found[0].advice == "there is no memory for a copy of the model on which to try an edit; try Rule('1', FULL)"
-    assert calls == 2
 
 
 def test_nothing_of_the_users_changes():

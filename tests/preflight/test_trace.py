@@ -299,30 +299,6 @@ def test_what_fails_is_named_and_its_cure_cures(row):
     check_row(row)
 
 
-class Scores(nn.Module):
-    """Returns probabilities of three kinds, and computes with a fourth."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer, self.gate, self.head, self.act = nn.Linear(8, 8), nn.Sigmoid(), nn.Softmax(-1), nn.Sigmoid()
-
-    def forward(self, x):
-        h = self.layer(x)
-        h = h * self.gate(h)
-        return {"p": self.head(self.layer(h)), "q": self.act(h)[:, :2].clone(), "r": self.layer(h).sigmoid_()}
-
-
-@pytest.mark.parametrize("plan", ["O1", "O2"])
-def test_where_probabilities_leave_the_model_is_said(plan):
-    model = Scores()
-    session = opened(model, plan, low="bf16")
-    found = halfstep.check(
-        session, lambda: sum(value.sum() for value in model(torch.randn(4, 8)).values()), precision=False
-    )
-    places = [each.place.partition(",")[0] for each in found if each.code == "probability leaves the model"]
-    assert places == (["head", "act", "(model)"] if plan == "O2" else ["act", "(model)"])  # O1's softmax is fp32
-
-
 RIGHT = torch.ones(8, 8)
 
 
@@ -478,58 +454,3 @@ class Nested(nn.Module):
 def test_nested_tensors_are_looked_into(factor, codes, layout):
     found, _ = checked(Nested(layout, factor), "O1", "bf16")
     assert [finding.code for finding in found] == codes
-
-
-# fp32 streams
-
-
-class Stream(nn.Module):
-    """A transformer whose stream gets `wide` added: what it is given, or a buffer."""
-
-    def __init__(self, add):
-        super().__init__()
-        self.first, self.add = nn.Linear(8, 8), add
-        self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True, norm_first=True) for _ in range(2)
-        )
-        self.register_buffer("pe", torch.randn(4, 8))
-
-    def forward(self, x):
-        h = self.add(self, self.first(x), x)
-        for block in self.blocks:
-            h = block(h)
-        return h
-
-
-@pytest.mark.parametrize(
-    ("add", "what"),
-    [
-        (lambda self, h, x: h + x, "an input is added here"),
-        (lambda self, h, x: h + self.pe[None, :], "the buffer 'pe' is added here"),
-        (lambda self, h, x: h + self.pe.sin() * 2, "the buffer 'pe' is added here"),
-        (lambda self, h, x: torch.cat([h, x], 1), "an input meets low values in cat here"),
-        (lambda self, h, x: h + x.to(h.dtype) + self.pe.to(h.dtype), None),
-        (lambda self, h, x: h, None),
-    ],
-)
-@pytest.mark.parametrize("plan", ["O1", "O2", "O3"])
-def test_what_makes_a_stream_fp32_is_named_with_its_line(add, what, plan):
-    model = Stream(add)
-    found = halfstep.check(
-        opened(model, plan, "bf16"), lambda: model(torch.randn(2, 4, 8)).square().mean(), precision=False
-    )
-    if what is None or plan == "O1":  # where weights are fp32 streams are
-        assert found == ()
-        return
-    note = only(found)
-    assert (note.severity, note.code) == ("note", "fp32 stream")
-    assert note.place.startswith("(model), test_trace.py:")
-    assert note.evidence.startswith("values are fp32 from here on, because ")
-    assert what in note.evidence
-    assert ("input='low'" in note.advice) == ("input" in what)
-
-
-def test_low_inputs_make_no_fp32_stream():
-    model = Stream(lambda self, h, x: h + x)
-    session = opened(model, low="bf16", input="low")
-    assert halfstep.check(session, lambda: model(torch.randn(2, 4, 8)).square().mean(), precision=False) == ()

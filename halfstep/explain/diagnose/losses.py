@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
-from halfstep.explain.diagnose.shadow import Watch, is_comparable, ratio, worst_element
+from halfstep.explain.diagnose.shadow import Shadow, is_comparable, ratio, worst_element
 from halfstep.explain.tape.recorder import Note, OpRecorder
 from halfstep.explain.tape.schemas import is_uninitialised, is_view, tensors_of, written
 from halfstep.formats import Format, as_format, is_low
+from halfstep.plan.matching import first_device
 from halfstep.records import SUSPECT
 from halfstep.torch_internals import without_modes
 
@@ -47,17 +49,30 @@ class _Seen:
     module: str | None
 
 
-class _Low(OpRecorder):
-    """Keeps the results of the operations of a call in a low format."""
+class _Keyed(OpRecorder):
+    """Numbers the calls of each operation in each line."""
 
     def __init__(self, roots: Sequence[nn.Module]) -> None:
         super().__init__(roots, examine=False)
+        self._counts: Counter[tuple[str | None, str]] = Counter()
+
+    def key(self, note: Note) -> _Key:
+        place = self.line(note), self.operator(note)
+        self._counts[place] += 1
+        return (*place, self._counts[place])
+
+
+class _Low(_Keyed):
+    """Keeps the results of the operations of a call in a low format."""
+
+    def __init__(self, roots: Sequence[nn.Module]) -> None:
+        super().__init__(roots)
         self.begin()
         self.on = False
 
     def begin(self) -> None:
         self.seen: dict[_Key, _Seen] = {}
-        self._keys = _Keys()
+        self._counts.clear()
         self._left = _KEPT
 
     def after(self, note: Note, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
@@ -68,7 +83,7 @@ class _Low(OpRecorder):
         given = [t for t in tensors_of((args, kwargs)) if t.is_floating_point() and t.numel()]
         low = next((t.dtype for t in (*outputs, *given) if is_low(t.dtype)), None)
         with without_modes():
-            self.seen[self._keys.of(self, note)] = _Seen(
+            self.seen[self.key(note)] = _Seen(
                 [t.detach().clone() for t in outputs],
                 max((float(t.detach().abs().max()) for t in given), default=0.0),
                 None if low is None else as_format(low),
@@ -76,60 +91,49 @@ class _Low(OpRecorder):
             )
 
 
-class _Exact(OpRecorder):
+class _Exact(_Keyed):
     """Compares the operations of the same call in fp32 with those that were kept."""
 
-    def __init__(self, roots: Sequence[nn.Module], low: _Low) -> None:
-        super().__init__(roots, examine=False)
+    def __init__(self, roots: Sequence[nn.Module], kept: dict[_Key, _Seen]) -> None:
+        super().__init__(roots)
         self.found: Loss | None = None
-        self._low, self._keys = low, _Keys()
-
-    def __enter__(self) -> _Exact:
-        super().__enter__()
-        return self
+        self._kept = kept
 
     def after(self, note: Note, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         outputs = _results(note, func, args, kwargs, result)
         if not outputs or (self.found is not None and self.found.ratio > SUSPECT):
             return
-        key = self._keys.of(self, note)
-        seen = self._low.seen.pop(key, None)
-        if seen is None:
-            return
+        key = self.key(note)
+        seen = self._kept.pop(key, None)
         with without_modes():
-            for low, exact in zip(seen.outputs, outputs, strict=False):
+            for low, exact in zip([] if seen is None else seen.outputs, outputs, strict=False):
                 off = ratio(low, exact.detach()) if is_comparable(low, exact) else None
-                if off is not None and off > max(_NONE, 0.0 if self.found is None else self.found.ratio):
+                if seen and off is not None and off > max(_NONE, 0.0 if self.found is None else self.found.ratio):
                     self.found = Loss(key[1], seen.module, key[0], _said(key, seen, low, exact.detach()), off)
 
 
-class _Keys:
-    """Numbers the calls of each operation in each line."""
-
-    def __init__(self) -> None:
-        self._counts: dict[tuple[str | None, str], int] = {}
-
-    def of(self, recorder: OpRecorder, note: Note) -> _Key:
-        place = recorder.line(note), recorder.operator(note)
-        self._counts[place] = self._counts.get(place, 0) + 1
-        return (*place, self._counts[place])
-
-
-class LossFinder(Watch):
+class LossFinder(Shadow):
     """Compares one call of each of some modules, by operation: `calls` says which call of which module.
 
     `low` has to see the operations of the closure. `found` has what was found, by module.
     """
 
-    def __init__(self, roots: Sequence[nn.Module], calls: Mapping[str, int]) -> None:
-        self._roots, self._calls = roots, calls
+    def __init__(
+        self,
+        roots: Sequence[nn.Module],
+        calls: Mapping[str, int],
+        modules: Mapping[str, nn.Module],
+        fail: Callable[[str, Exception], None],
+    ) -> None:
+        super().__init__(modules, lambda again: None, fail, device_type=first_device(roots).type)
+        self._roots, self._looked_at = roots, calls
         self.low = _Low(roots)
         self.found: dict[str, Loss] = {}
         self._now: str | None = None
 
     def begin(self, name: str, number: int) -> None:
         """Begins to keep what the operations of a call give, if it is one that is looked at."""
-        if self._calls.get(name) == number and self._now is None:
+        if self._looked_at[name] == number and self._now is None:
             self._now, self.low.on = name, True
             self.low.begin()
 
@@ -138,10 +142,10 @@ class LossFinder(Watch):
 
     @contextmanager
     def again(self, name: str, number: int) -> Iterator[None]:
-        if (self._now, self._calls.get(name)) != (name, number):
+        if (self._now, self._looked_at[name]) != (name, number):
             yield
             return
-        with _Exact(self._roots, self.low) as exact:
+        with (exact := _Exact(self._roots, self.low.seen)):
             yield
         self._now = None
         if exact.found is not None:

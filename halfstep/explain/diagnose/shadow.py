@@ -121,27 +121,12 @@ def _off_by(low: Any, exact: Any) -> float | None:
     return ratio(low, exact) if single else off_by(low, exact)
 
 
-class Watch:
-    """Is told of the calls that a `Shadow` makes again, by module and number; does nothing."""
-
-    def begin(self, name: str, number: int) -> None:
-        """A call begins."""
-
-    def end(self, name: str) -> None:
-        """It ends."""
-
-    def again(self, name: str, number: int) -> AbstractContextManager[None]:
-        """Returns the context of the second call."""
-        return nullcontext()
-
-
 class Shadow:
     """Hooks on modules that make each call again, on an fp32 copy and with the same random numbers.
 
     `tell` gets each `SecondCall`, `fail` the name of a module and why its call could not be made again. Calls in a
-    backward pass, which checkpoints make, are not made again, nor are those after `most` (0: any number). Nothing of
-    the user's state changes: the copy is made before the call, with the buffers and attributes of that moment, and
-    arguments are copied.
+    backward pass, which checkpoints make, are not made again, nor are those after `most` (0: any number). The copy is
+    made before the call, of the buffers and attributes of that moment; nothing of the user's state changes.
     """
 
     def __init__(
@@ -150,30 +135,35 @@ class Shadow:
         tell: Callable[[SecondCall], None],
         fail: Callable[[str, Exception], None],
         *,
-        watch: Watch | None = None,
         device_type: str,
         most: int = 0,
     ) -> None:
         self._modules, self._tell, self._fail, self._most = modules, tell, fail, most
-        self._watch = watch or Watch()
         self._device_type = device_type
         self._open: list[tuple[nn.Module, int, Callable[[], list[Any]] | None]] = []
         self._calls: dict[str, int] = {}
         self.on = True
 
+    def begin(self, name: str, number: int) -> None:
+        """A call begins; for subclasses, as the next two."""
+
+    def end(self, name: str) -> None:
+        """It ends."""
+
+    def again(self, name: str, number: int) -> AbstractContextManager[None]:
+        """Returns the context of the second call."""
+        return nullcontext()
+
     def put_on(self) -> Callable[[], None]:
         """Attaches the hooks, and returns a function that removes them, and refers to no module."""
         handles = []
-        for name, module in self._modules.items():
-
-            def before(module: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
-                self._before(name, module, args, kwargs)
-
-            def after(module: nn.Module, args: Any, kwargs: Any, out: Any, name: str = name) -> None:
-                self._after(name, module, out)
-
-            handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
-            handles.append(module.register_forward_hook(after, with_kwargs=True))
+        for name, module in self._modules.items():  # functions, which copies of the modules share
+            handles += [
+                module.register_forward_pre_hook(
+                    lambda *called, name=name: self._before(name, *called), prepend=True, with_kwargs=True
+                ),
+                module.register_forward_hook(lambda module, args, out, name=name: self._after(name, module, out)),
+            ]
 
         def take_off() -> None:
             for handle in handles:
@@ -193,7 +183,7 @@ class Shadow:
             except Exception as error:  # of copying whatever a module or its arguments hold
                 self._fail(name, error)
         self._open.append((module, number, again))
-        self._watch.begin(name, number)
+        self.begin(name, number)
 
     def _prepared(self, name: str, number: int, module: nn.Module, args: Any, kwargs: Any) -> Callable[[], list[Any]]:
         (twin,) = plain_copies([module])
@@ -211,7 +201,7 @@ class Shadow:
                 with ExitStack() as stack:
                     stack.enter_context(torch.autocast(self._device_type, enabled=False))
                     stack.enter_context(torch.set_grad_enabled(with_grad))
-                    stack.enter_context(self._watch.again(name, number))
+                    stack.enter_context(self.again(name, number))
                     return [
                         unwrapped(t).detach() if isinstance(t, Tensor) else t
                         for t in tree_leaves(twin(*args, **kwargs))
@@ -228,7 +218,7 @@ class Shadow:
             self._open.pop()
         if not self._open:
             return
-        self._watch.end(name)
+        self.end(name)
         _, number, again = self._open.pop()
         if again is None:
             return
@@ -264,9 +254,8 @@ def shadows_in_turn() -> Shadows:
     def begin(
         modules: Mapping[str, nn.Module], errors: Errors, undo: list[Callable[[], None]]
     ) -> Callable[[bool], None]:
-        device = first_device([*modules.values()])
         own = [name for name, module in modules.items() if has_code(module)]
-        chosen = own[next(turn) % len(own)] if own else None
+        chosen = own and [own[next(turn) % len(own)]]
 
         def tell(again: SecondCall) -> None:
             for place, (low, exact) in enumerate(zip(again.low, again.exact, strict=True)):
@@ -280,9 +269,8 @@ def shadows_in_turn() -> Shadows:
             said.add(name)
             _LOG.warning("a probe cannot call %s again in fp32: %s: %s", name, type(error).__name__, error)
 
-        shadow = Shadow(
-            {} if chosen is None else {chosen: modules[chosen]}, tell, fail, device_type=device.type, most=1
-        )
+        device_type = first_device([*modules.values()]).type
+        shadow = Shadow({n: modules[n] for n in chosen}, tell, fail, device_type=device_type, most=1)
         undo.append(shadow.put_on())
 
         def switch(on: bool) -> None:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from halfstep.explain.diagnose.words import in_model, place_of, which_model
+from halfstep.explain.diagnose.words import in_model, which_model
 from halfstep.explain.tape.locator import Locator
 from halfstep.explain.tape.recorder import Note
 from halfstep.formats import is_low
-from halfstep.records import Finding
 
 ENOUGH = 2  # modules that must cast the widened values: with only one there is no stream
 ADDED = ("add", "add_", "sub", "sub_", "rsub")
@@ -95,10 +94,3 @@ class Streams:
 
     def wide(self) -> list[Stream]:
         return [stream for stream in self._streams if len(stream.casts) >= ENOUGH]
-
-    def findings(self) -> Iterator[Finding]:
-        """Yields a finding for each operation whose fp32 result is cast to low precision by several modules."""
-        for stream in self.wide():
-            place = place_of(stream.note.module, stream.note.line)
-            advice = f"this is no error, and rarely slower; {stream.advice()}"
-            yield Finding("note", "fp32 stream", place, stream.evidence(), advice)

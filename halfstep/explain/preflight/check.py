@@ -10,13 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from halfstep.edits import FULL, OpChange, Rule, Scaling
+from halfstep.edits import Rule, Scaling
 from halfstep.errors import SessionError
 from halfstep.explain.diagnose.cures import FULL_OUT, rules_on
 from halfstep.explain.diagnose.rehearsal import check_given
 from halfstep.explain.preflight.trace import trace_step
 from halfstep.formats import CASTABLE, FP32, as_format, is_low, needs_scale
-from halfstep.machine import read_facts, units
 from halfstep.plan.matching import Site, has_running_stats, norm_kind, uncompiled
 from halfstep.plan.plan import Plan
 from halfstep.plan.resolve import ModuleFormats
@@ -31,8 +30,6 @@ from halfstep.validate import named, short, with_near_misses
 ROTARY = ("inv_freq", "freqs", "rotary", "rope", "cos", "sin", "timescale", "sinusoid")  # parts of buffer names
 PRODUCT_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 MOST_LOST = 0.1  # share of the nonzero values of a weight; initializations lose less than 0.001
-ALIGNED = 8  # elements of 16 bits: the multiple that tensor cores compute fastest with
-WHETHER = "halfstep.check(session, closure) finds out whether it is"
 RECAST = f"{REPLACED}; or something cast the model (model.half() and the like): remove that"
 
 
@@ -60,13 +57,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Setup:
-    """What the checks read: a session's plan, modules, optimizers and device, and the loop's own gradient scaler."""
+    """What the checks read: a session's plan, modules and optimizers, and the loop's own gradient scaler."""
 
     plan: Plan
     parts: tuple[Part, ...]
     optimizers: tuple[Optimizer, ...]
-    device: torch.device
-    traced: bool  # whether a step was traced
     scaler: torch.amp.GradScaler | None  # the gradient scaler of the loop itself
     fits: Mapping[nn.Parameter, Fit]  # how the fp32 values of floating weights fit the low format
     rounded: Set[int] = frozenset()  # ids of the weights that the traced step cast to the low format
@@ -115,8 +110,6 @@ def check(
         plan=session.plan,
         parts=parts,
         optimizers=session.optimizers,
-        device=session.runtime.device,
-        traced=closure is not None,
         scaler=scaler,
         fits={parameter: session.runtime.fit(parameter) for parameter in weights},
         rounded=rounded,
@@ -295,50 +288,20 @@ def _keep_buffers(plan: Plan, part: Part) -> tuple[Rule, ...]:
 
 
 def _constants(setup: Setup) -> Iterator[Finding]:
-    """Finds eps of optimizers and of modules that round to 0."""
-    low = setup.plan.low
+    """Finds eps of optimizers that are 0 in the low format in which they keep their state."""
+    if setup.plan.ops != "none":  # then halfstep steps, or the optimizer does on fp32 copies: its state is fp32
+        return
     for optimizer in setup.optimizers:
-        group = next((group for group in optimizer.param_groups if _vanishing_state(setup.plan, group)), None)
-        if group is not None:
-            dtype = next(as_format(p.dtype) for p in group["params"] if is_low(p.dtype))
-            what = f"the optimizer's state is {dtype}, in which eps={group['eps']:g} is 0: a zero gradient gives 0/0"
-            advice = (
-                f"use eps={dtype.usable_eps:g} or more, or call model.float() and use level O2, whose state is fp32"
-            )
-            yield Finding("warning", "eps vanishes", type(optimizer).__name__, what, advice)
-    if setup.traced or setup.plan.ops == "none":
-        return
-    for part in setup.parts:
-        if part.formats.compute is FP32 or type(part.module).__module__.startswith("torch.nn."):
-            continue
-        for name, value in vars(part.module).items():
-            is_eps = name.lower().strip("_").endswith(("eps", "epsilon")) and isinstance(value, float)
-            if is_eps and low.rounds_to_zero(value):
-                cure = () if not part.name else (Rule(part.name, FULL),)
-                advice = f"use {low.usable_eps:g} or more if it is added to {low} values; {WHETHER}"
-                yield Finding("note", "eps vanishes", f"{part.place}.{name}", f"{value:g} is 0 in {low}", advice, cure)
-
-
-def _vanishing_state(plan: Plan, group: dict[str, Any]) -> bool:
-    """Tells whether an optimizer keeps the state of a parameter group in a low format in which its eps is zero."""
-    if plan.ops != "none":  # then halfstep steps, or the optimizer does on fp32 copies: its state is fp32
-        return False
-    eps = group.get("eps")
-    return isinstance(eps, float) and any(
-        p.requires_grad and is_low(p.dtype) and as_format(p.dtype).rounds_to_zero(eps) for p in group["params"]
-    )
-
-
-def _losses(setup: Setup) -> Iterator[Finding]:
-    """Finds binary_cross_entropy inside the model: a session refuses it on low inputs."""
-    if setup.traced or setup.plan.ops == "none":
-        return
-    for part in setup.parts:
-        if isinstance(part.module, nn.BCELoss) and part.formats.compute is not FP32:
-            what = "the model contains a BCELoss, which is refused on low inputs: there a sigmoid rounds to 0 or 1"
-            advice = "use BCEWithLogitsLoss, or deny binary_cross_entropy so that it computes in fp32"
-            cure = (OpChange("deny", "binary_cross_entropy"),)
-            yield Finding("warning", "BCE on low inputs", part.place, what, advice, cure)
+        for group in optimizer.param_groups:
+            eps, params = group.get("eps"), (p for p in group["params"] if p.requires_grad and is_low(p.dtype))
+            fmt = next((as_format(p.dtype) for p in params), None)
+            if fmt is not None and isinstance(eps, float) and fmt.rounds_to_zero(eps):
+                what = f"the optimizer's state is {fmt}, in which eps={eps:g} is 0: a zero gradient gives 0/0"
+                advice = (
+                    f"use eps={fmt.usable_eps:g} or more, or call model.float() and use level O2, whose state is fp32"
+                )
+                yield Finding("warning", "eps vanishes", type(optimizer).__name__, what, advice)
+                break
 
 
 def _scale(setup: Setup) -> Iterator[Finding]:
@@ -351,25 +314,8 @@ def _scale(setup: Setup) -> Iterator[Finding]:
         yield Finding("note", "no loss scale", setup.plan.name, what, advice, (Scaling("dynamic"),))
 
 
-def _shapes(setup: Setup) -> Iterator[Finding]:
-    """Finds matrix products whose sizes tensor cores have to pad."""
-    if setup.device.type != "cuda" or units(setup.plan.low, read_facts(setup.device)) is None:
-        return
-    odd = [
-        f"{part.place} of shape {tuple(part.module.weight.shape)}"
-        for part in setup.parts
-        if isinstance(part.module, PRODUCT_LAYERS)
-        and part.formats.compute is setup.plan.low
-        and any(size % ALIGNED for size in part.module.weight.shape[:2])
-    ]
-    if odd:
-        what = f"weights with sizes that are not multiples of {ALIGNED}: {named(odd)}"
-        advice = f"multiples of {ALIGNED} may be faster (pad the vocabulary, for example); measure with halfstep bench"
-        yield Finding("note", "unaligned sizes", odd[0].partition(" ")[0], what, advice)
-
-
 CHECKS: tuple[Callable[[Setup], Iterator[Finding]], ...] = (
     *(_parameters, _replaced, _untrained, _values, _ranges, _scalers),
-    *(_buffers, _constants, _losses, _scale, _shapes),
+    *(_buffers, _constants, _scale),
 )
 """The checks that run nothing; a new check is a new row."""

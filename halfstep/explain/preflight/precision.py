@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -147,15 +147,12 @@ def precision_findings(rehearsal: Rehearsal, low: StepResult, loss: Tensor) -> l
     # The same step in fp32 tells how far outputs and gradients are off. If they are, calls of modules are made again in
     # fp32 with their own inputs. A suspect, which gives something else then, becomes a finding if an edit that keeps it
     # in fp32, tried on copies, divides the error by 3.
-    check = _Check(rehearsal, low, float(loss.detach()))
     try:
-        return check.findings()
+        return _Check(rehearsal, low, float(loss.detach())).findings()
     except StopIteration:
         return [_not_compared(f"the closure ran out of batches; {_SAME_BATCH}")]
-    except Exception as error:  # whatever a model raises under another plan, or as a copy
-        if not is_out_of_memory(error):
-            return [_not_compared(f"a copy of the model cannot be made or run: {type(error).__name__}: {error}")]
-    return check.without_copies()
+    except Exception as error:  # whatever a model raises under another plan, or as a copy, for which memory may lack
+        return [_not_compared(f"a copy of the model cannot be made or run: {type(error).__name__}: {error}")]
 
 
 class _Check:
@@ -203,19 +200,6 @@ class _Check:
         said = f"{called(first.operator)} {first.said}; {damage}"
         advice = f"compute this in fp32; no edit that was tried divides the error by 3{most}"
         return Finding("warning", Kind.PRECISION_LOST.value, place_of(first.module, first.line), said, advice)
-
-    def without_copies(self) -> list[Finding]:
-        """Returns the suspects alone, as notes, where there is no memory for a copy of the model."""
-        said, lost = "there is no memory for a copy of the model on which to try an edit", Kind.PRECISION_LOST.value
-        try:
-            suspects = self._suspects()
-        except Exception as error:
-            return [_not_compared(f"{said}, nor to call its modules again: {type(error).__name__}")]
-        found = [
-            Finding("note", lost, place_of(name, None), _own(again), f"{said}; try Rule({name!r}, FULL)")
-            for name, again in suspects.items()
-        ]
-        return found or [_not_compared(f"{said}; no module alone is off by more than {share(SUSPECT)} of its spread")]
 
     def _exact(self) -> StepResult:
         return self._step(level("O0", self._plan.low))
@@ -332,29 +316,26 @@ class _Check:
                 found[again.module] = off, again
 
         outermost = {id(unwrap(root)) for root in self._roots}
-        parts = ((name, module) for name, module in self._modules.items() if id(module) not in outermost)
-        self._forward([name for name, module in parts if has_code(module)], tell)
+        parts = {name: module for name, module in self._modules.items() if id(module) not in outermost}
+        own = {name: module for name, module in parts.items() if has_code(module)}
+        self._forward(Shadow(own, tell, self._fail, device_type=first_device(self._roots).type))
         clear = {name for name, (off, _) in found.items() if off > SUSPECT}
         names = clear or sorted(found, key=lambda name: -found[name][0])[:1]
         return {name: found[name][1] for name in names if not any(other.startswith(f"{name}.") for other in names)}
 
     def _losses(self, calls: Mapping[str, int]) -> dict[str, Loss]:
         """Returns for one call of each module (none: of the model) the first operation that went wrong."""
-        finder = LossFinder(self._roots, calls or {self._root: 1})
-        self._forward([*(calls or [self._root])], lambda again: None, finder)
+        calls = calls or {self._root: 1}
+        finder = LossFinder(self._roots, calls, {name: self._modules[name] for name in calls}, self._fail)
+        with self._rehearsal.recording(finder.low):
+            self._forward(finder)
         return finder.found
 
-    def _forward(
-        self, names: Sequence[str], tell: Callable[[SecondCall], None], finder: LossFinder | None = None
-    ) -> None:
+    def _forward(self, shadow: Shadow) -> None:
         """Runs the closure without a backward pass, with calls of modules made again in fp32."""
-        modules = {name: self._modules[name] for name in names}
-        shadow = Shadow(modules, tell, self._fail, device_type=first_device(self._roots).type, watch=finder)
         self._rehearsal.rewind()
         with ExitStack() as stack:
             stack.callback(shadow.put_on())
-            if finder is not None:
-                stack.enter_context(self._rehearsal.recording(finder.low))
             self._losses_of_runs.add(float(self._rehearsal.loss().detach()))
 
     def _fail(self, name: str, error: Exception) -> None:

@@ -15,12 +15,10 @@ from halfstep.explain.diagnose.cures import rules_on
 from halfstep.explain.diagnose.raised import explained, run_step
 from halfstep.explain.diagnose.rehearsal import Rehearsal, rehearsing
 from halfstep.explain.diagnose.search import absorbed_findings
-from halfstep.explain.diagnose.streams import Streams
 from halfstep.explain.diagnose.words import in_model, place_of, which_model
 from halfstep.explain.preflight.precision import outputs_of, precision_findings, take_step
 from halfstep.explain.tape.nonfinite import finite_range, nonfinite, unwrapped
 from halfstep.explain.tape.recorder import Note, OpRecorder
-from halfstep.explain.tape.schemas import tensors_of
 from halfstep.formats import FP32, Format, as_format, is_low, needs_scale
 from halfstep.plan.plan import Plan
 from halfstep.records import Finding
@@ -38,12 +36,7 @@ GUARDS = (*WRITES, "clamp", "clamp_", "clamp_min", "clamp_min_", "maximum", "fma
 CASTS = ("_to_copy", "copy_")
 MADE = ("lift_fresh", "lift_fresh_copy", "_to_copy", "full", "scalar_tensor", "detach", "clone", "copy_")
 FROM_NUMBERS = (torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor)
-PROBABILITIES = ("sigmoid", "_softmax", "_log_softmax")
 BLAME = "halfstep.blame(session, closure) finds the operation and a cure"
-LEAVES = (
-    "nothing to change for a loss outside, though one on the logits is exact from larger logits on; code inside the "
-    "model computes with rounded values"
-)
 MASK = "for a mask, use torch.finfo(scores.dtype).min (a row of only -inf gives NaN); otherwise compute this in fp32"
 
 
@@ -78,12 +71,10 @@ class StepTracer(OpRecorder):
         self.rounded: set[int] = set()
         self._plan = plan
         self._constants: dict[tuple[str, str | None, str | None, float], tuple[Note, Format, bool]] = {}
-        self._streams = Streams(self.locator)
 
     def after(self, note: Note, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         if backward_task() == NO_BACKWARD:  # a checkpoint's second run was seen before
             self._look_at_constants(note, func, args, kwargs, result)
-            self._streams.look(note, tensors_of((args, kwargs)))
 
     def _look_at_constants(
         self, note: Note, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
@@ -157,33 +148,11 @@ class StepTracer(OpRecorder):
         return largest if largest > 0 and fmt.rounds_to_zero(largest) else None
 
     def findings(self, roots: Sequence[torch.nn.Module]) -> list[Finding]:
-        """Returns a finding for each constant or cast that does not fit the format, and each fp32 `Stream`."""
-        constants = [
+        """Returns a finding for each constant or cast that does not fit the format."""
+        return [
             _constant(name, value or note.scalars[0], note, self, fmt, self._cure(note, roots), vanishes=vanishes)
             for (name, _, _, value), (note, fmt, vanishes) in self._constants.items()
         ]
-        streams = list(self._streams.findings()) if self._plan.param == "low" else []
-        return [*constants, *streams, *self._probabilities()]
-
-    def _probabilities(self) -> Iterator[Finding]:
-        """Yields a finding for each place whose low probabilities left the model, and were computed in fp32."""
-        made: dict[tuple[str, Note | None], Note] = {}
-        left: dict[str, tuple[Note, Format]] = {}
-        for note in self.notes:
-            name, source = note.aten.rstrip("_"), next(iter(note.sources), None)
-            if name not in PROBABILITIES or source is None or note.dtype is None:
-                continue
-            if is_low(note.dtype):
-                made.setdefault((name, source), note)
-                continue
-            while source is not None and source.aten in (*CASTS, "clone"):
-                source = next(iter(source.sources), None)
-            first = made.get((name, source))
-            if first is not None and first.dtype is not None:
-                left[place_of(first.module, self.line(first))] = first, as_format(first.dtype)
-        for place, (note, fmt) in left.items():
-            what = f"{self.operator(note)} of {fmt} values leaves the model, and is computed in fp32"
-            yield Finding("note", "probability leaves the model", place, what + which_model(note.module), LEAVES)
 
     def _cure(self, note: Note, roots: Sequence[torch.nn.Module]) -> tuple[Rule, ...]:
         name = in_model(note.module)[1]
