@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -61,21 +61,17 @@ _LOG = logging.getLogger("halfstep")
 class Watching(OpRecorder):
     """A recorder that watches training steps; an error in the recorder ends the recording, but not the step.
 
-    `spent` is the cost, in arbitrary units, of all model calls since the last backward pass. `ended` is True once the
-    recorder failed or met too many operations; in the second case, `too_many` is True as well. `carried` has an entry
-    for each backward pass: the index of the first recorded operation that can belong to the pass, and its loss scale.
-
     Before the first forward, operations are recorded if gradients are enabled, because user code may combine weights or
-    masks there. If there are too many of them, as in a loop that prepares a data set, this recording stops and
-    `waiting` becomes False.
+    masks there. If there are too many of them, as in a loop that prepares a data set, this recording stops.
     """
 
     def __init__(self, roots: Sequence[nn.Module]) -> None:
         super().__init__(roots)
-        self.spent = 0
+        self.spent = 0  # the cost, in arbitrary units, of all model calls since the last backward pass
+        # the index of the first operation that can belong to a backward pass of the session, and the pass's loss scale
         self.carried: list[tuple[int, Tensor]] = []
-        self.on = self.ended = self.too_many = False
-        self.waiting = True
+        self.on = self.ended = self.too_many = False  # ended: it failed, or met too many operations
+        self.waiting = True  # for the first forward
 
     def sees(self) -> bool:
         """Tells whether the running operation is recorded, as some are before the forward that is waited for."""
@@ -123,16 +119,13 @@ class Armed:
     """A recorder that starts recording at the next training forward and is removed at the end of that step.
 
     It is put on the stack of modes at once, because a mode pushed inside a call of a compiled model would miss the
-    loss. `lost` is True if the user's own modes or threads removed it too early. `passed` is True if a forward without
-    gradients ran first, which is not recorded.
-
-    It calls `give_up` if the recording fails, or if forwards without a backward pass cost more than `patience`. The
-    step is then very long, or the user has interrupted training.
+    loss. It calls `give_up` if the recording fails, or if forwards without a backward pass cost more than `patience`.
     """
 
     def __init__(self, runtime: Runtime, patience: int, give_up: Callable[[], None]) -> None:
         self.recorder = Watching(runtime.roots)
-        self.lost = self.passed = False
+        self.lost = False  # the user's own modes or threads removed it too early
+        self.passed = False  # a forward without gradients ran first, which is not recorded
         self._patience, self._give_up = patience, give_up
         self._thread = threading.get_ident()
         finally_ = weakref.finalize(self, put_on_top(self.recorder))
@@ -161,24 +154,12 @@ class Armed:
 class Guardian:
     """Watches the steps of a session; if steps keep being skipped, passes a verdict to `tell`, then raises or logs it.
 
-    Each set of optimizers that step together is watched separately, and so is each loss that had gradients in a step.
-    There is an alarm after `WINDOW` skipped steps in a row, and one skipped step is enough if the loss scale is at its
-    floor or keeps falling back to it. Steps that no falling scale can cure are counted by share too: half of 80 raise
-    an alarm, and for one in twenty the verdict is only logged. After an alarm the guardian records the following steps,
-    one at a time, until one is skipped, or for a limited number of steps. If a falling loss scale will cure the
-    failure, there is no verdict.
-
-    If several processes train together, a process that raised alone would leave the others waiting. Therefore an error
-    is kept in `pending` until all processes know of it. They all raise at the end of the same step.
+    After an alarm it records the following steps, one at a time, until one is skipped, or for a limited number of
+    steps. If several processes train together, an error is kept in `pending` until all processes know of it, since one
+    that raised alone would leave the others waiting; all raise at the end of the same step.
     """
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        tell: Callable[[Verdict], None],
-        *,
-        on_failure: OnFailure,
-    ) -> None:
+    def __init__(self, runtime: Runtime, tell: Callable[[Verdict], None], *, on_failure: OnFailure) -> None:
         self._runtime, self._tell = runtime, tell
         self._on_failure = on_failure
         self.pending: BaseException | None = None
@@ -209,31 +190,23 @@ class Guardian:
         """Counts a step for the alarm, or examines it if it was recorded."""
         if stopping or (self.pending is not None and not self._runtime.summing()):
             self._stop(stopping, record.step)
-        if self._armed is not None:
-            self._after_recorded(self._armed, record, parts, scales)
+        if self._armed is None:
+            alarm = self._counter.count(parts, record.skipped, record.bad_loss, scales or {None: record.scale})
+            if alarm is not None:
+                self._about, self._often, self._mild = alarm
+                rare = self._mild or self._counter.lives_at_floor(self._about)
+                self._left = LONGEST_GAP if rare else WINDOW
+                self._arm_next()
             return
-        alarm = self._counter.count(parts, record.skipped, record.bad_loss, scales or {None: record.scale})
-        if alarm is not None:
-            self._about, self._often, self._mild = alarm
-            rare = self._mild or self._counter.lives_at_floor(self._about)
-            self._left = LONGEST_GAP if rare else WINDOW
-            self._arm_next()
-
-    def _after_recorded(
-        self, armed: Armed, record: StepRecord, parts: Sequence[Part], scales: Mapping[int, Tensor]
-    ) -> None:
-        """Examines the recorded step if its optimizers and loss are those that raised the alarm."""
-        # A step of other optimizers is not examined, but stays recorded for a while, because it may affect the awaited
-        # step.
         waited_for, loss_id = self._about
         if tuple(map(id, parts)) == waited_for and (loss_id is None or loss_id in scales):
-            self._conclude(record, parts, scales)
+            self._conclude(self._armed, record, parts, scales)
             return
-        self._others += 1
-        if self._others * _TRAINING > self._patience:  # it may never come
+        self._others += 1  # it stays recorded for a while, because it may affect the awaited step
+        if self._others * _TRAINING > self._patience:  # which may never come
             self._give_up()
         elif self._others % (_OTHERS + 1) == 0:
-            armed.recorder.forget()
+            self._armed.recorder.forget()
 
     def _arm_next(self) -> None:
         self._left -= 1
@@ -264,30 +237,28 @@ class Guardian:
             armed, self._armed = self._armed, None
             armed.leave()
 
-    def _conclude(self, record: StepRecord, parts: Sequence[Part], scales: Mapping[int, Tensor]) -> None:
+    def _conclude(self, armed: Armed, record: StepRecord, parts: Sequence[Part], scales: Mapping[int, Tensor]) -> None:
         """Ends the recording, and raises or warns if the recorded step failed for a reason that persists."""
-        assert self._armed is not None
-        armed = self._armed
-        recorder, was_on = armed.recorder, armed.recorder.on
+        was_on = armed.recorder.on
         self.close()
-        if bool(record.skipped) and (armed.lost or not was_on):
-            self._say_unseen(recorder)
-        if armed.lost or not was_on or not bool(record.skipped):
-            if was_on and not armed.lost and self._left > 0:
-                self._arm_next()
-                return
-            self._counter.rest(self._about)
+        seen, skipped = was_on and not armed.lost, bool(record.skipped)
+        if seen and not skipped and self._left > 0:
+            self._arm_next()
             return
-        try:
-            judged = self._explain(armed, record, parts, scales)
-        except Exception:  # explaining a failure must never cause one
-            _LOG.warning(NOT_SEEN, exc_info=True)
+        if skipped and not seen:
+            self._say_unseen(armed.recorder)
+        judged = None
+        if skipped and seen:
+            try:
+                judged = self._explain(armed, record, parts, scales)
+                if judged is None and not self._mild:
+                    return
+            except Exception:  # explaining a failure must never cause one
+                _LOG.warning(NOT_SEEN, exc_info=True)
+        if judged is None:
             self._counter.rest(self._about)
-            return
-        if judged is not None:
+        else:
             self._report(*judged, record.step)
-        elif self._mild:
-            self._counter.rest(self._about)
 
     def _explain(
         self, armed: Armed, record: StepRecord, parts: Sequence[Part], scales: Mapping[int, Tensor]
@@ -318,7 +289,7 @@ class Guardian:
         # `shared` is the lowest loss scale of the step if that may fall for the sake of another process, else None.
         plan = self._runtime.plan
         found = replace(found, untried="halfstep.blame(session, closure) tries edits")
-        lower = _Lower.estimate(found, plan.low, scale)
+        may_help, lower = _lower_scale(found, plan.low, scale)
         dynamic = plan.scale.adapts
         lives_at_floor = self._counter.lives_at_floor(self._about) and scale <= self._floor * plan.scale.growth
         floor = scale if lives_at_floor else self._floor
@@ -328,21 +299,21 @@ class Guardian:
             return None
         if found.kind == Kind.ANOTHER_PROCESS:
             return say(found, plan, (), scale=scale), ""
-        if comes_down and lower.may_help and (lower.scale is None or lower.scale >= self._floor):
+        if comes_down and may_help and (lower is None or lower >= self._floor):
             _LOG.info("skipped steps are normal: the gradients overflow at loss scale %g, which comes down", scale)
             return None
-        if lower.scale is None:
+        if lower is None:
             roots = self._runtime.roots
             if found.kind in (Kind.OVERFLOW, Kind.INVALID):
                 found = replace(found, outgrown=outgrown(self._sizes, sizes_of(roots, self._runtime.full)))
             verdict = say(found, plan, untried_cure(plan, found, roots), scale=scale)
             said = "; whether a lower loss scale helps is unknown"
-            return verdict, said if lower.may_help else ", and a lower loss scale would not help"
-        found = replace(found, kind=Kind.SCALE_TOO_HIGH, lower_scale=lower.scale)
+            return verdict, said if may_help else ", and a lower loss scale would not help"
+        found = replace(found, kind=Kind.SCALE_TOO_HIGH, lower_scale=lower)
         if lives_at_floor and scale > self._floor:
             return self._of_rhythm(found, scale)
         limit = f"its floor is {self._floor:g}" if dynamic else f"it stays at {scale:g}"
-        verdict = say(found, plan, scaling_cure(plan.scale, lower.scale, estimated=True), scale=scale)
+        verdict = say(found, plan, scaling_cure(plan.scale, lower, estimated=True), scale=scale)
         return verdict, f": the loss scale is too high, and {limit}"
 
     def _of_rhythm(self, found: Diagnosis, scale: float) -> tuple[Verdict, str]:
@@ -384,24 +355,16 @@ class Guardian:
         raise error
 
 
-@dataclass(frozen=True)
-class _Lower:
-    """Whether a lower loss scale may help, estimated without running the closure."""
-
-    may_help: bool  # if the true size of the result is unknown: it grows with the scale
-    scale: float | None = None  # the largest at which the result fits, found by halving; None: none, or unknown
-
-    @staticmethod
-    def estimate(found: Diagnosis, low: Format, scale: float) -> _Lower:
-        """Estimates lower loss scales from the true result, which is proportional to a power of the scale."""
-        power = degree(found.note) if found.note is not None else 0.0
-        if not found.may_be_scale or found.kind != Kind.OVERFLOW or power <= 0:
-            return _Lower(False)
-        if found.exact is None:
-            return _Lower(True)
-        lower = scale
-        while lower > LEAST:
-            lower = max(lower / 2, LEAST)
-            if found.exact * (lower / scale) ** power <= low.max:
-                return _Lower(True, lower)
-        return _Lower(False)
+def _lower_scale(found: Diagnosis, low: Format, scale: float) -> tuple[bool, float | None]:
+    """Returns whether a lower loss scale may help, and the largest at which the result fits, if its size is known."""
+    power = degree(found.note) if found.note is not None else 0.0
+    if not found.may_be_scale or found.kind != Kind.OVERFLOW or power <= 0:
+        return False, None
+    if found.exact is None:
+        return True, None
+    lower = scale
+    while lower > LEAST:
+        lower = max(lower / 2, LEAST)
+        if found.exact * (lower / scale) ** power <= low.max:  # it is proportional to a power of the scale
+            return True, lower
+    return False, None

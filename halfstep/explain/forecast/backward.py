@@ -14,7 +14,6 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from halfstep.explain.diagnose.rehearsal import compute_loss
 from halfstep.explain.tape.locator import Locator
 from halfstep.formats import TF32, Format, round_nearest, saturate
 from halfstep.modes import OpMode, run_uncompiled
@@ -48,15 +47,6 @@ class TensorName(NamedTuple):
 
 See = Callable[[TensorName, Tensor], Tensor | None]
 """Called with each tensor; if it returns one for an `activation_grad`, the backward pass continues with that."""
-
-
-def step(model: nn.Module, closure: Callable[[], Any], see: See, *, backward: Callable[[Tensor], None]) -> Tensor:
-    """Runs the closure, then `backward(loss)`; passes every tensor to `see` and returns the detached loss."""
-    with watching(model, see):
-        loss = compute_loss(closure, list(model.parameters()))
-        backward(loss)
-    show_weight_grads(model, see)
-    return loss.detach()
 
 
 @contextmanager
@@ -128,17 +118,16 @@ def noting_nodes(model: nn.Module, full: Collection[str]) -> Iterator[Nodes]:
     """Yields the nodes that forwards inside the `with` make; `full` names the modules that compute full."""
     # Meanwhile recurrent layers compute step by step, because oneDNN's kernel is one operation for all steps.
     nodes = Nodes()
-    layers: list[nn.Module] = []
+    layers = [module for module in model.modules() if isinstance(module, (nn.RNNBase, nn.RNNCellBase))]
     with ExitStack() as undo:
         for name, module in model.named_modules():
-            recurrent = isinstance(module, (nn.RNNBase, nn.RNNCellBase))
-            if recurrent:
-                layers.append(module)
-            if recurrent or uncompiled(name) in full:
+            if module in layers or uncompiled(name) in full:
                 _note(module, nodes.full, undo)
         _note(model, nodes.model, undo)
         if layers and all(p.device.type == "cpu" for layer in layers for p in layer.parameters()):
-            undo.enter_context(_without_onednn())
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch warns of its own TF32 switch here
+                undo.enter_context(torch.backends.mkldnn.flags(enabled=False))
         yield nodes
 
 
@@ -153,15 +142,6 @@ def _note(module: nn.Module, into: list[range], undo: ExitStack) -> None:
 
     undo.callback(module.register_forward_pre_hook(before, prepend=True).remove)
     undo.callback(module.register_forward_hook(after).remove)
-
-
-@contextmanager
-def _without_onednn() -> Iterator[None]:
-    with ExitStack() as undo:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns of its own TF32 switch here
-            undo.enter_context(torch.backends.mkldnn.flags(enabled=False))
-        yield
 
 
 @contextmanager
@@ -215,7 +195,7 @@ class RoundedBackward(OpMode):
         if node is None or not _is_product(func):
             return result
         number = sequence_number(node)
-        if _is_in(number, self._nodes.full) or not _is_in(number, self._nodes.model):
+        if any(number in each for each in self._nodes.full) or not any(number in each for each in self._nodes.model):
             return result
         return tree_map_only(Tensor, lambda t: self._round(func, t), result)
 
@@ -225,10 +205,6 @@ class RoundedBackward(OpMode):
         if any(returned.alias_info is not None for returned in schema_of(func).returns):
             return t.copy_(rounded(t, self.fmt)) if schema_of(func).is_mutable else t
         return rounded(t, self.fmt)
-
-
-def _is_in(number: int, ranges: Sequence[range]) -> bool:
-    return any(number in each for each in ranges)
 
 
 def rounded(values: Tensor, fmt: Format) -> Tensor:

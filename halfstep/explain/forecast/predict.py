@@ -69,10 +69,7 @@ def predict(  # noqa: PLR0913  # what a prediction is made from
     loss_scale: float | None = None,
     recasts: Sequence[Recast] = (),
 ) -> Prediction:
-    """Runs training steps in fp32 and returns what rounding all their results to each format would do.
-
-    `recasts` see the operands of products.
-    """
+    """Runs training steps in fp32, and returns what rounding all their results to each format would do."""
     suited = {fmt: _recommended(fmt, _limit(fmt, scouted.largest_gradient), scouted.ceiling) for fmt in formats}
     given = suited if loss_scale is None else dict.fromkeys(formats, loss_scale)
     tally = RoundingTotals(given, scouted, fixed=loss_scale is not None)
@@ -188,7 +185,12 @@ class RoundingTotals:
         self._stats[group] = self._stats[group] + stats if group in self._stats else stats
         self._low[group] = low
         if gradient:
-            _check_finite(place, stats)
+            if stats.infinities or stats.nans:
+                raise SessionError(
+                    f"the {place.kind} of module {place.module!r} is not finite even in fp32 ({stats.infinities} inf, "
+                    f"{stats.nans} NaN), so no format cures it; find the operation at level O0 with "
+                    "halfstep.blame(session, closure)"
+                )
             if low:
                 self._now = max(self._now, (stats.amax, place.module))
         for fmt, scale in self._scales.items():
@@ -387,12 +389,3 @@ def _recommended(fmt: Format, limit: float, ceiling: float) -> float:
     if fmt.exponent_bits == FP32.exponent_bits and limit >= HEADROOM:
         return 1.0
     return max(min(_power_below(limit / HEADROOM), ceiling), SMALLEST_SCALE)
-
-
-def _check_finite(place: TensorName, stats: TensorStats) -> None:
-    if stats.infinities or stats.nans:
-        raise SessionError(
-            f"the {place.kind} of module {place.module!r} is not finite even in fp32 ({stats.infinities} inf, "
-            f"{stats.nans} NaN), so no format cures it; find the operation at level O0 with halfstep.blame(session, "
-            "closure)"
-        )

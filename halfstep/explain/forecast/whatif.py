@@ -13,13 +13,20 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from halfstep.edits import FULL, LARGEST_SCALE, Edit, OpChange, Policy, Rule, Scaling, spell
+from halfstep.edits import FULL, LARGEST_SCALE, OpChange, Policy, Rule, Scaling, spell
 from halfstep.errors import FormatError, PlanError, SessionError, SetupError
 from halfstep.explain.diagnose.cures import FULL_OUT, edited, is_op, rules_on
 from halfstep.explain.diagnose.raised import error_of
 from halfstep.explain.diagnose.rehearsal import check_closure, compute_loss, leaves_kept
 from halfstep.explain.diagnose.rewind import untouched
-from halfstep.explain.forecast.backward import TensorName, parameters, rounded, step, watching_gradients
+from halfstep.explain.forecast.backward import (
+    TensorName,
+    parameters,
+    rounded,
+    show_weight_grads,
+    watching,
+    watching_gradients,
+)
 from halfstep.explain.forecast.operands import Recast
 from halfstep.explain.forecast.predict import GRADIENTS, LEAST_SNR_DB, Prediction, Scouted, predict
 from halfstep.explain.tape.overflows import AbsorbedWatch
@@ -257,12 +264,11 @@ def scout(closure: Callable[[], Any], model: nn.Module, plan: Plan) -> Scouted:
             inside.append(_amax(gradient.float()))
 
     with _session(model, plan) as session:
-
-        def backward(loss: Tensor) -> None:
+        with watching(model, see):
+            loss = compute_loss(closure, list(model.parameters()))
             with leaves_kept(loss, list(model.parameters())), watching_gradients(loss, see_inside):
                 session.backward(loss, gradient=torch.full_like(loss, START))
-
-        loss = step(model, closure, see, backward=backward)
+        show_weight_grads(model, see)
         formats = session.assignment.modules
         stored_low = {place for place, parameter in parameters(model) if parameter.dtype is plan.low.dtype}
     low = {place: bool(exact) for place, exact in places.items()}
@@ -315,16 +321,14 @@ def _stay_full(fmt: Format, prediction: Prediction, model: nn.Module, plan: Plan
         rows = harmed.get(module, [])
         policy = FULL_OUT if any(row.kind == "activation" for row in rows) else FULL
         cure, why = _cure(module, policy, model, plan)
-        evidence = [f"{row.kind}: {_harm(row)}" for row in rows]
+        evidence = []
+        for row in rows:
+            shares = ((row.lost, "nonzero elements become 0"), (row.saturated, "elements overflow"))
+            harm = [f"{share:.1%} of the {happens}" for share, happens in shares if share]
+            evidence.append(f"{row.kind}: {', '.join([*harm, f'the signal-to-noise ratio is {row.snr_db:.0f} dB'])}")
         if module in beyond:
             evidence.append(f"a product in it reaches {beyond[module]:.4g}, beyond {fmt.max:g}, the maximum of {fmt}")
         yield Finding("warning", "stay full", module or "(model)", "; ".join(evidence), why, cure)
-
-
-def _harm(row: Rounded) -> str:
-    shares = ((row.lost, "nonzero elements become 0"), (row.saturated, "elements overflow"))
-    parts = [f"{share:.1%} of the {happens}" for share, happens in shares if share]
-    return ", ".join([*parts, f"the signal-to-noise ratio is {row.snr_db:.0f} dB"])
 
 
 def _absorbed_in_fp16(closure: Callable[[], Any], model: nn.Module, plan: Plan) -> tuple[Observation | Finding, ...]:
@@ -361,19 +365,14 @@ def _about_absorbed(
             continue
         said = absorbed_finding(each)
         rules, why = _cure(each.module, FULL_OUT, model, plan)
-        denied = () if rules else _denied(each.name, plan)
+        candidates = [(OpChange("deny", each.name),)] if not rules and is_op(each.name) else []
+        denied = next((edits for edits, _ in edited(plan, candidates)), ())
         if denied:
             why = f"{spell(denied)}, which computes {each.name} in fp32: a rule would keep the whole model full"
         if ruled.intersection(rule.pattern for rule in rules):
             rules, why = (), "the rule of another finding already keeps this module full"
         ruled.update(rule.pattern for rule in rules)
         yield replace(said, advice=why, cure=(*rules, *denied))
-
-
-def _denied(operator: str, plan: Plan) -> tuple[Edit, ...]:
-    """Returns the edit that denies an operation; () if there is none or it contradicts the plan."""
-    candidates = [(OpChange("deny", operator),)] if is_op(operator) else []
-    return next((edits for edits, _ in edited(plan, candidates)), ())
 
 
 def _cure(module: str, policy: Policy, model: nn.Module, plan: Plan) -> tuple[tuple[Rule, ...], str]:

@@ -45,7 +45,6 @@ class Place:
     call: tuple[int, int]  # the same for all operations of one call of a C++ function from Python
     function: str = ""  # the torch function written in Python that called the operation
     again: bool = False  # a checkpoint runs this part of a forward a second time
-    foreign: bool = False  # in a backward pass, in code that is not the models', such as a hook of the training loop
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,9 +112,12 @@ class Locator:
     def here(self) -> Place:
         """Returns the place of the running operation; searches the stack upwards, to the call that began the pass."""
         frame: FrameType | None = sys._getframe(1)
-        module = line = call = enclosing = outermost = None
-        function, again = "", False
+        module = line = call = enclosing = None
+        function, again, in_backward = "", False, backward_task() != NO_BACKWARD
         while frame is not None:
+            found = module is not None and line is not None
+            if found and (again or not in_backward):
+                break
             code = frame.f_code
             kind = self._kind(code)
             if kind == "end":
@@ -123,53 +125,18 @@ class Locator:
             again = again or kind == "checkpoint"
             if kind == "cast" and call is None:
                 function = "to"
-            if kind not in ("below", "cast"):
+            if not found and kind not in ("below", "cast"):
                 if call is None:
                     call = (id(frame), frame.f_lasti)
                 if line is None and kind == "functional" and not function:
                     function = code.co_name
                 if line is None and kind == "user":
                     line = f"{os.path.basename(code.co_filename)}:{frame.f_lineno} in {code.co_name}"
-                outermost = code if kind == "user" else outermost
                 module = self._running_in(frame) if module is None else module
                 enclosing = self._of(frame, code.co_freevars) if enclosing is None else enclosing
-            if module is not None and line is not None:
-                again = again or self._is_run_again(frame)
-                break
             frame = frame.f_back
         module = enclosing if module is None and again else module
-        called_back = None if backward_task() == NO_BACKWARD or module is not None else outermost
-        foreign = called_back is not None and self._is_foreign(called_back)
-        return Place(None if module is None else module[0], line, call or (0, 0), function, again, foreign)
-
-    def _is_foreign(self, code: CodeType) -> bool:
-        """Whether code is of a function that the models' classes neither define nor name, nor a module holds."""
-        modules = [module() for _, module in self._modules.values()]
-        classes = {id(each): each for module in modules for each in type(module).__mro__}
-        held = [value for owner in (*classes.values(), *modules) for value in vars(owner).values()]
-        functions = [unwrap_function(getattr(value, "__func__", value)) for value in held if callable(value)]
-        waiting = [(f.__code__, f.__globals__) for f in functions if isinstance(f, FunctionType)]
-        seen = set()
-        while waiting:
-            known, names = waiting.pop()
-            if known is code:
-                return False
-            if known not in seen and self._kind(known) == "user":
-                seen.add(known)
-                waiting += [(each, names) for each in known.co_consts if isinstance(each, CodeType)]
-                called = [names.get(name) for name in known.co_names]
-                waiting += [(f.__code__, f.__globals__) for f in called if isinstance(f, FunctionType)]
-        return True
-
-    def _is_run_again(self, frame: FrameType | None) -> bool:
-        if backward_task() == NO_BACKWARD:
-            return False
-        while frame is not None:
-            kind = self._kind(frame.f_code)
-            if kind in ("end", "checkpoint"):
-                return kind == "checkpoint"
-            frame = frame.f_back
-        return False
+        return Place(None if module is None else module[0], line, call or (0, 0), function, again)
 
     def _kind(self, code: CodeType) -> str:
         path = code.co_filename

@@ -342,7 +342,7 @@ class OpRecorder(OpMode):
         if phase == "forward":
             self._enter(note)
         else:
-            self._find_forward(note, foreign=place.foreign)
+            self._find_forward(note)
         self.notes.append(note)
         return note
 
@@ -353,7 +353,7 @@ class OpRecorder(OpMode):
             self._nodes.setdefault(number, []).append(note)
         self._local.seen = now
 
-    def _find_forward(self, note: Note, *, foreign: bool) -> None:
+    def _find_forward(self, note: Note) -> None:
         """Finds the forward operation of a backward operation, and copies the module's name from it."""
         node: Any = running_node()
         if node is None:
@@ -372,9 +372,8 @@ class OpRecorder(OpMode):
         note.forward = fitting[-1] if fitting else made[-1] if made else None
         if note.forward is not None and note.forward.line is None:  # the session's own operation on the loss
             note.forward = next((each for each in note.forward.sources if each is not None), note.forward)
-        hook = foreign and not isinstance(node, torch.autograd.function.BackwardCFunction)
-        if note.forward is not None and not hook:
-            note.module = note.forward.module if note.module is None else note.module
+        if note.forward is not None and note.module is None:
+            note.module = note.forward.module
 
     def made_node(self, number: int) -> list[Note]:
         """Returns the forward operations that made the autograd node with this sequence number."""
