@@ -167,7 +167,11 @@ def _try_cures(rehearsal: Rehearsal, run: Run, scale: float) -> Verdict | None:
         return say(found, rehearsal.plan, (), scale=at)
     search = Search(rehearsal, scale, full.loss)
     cure = search.narrow(found)
-    lower = None if cure is not None else _below_one(rehearsal, found, scale)
+    if cure is None and found.may_be_scale and rehearsal.plan.ops != "none":
+        rehearsal.rewind()
+        lower = first_run(rehearsal, min(scale, 1.0), least=LEAST).lower
+    else:
+        lower = None
     if lower is not None:
         found = replace(found, kind=Kind.SCALE_TOO_HIGH, lower_scale=lower)
         return say(found, rehearsal.plan, scaling_cure(rehearsal.plan.scale, lower), scale=scale)
@@ -185,11 +189,3 @@ def _beyond(rehearsal: Rehearsal) -> tuple[str, float] | None:
     sizes = [(name, float(p.abs().max())) for name, p in named if p.is_floating_point() and p.numel()]
     largest = max(sizes, key=lambda each: each[1], default=("", 0.0))
     return largest if largest[1] > rehearsal.plan.low.max else None
-
-
-def _below_one(rehearsal: Rehearsal, found: Diagnosis, scale: float) -> float | None:
-    """Returns the largest loss scale below 1, found by halving, at which the closure's numbers are finite, or None."""
-    if not found.may_be_scale or rehearsal.plan.ops == "none":
-        return None
-    rehearsal.rewind()
-    return first_run(rehearsal, min(scale, 1.0), least=LEAST).lower

@@ -20,7 +20,6 @@ FULL_OUT = Policy("full", "full", "full")
 WHOLE: tuple[Edit, ...] = (Rule("", FULL),)
 _WAY_DOWN = 2.0**12  # how far below the estimate for one operation the later ones may need the scale
 _ROOM = 4.0  # a constant scale is set this factor below the largest that passes: gradients grow
-_BY_OP = ("deny",)  # running ops of these categories full everywhere costs little
 _MOST = 16  # edits for one error
 
 
@@ -126,16 +125,12 @@ def untried_cure(plan: Plan, found: Diagnosis, roots: Sequence[nn.Module]) -> tu
     edits = [each for each in candidates(plan, found, roots) if not (rounded and isinstance(each[0], OpChange))]
     if found.unscaled and too_large:  # the gradient leaves each module, and no loss scale makes it fit
         edits = [each for each in edits if each == WHOLE]
-    fitting = [each for each in edits if not (beyond and _gives_back_low(each))]
-    return next((each for each, new in edited(plan, fitting) if _differs(plan, new)), ())
-
-
-def _gives_back_low(edits: tuple[Edit, ...]) -> bool:
-    return edits != WHOLE and isinstance(edits[0], Rule) and edits[0].policy == FULL
-
-
-def _differs(plan: Plan, other: Plan) -> bool:
-    return set(other.rules) != set(plan.rules) or replace(other, rules=()) != replace(plan, rules=())
+    for each, new in edited(plan, edits):
+        gives_back_low = each != WHOLE and isinstance(each[0], Rule) and each[0].policy == FULL
+        same = set(new.rules) == set(plan.rules) and replace(new, rules=()) == replace(plan, rules=())
+        if not (same or (beyond and gives_back_low)):
+            return each
+    return ()
 
 
 def scaling_cure(scaling: Scaling, lower: float, *, estimated: bool = False) -> tuple[Edit, ...]:
@@ -161,7 +156,8 @@ def is_product(operator: str) -> bool:
 
 
 def _is_cheap(operator: str) -> bool:
-    return _is_of(operator, lambda row: row.category in _BY_OP)
+    """Tells whether running an operation full everywhere costs little."""
+    return _is_of(operator, lambda row: row.category == "deny")
 
 
 def _is_of(operator: str, holds: Callable[[ListedOp], bool]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from traceback import walk_tb
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from halfstep.explain.diagnose.growth import Growth
 from halfstep.explain.tape.nonfinite import nonfinite
-from halfstep.explain.tape.recorder import OTHERS, OWN, Leaf, Note, OpRecorder
+from halfstep.explain.tape.recorder import OTHERS, OWN, Leaf, Note, OpRecorder, reached_from
 from halfstep.explain.tape.schemas import tensors_of
 from halfstep.formats import FP32, LOW_FORMATS, Format
 from halfstep.kinds import Kind
@@ -52,18 +52,6 @@ def last_origin(recorder: OpRecorder) -> Origin | None:
     """Returns the origin of the last non-finite result, ignoring masks; None if all were finite."""
     last = next((note for note in reversed(recorder.notes) if note.bad is not None and not note.masked), None)
     return None if last is None else _earliest(recorder, reached_from([last]))
-
-
-def reached_from(notes: Iterable[Note], before: str = "parents") -> list[Note]:
-    """Returns these operations and all that their non-finite values came from, in the order in which they ran."""
-    found: dict[int, Note] = {}
-    waiting = list(notes)
-    while waiting:
-        note = waiting.pop()
-        if note.index not in found:
-            found[note.index] = note
-            waiting += filter(None, getattr(note, before))
-    return [found[index] for index in sorted(found)]
 
 
 def _earliest(recorder: OpRecorder, reached: list[Note]) -> Origin:
@@ -141,7 +129,7 @@ class Diagnosis:
         if self.full is None:
             return abs(self.full_loss) > _GROWN * self.low.max
         assert self.note is not None
-        follows = self.full.note is not None and _comes_from(self.full.note, _place(self.note))
+        follows = self.full.note is not None and _runs_of(self.note, _sources(self.full.note)) > 0
         return follows and self.full.is_forward_overflow and self.full.low is FP32
 
     @property
@@ -207,7 +195,6 @@ def diagnose(recorder: OpRecorder, origin: Origin, plan: Plan, full: Callable[[n
     assert note is not None
     kind, mask = _kind(origin, note)
     eps = _vanished(note, plan.low) if kind == Kind.INVALID else None
-    place = _place(note)
     return Diagnosis(
         kind,
         note.module,
@@ -216,12 +203,12 @@ def diagnose(recorder: OpRecorder, origin: Origin, plan: Plan, full: Callable[[n
         recorder.line(note),
         note.call,
         note,
-        low=_format(note) if eps is None else plan.low,
+        low=plan.low if eps is not None else next((f for f in (FP32, *LOW_FORMATS) if f.dtype is note.dtype), None),
         exact=None if note.exact is None or not note.exact.finite else note.exact.largest,
         eps=eps,
         mask=mask,
         infinity=_infinity(recorder, note),
-        runs=sum(_place(each) == place for each in recorder.notes) if _comes_from(note, place) else 1,
+        runs=_runs_of(note, recorder.notes) if _runs_of(note, _sources(note)) else 1,
     )
 
 
@@ -317,13 +304,10 @@ def _is_around(one: str, other: str) -> bool:
     return shorter in ("", longer) or longer.startswith(shorter if shorter.endswith(":") else f"{shorter}.")
 
 
-def _place(note: Note) -> tuple[str, str | None, str | None, str]:
-    return note.aten, note.module, note.line, note.phase
-
-
-def _comes_from(note: Note, place: tuple[str, str | None, str | None, str]) -> bool:
-    """Tells whether an operation depends on the result of an earlier one at `place` (name, module, line, phase)."""
-    return any(_place(each) == place for each in _sources(note))
+def _runs_of(note: Note, among: Sequence[Note]) -> int:
+    """Returns how many operations are the same one as `note`, in the same place."""
+    place = note.aten, note.module, note.line, note.phase
+    return sum((each.aten, each.module, each.line, each.phase) == place for each in among)
 
 
 def _sources(note: Note) -> list[Note]:
@@ -331,20 +315,15 @@ def _sources(note: Note) -> list[Note]:
     return [each for each in reversed(reached_from([note], "sources")) if each is not note]
 
 
-def _format(note: Note) -> Format | None:
-    return next((fmt for fmt in (FP32, *LOW_FORMATS) if fmt.dtype is note.dtype), None)
-
-
 def _vanished(note: Note, low: Format) -> float | None:
     """Returns a tiny number, such as an eps, that rounds to 0 in `low` and so may have caused the failure."""
     if low not in LOW_FORMATS:
         return None
-    waiting = [(source, 0) for source in note.sources if source is not None]
-    while waiting:
-        source, depth = waiting.pop(0)
-        eps = source.vanished if source.dtype is low.dtype else None
-        if eps is not None and low.rounds_to_zero(eps):
-            return eps
-        if depth < _DEPTH:
-            waiting += [(each, depth + 1) for each in source.sources if each is not None]
+    sources = note.sources
+    for _ in range(_DEPTH + 1):
+        for source in filter(None, sources):
+            eps = source.vanished if source.dtype is low.dtype else None
+            if eps is not None and low.rounds_to_zero(eps):
+                return eps
+        sources = tuple(each for source in filter(None, sources) for each in source.sources)
     return None

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from halfstep.explain.tape.recorder import Note
+from halfstep.explain.tape.recorder import Note, reached_from
 from halfstep.train.processes.shards import local
 
 _BILINEAR = (
@@ -21,6 +21,7 @@ _CONSTANT = (
     "isfinite", "isnan", "isinf", "ones_like", "zeros_like", "full_like", "new_ones", "new_zeros", "new_full", "fill",
     "zero", "rand_like", "randn_like",
 )  # fmt: skip
+_POWERS = {"sqrt": 0.5, "rsqrt": -0.5, "reciprocal": -1.0}
 _FACTOR = 30.0  # larger than training makes the weights of a layer
 _LARGE = 1.0  # weights that begin near 0 may grow by any factor up to here
 
@@ -28,23 +29,9 @@ _LARGE = 1.0  # weights that begin near 0 may grow by any factor up to here
 def degree(note: Note) -> float:
     """Returns k such that a result is proportional to loss_scale**k."""
     known: dict[int, float] = {}
-    waiting = [note]
-    while waiting:
-        last = waiting[-1]
-        missing = [each for each in _behind(last) if each.index not in known]
-        if missing and last.index not in known:
-            waiting += missing
-            continue
-        waiting.pop()
-        known[last.index] = _degree(last, [0.0 if s is None else known.get(s.index, 0.0) for s in last.sources])
+    for each in reached_from([note], "sources"):
+        known[each.index] = _degree(each, [0.0 if s is None else known.get(s.index, 0.0) for s in each.sources])
     return known[note.index]
-
-
-def _behind(note: Note) -> list[Note]:
-    """Returns the operations that wrote the arguments of `note`."""
-    if note.root or note.phase != "backward":
-        return []
-    return [each for each in note.sources if each is not None and each.index < note.index]
 
 
 def _degree(note: Note, of: Sequence[float]) -> float:
@@ -63,9 +50,6 @@ def _degree(note: Note, of: Sequence[float]) -> float:
     if name in ("pow", "float_power"):
         return first * (note.scalars[0] if note.scalars else 2.0)
     return first * _POWERS[name] if name in _POWERS else max(of)
-
-
-_POWERS = {"sqrt": 0.5, "rsqrt": -0.5, "reciprocal": -1.0}
 
 
 @dataclass(frozen=True)

@@ -74,24 +74,15 @@ def explained(rehearsal: Rehearsal, failure: Diagnosis) -> Finding:
     of = f" of {', '.join(failure.formats)}" if failure.formats else ""
     what = f"{failure.operator or 'the step'} ({failure.phase}){of}"
     evidence = f"{what} raises {error_words(failure.raised)}{which_model(failure.module)}"
-    return Finding("error", _code(failure), place, evidence, _advice(failure, edits, reason), edits)
-
-
-def _code(failure: Diagnosis) -> str:
+    code = "mixed formats" if len(set(failure.formats)) > 1 else "step fails"
+    advice = f"{spell(edits)}, with which the step runs" if edits else reason
     if isinstance(failure.raised, OpError):
-        return "BCE on low inputs"
-    if BEYOND in str(failure.raised):
-        return "value beyond the format"
-    return "mixed formats" if len(set(failure.formats)) > 1 else "step fails"
-
-
-def _advice(failure: Diagnosis, edits: tuple[Edit, ...], reason: str) -> str:
-    if isinstance(failure.raised, OpError):
-        return "use binary_cross_entropy_with_logits, or deny binary_cross_entropy so that it computes in fp32"
-    if BEYOND in str(failure.raised):
-        least = "for a mask, use torch.finfo(scores.dtype).min"
-        return f"{spell(edits)}; {least} instead" if edits else least
-    return f"{spell(edits)}, with which the step runs" if edits else reason
+        code = "BCE on low inputs"
+        advice = "use binary_cross_entropy_with_logits, or deny binary_cross_entropy so that it computes in fp32"
+    elif BEYOND in str(failure.raised):
+        code, least = "value beyond the format", "for a mask, use torch.finfo(scores.dtype).min"
+        advice = f"{spell(edits)}; {least} instead" if edits else least
+    return Finding("error", code, place, evidence, advice, edits)
 
 
 def _runs(trial: Rehearsal) -> bool:

@@ -87,16 +87,13 @@ class Inputs:
     def __init__(self) -> None:
         self.same = True
         self._first: list[Tensor] | None = None
-        self._noted = False
-
-    def begin_run(self) -> None:
-        self._noted = False
+        self.noted = False  # in this run
 
     def note(self, given: Any) -> None:
         """Compares the inputs of the first module called in this run with those of the first run."""
-        if self._noted:
+        if self.noted:
             return
-        self._noted = True
+        self.noted = True
         with without_modes(), torch.no_grad():
             tensors = [unwrapped(leaf) for leaf in tree_leaves(given) if is_readable(leaf)]
             if self._first is None:
@@ -132,13 +129,7 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
 
 
 class Rehearsal:
-    """Runs a closure on a session's models; made by `rehearsing`, which undoes at the end what the runs changed.
-
-    `params` are the trainable parameters; `inputs` tells whether all runs got the same inputs. Inside `at_scale(scale)`
-    the closure's calls of `session.grad` use that loss scale. Inside `recording(recorder)` a recorder sees the
-    operations. `reads_originals` is True if the models are copies, and the last loss depends on low weights of the
-    originals.
-    """
+    """Runs a closure on a session's models; made by `rehearsing`, which undoes at the end what the runs changed."""
 
     def __init__(
         self,
@@ -150,17 +141,18 @@ class Rehearsal:
         originals: Sequence[nn.Parameter] = (),
     ) -> None:
         self.plan, self.roots, self.full = session.plan, session.runtime.roots, session.runtime.full
-        self.recording, self.at_scale = session.runtime.recording, session.runtime.scales.held_at
+        self.recording = session.runtime.recording  # a context in which a recorder sees the operations
+        self.at_scale = session.runtime.scales.held_at  # one in which `session.grad` uses a loss scale
         self.params = trainable(self.roots)
         self._session, self._closure = session, closure
         self._rewind, self.inputs = rewind, inputs
         self._originals = {id(p) for p in originals if p.dtype is self.plan.low.dtype}
-        self.reads_originals = False
+        self.reads_originals = False  # the models are copies, and the last loss depends on low weights of the originals
         self.used_scale = 1.0  # which the last gradients carry
 
     def rewind(self) -> None:
         self._rewind()
-        self.inputs.begin_run()
+        self.inputs.noted = False
 
     def loss(self) -> Tensor:
         loss = compute_loss(self._closure, self.params)
@@ -253,27 +245,17 @@ class _Calls:
         self._running = 0
 
     def run(self, twin: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if self._running == 0:
-            self._take_over()
+        for own, each, before, _ in self._pairs if self._running == 0 else ():
+            new = {name: value for name, value in attributes(own).items() if before.get(name, self) is not value}
+            give_attributes(each, attributes(each) | new)
         self._running += 1
         try:
             return type(twin).forward(twin, *args, **kwargs)
         finally:
             self._running -= 1
-            if self._running == 0:
-                self._hand_over()
-
-    def _take_over(self) -> None:
-        for own, twin, before, _ in self._pairs:
-            new = {name: value for name, value in attributes(own).items() if before.get(name, self) is not value}
-            if new:
-                give_attributes(twin, attributes(twin) | new)
-
-    def _hand_over(self) -> None:
-        for own, twin, _, before in self._pairs:
-            now = attributes(twin)
-            new = {n: v for n, v in now.items() if before.get(n, self) is not v or isinstance(v, CONTAINERS)}
-            if new:
+            for own, each, _, before in self._pairs if self._running == 0 else ():
+                now = attributes(each)
+                new = {n: v for n, v in now.items() if before.get(n, self) is not v or isinstance(v, CONTAINERS)}
                 give_attributes(own, attributes(own) | new)
 
 

@@ -30,10 +30,9 @@ _KEPT = 2**24  # elements up to which writes into a tensor that is an attribute 
 def untouched(roots: Sequence[nn.Module], params: Sequence[nn.Parameter]) -> Iterator[Callable[[], None]]:
     """Yields a function that restores the initial state before another run; restores everything when the context ends.
 
-    The gradients of `params` are set aside: `p.grad` is None at the start of each run. Hooks that act on accumulated
-    gradients, such as those of an optimizer that steps in the backward pass, are off. Calls of a
-    DistributedDataParallel wrapper go directly to the wrapped module. So no buffer is broadcast and no gradient
-    reduced: other processes would mistake that communication for part of their next step.
+    Hooks on accumulated gradients, as of an optimizer that steps in the backward pass, are off. Calls of a
+    DistributedDataParallel wrapper go to the wrapped module, since other processes would mistake a broadcast or a
+    reduction for part of their next step.
     """
     state = _State(roots, params)
     with ExitStack() as stack:
@@ -62,18 +61,23 @@ class _State:
         self._attributes = [(m, attributes(m)) for m in modules.values()]
         reached = _reached(value for _, own in self._attributes for value in own.values())
         self._contents = [(each, copy.copy(each)) for each in reached if isinstance(each, CONTAINERS)]
-        self._generators = [_state_of(each) for each in reached if _is_generator(each)]
-        kept = [each for each in reached if isinstance(each, Tensor) and _is_kept(each)]
-        self._written = [(t, version_of(t), t.detach().clone()) for t in kept]
+        self._generators = [put_back for each in reached if (put_back := _state_of(each)) is not None]
+        kept = [t for t in reached if is_readable(t) and not (isinstance(t, nn.Parameter) or t.is_inference())]
+        self._written = [(t, version_of(t), t.detach().clone()) for t in kept if t.numel() <= _KEPT]
         self._grads = [(p, p.grad) for p in params]
         self._random = random_state_now()
 
     def rewind(self) -> None:
         """Restores the initial buffers, weights, attributes and random state, and clears the gradients."""
-        self._rewind_attributes()
+        for module, own in self._attributes:
+            give_attributes(module, own)
+        for container, contents in self._contents:
+            _put_back(container, contents)
+        for tensor, version, value in self._written:
+            if version_of(tensor) != version:
+                tensor.data.copy_(value)
         for module, name, buffer in self._buffers:
-            if buffers_of(module).get(name) is not buffer:
-                buffers_of(module)[name] = buffer
+            buffers_of(module)[name] = buffer
         for tensor, value in self._values:
             if tensor.is_floating_point() or tensor.is_complex() or not torch.equal(tensor.detach(), value):
                 tensor.data.copy_(value)  # through .data: a raised version count would look like a change by the user
@@ -82,15 +86,6 @@ class _State:
         self._random()
         for put_back in self._generators:
             put_back()
-
-    def _rewind_attributes(self) -> None:
-        for module, own in self._attributes:
-            give_attributes(module, own)
-        for container, contents in self._contents:
-            _put_back(container, contents)
-        for tensor, version, value in self._written:
-            if version_of(tensor) != version:
-                tensor.data.copy_(value)
 
     def finish(self) -> None:
         self.rewind()
@@ -117,17 +112,10 @@ def _reached(values: Iterable[Any]) -> list[Any]:
     return list(found.values())
 
 
-def _ids(values: Iterable[Any]) -> list[int]:
-    return [id(value) for value in values]
-
-
 def _put_back(container: Any, contents: Any) -> None:
     """Restores the contents of a container if they have changed."""
-    if isinstance(container, dict):
-        same = _ids(container) == _ids(contents) and _ids(container.values()) == _ids(contents.values())
-    else:
-        same = _ids(container) == _ids(contents)
-    if not same:
+    both = [[*c.keys(), *c.values()] if isinstance(c, dict) else c for c in (container, contents)]
+    if [*map(id, both[0])] != [*map(id, both[1])]:
         container.clear()
         (container.extend if isinstance(container, (list, deque)) else container.update)(contents)
 
@@ -138,11 +126,6 @@ def give_attributes(module: nn.Module, own: Mapping[str, Any]) -> None:
     for name in attributes(module).keys() - own.keys():
         del module.__dict__[name]
     module.__dict__.update(own)
-
-
-def _is_kept(tensor: Tensor) -> bool:
-    known = isinstance(tensor, nn.Parameter) or tensor.is_inference()
-    return not known and is_readable(tensor) and tensor.numel() <= _KEPT
 
 
 def _without_hooks(param: nn.Parameter) -> Callable[[], None]:
@@ -161,17 +144,15 @@ def is_readable(value: Any) -> bool:
     return value.is_nested or value.layout is torch.strided
 
 
-def _is_generator(value: Any) -> bool:
-    return isinstance(value, (torch.Generator, random.Random)) or type(value).__module__.startswith("numpy.random")
-
-
-def _state_of(generator: Any) -> Callable[[], object]:
-    """Returns a function that puts back the state of a random generator of this moment."""
-    if isinstance(generator, torch.Generator):
-        return partial(generator.set_state, generator.get_state())
-    if isinstance(generator, random.Random):
-        return partial(generator.setstate, generator.getstate())
-    return partial(setattr, generator.bit_generator, "state", copy.deepcopy(generator.bit_generator.state))
+def _state_of(value: Any) -> Callable[[], object] | None:
+    """Returns a function that puts back a random generator's state of this moment; None if it is none."""
+    if isinstance(value, torch.Generator):
+        return partial(value.set_state, value.get_state())
+    if isinstance(value, random.Random):
+        return partial(value.setstate, value.getstate())
+    if type(value).__module__.startswith("numpy.random"):
+        return partial(setattr, value.bit_generator, "state", copy.deepcopy(value.bit_generator.state))
+    return None
 
 
 def random_state_now() -> Callable[[], None]:

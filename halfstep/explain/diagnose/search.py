@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any, TypeAlias
@@ -46,9 +46,7 @@ _TRIES = 24  # plans that are tried on the closure, one run each
 _FAULTS = 4  # places that are cured one after the other, if the closure fails in several
 _CLOSE = 0.5  # of the loss in fp32: how far the loss under a cure may differ from it
 _OF_RANGE = 4.0  # an output this many times as large as on this batch must still fit
-_OF_FLOOR = (
-    2.0  # times the lowest loss scale: a dynamic scale at its floor skips each time it tries the next larger one
-)
+_OF_FLOOR = 2.0  # times the lowest loss scale: at its floor a dynamic scale skips whenever it tries the next larger
 _CASTS = ("_to_copy", "copy_")
 
 Works = Callable[[Rehearsal], bool]
@@ -91,9 +89,13 @@ def first_run(rehearsal: Rehearsal, scale: float, *, least: float = 1.0, recorde
     run = Run(float(loss.detach()), recorder, found, scale)
     if found is None or not found.may_be_scale or not finite:
         return run
-    lower = _passing_scale(rehearsal, loss, scale, least)
-    if lower is not None or scale <= least:
-        return replace(run, lower=lower)
+    lower = scale
+    while lower > least:
+        lower = max(lower / 2, least)
+        if is_finite_at(rehearsal, loss, lower):
+            return replace(run, lower=lower)
+    if scale <= least:
+        return run
     with rehearsal.recording(recorder):
         below = _look(rehearsal, recorder, loss, least)
     return run if below is None else replace(run, found=below, scale=least)
@@ -116,15 +118,6 @@ def _look(rehearsal: Rehearsal, recorder: OpRecorder, loss: Tensor, scale: float
 def _of_sinks(rehearsal: Rehearsal, recorder: OpRecorder, sinks: Sequence[Tensor]) -> Diagnosis | None:
     origin = find_origin(recorder, sinks)
     return None if origin is None else diagnose(recorder, origin, rehearsal.plan, rehearsal.full)
-
-
-def _passing_scale(rehearsal: Rehearsal, loss: Tensor, scale: float, least: float) -> float | None:
-    """Halves the loss scale, down to `least`, until all gradients are finite; returns that scale, or None."""
-    while scale > least:
-        scale = max(scale / 2, least)
-        if is_finite_at(rehearsal, loss, scale):
-            return scale
-    return None
 
 
 def is_finite_at(rehearsal: Rehearsal, loss: Tensor, scale: float) -> bool:
@@ -168,8 +161,7 @@ class _Cure:
 class Search:
     """Searches for edits under which the closure's numbers are finite, the smallest changes first.
 
-    Edits that leave room (values stay well below the limits of their formats, and the loss scale well above its floor)
-    are preferred to edits that only just work.
+    Edits that leave room, below the limits of the formats and above the scale's floor, are preferred.
     """
 
     rehearsal: Rehearsal
@@ -280,6 +272,8 @@ def _place(recorder: OpRecorder, absorbed: Absorbed[Note]) -> _Place:
 def _cure(rehearsal: Rehearsal, recorder: OpRecorder, absorbed: Absorbed[Note]) -> tuple[tuple[Edit, ...], str]:
     """Returns (edits, reason): edits under which the overflow is no longer absorbed, and why there are none."""
     place, inputs = _place(recorder, absorbed), rehearsal.inputs
+    operator, rules = recorder.operator(absorbed.origin), rules_around(place[0], rehearsal.plan, rehearsal.roots)
+    candidates: list[tuple[Edit, ...]] = [*rules, *([(OpChange("deny", operator),)] if is_op(operator) else [])]
 
     def works(trial: Rehearsal) -> bool:
         again = OpRecorder(rehearsal.roots)
@@ -290,8 +284,7 @@ def _cure(rehearsal: Rehearsal, recorder: OpRecorder, absorbed: Absorbed[Note]) 
         return cured and bool(loss.isfinite()) and inputs.same
 
     try:
-        candidates = takewhile(lambda _: inputs.same, _candidates(rehearsal, recorder, absorbed))
-        edits = first_cure(rehearsal, candidates, works)
+        edits = first_cure(rehearsal, takewhile(lambda _: inputs.same, candidates), works)
     except StopIteration:
         return (), f"the closure ran out of batches, {_UNTRIED}"
     except Exception as error:  # whatever copying the model raises
@@ -301,22 +294,11 @@ def _cure(rehearsal: Rehearsal, recorder: OpRecorder, absorbed: Absorbed[Note]) 
     return edits, "" if edits else "no edit of the plan was found that cures it"
 
 
-def _candidates(rehearsal: Rehearsal, recorder: OpRecorder, absorbed: Absorbed[Note]) -> Iterator[tuple[Edit, ...]]:
-    """Yields rules that keep the module that overflowed, or one around it, in fp32; then an edit that denies the op."""
-    yield from rules_around(absorbed.origin.module, rehearsal.plan, rehearsal.roots)
-    operator = recorder.operator(absorbed.origin)
-    if is_op(operator):
-        yield (OpChange("deny", operator),)
-
-
 def _said(recorder: OpRecorder, absorbed: Absorbed[Note], edits: tuple[Edit, ...], reason: str) -> Finding:
     origin, by = absorbed.origin, absorbed.by
     line, line_by = recorder.line(origin), recorder.line(by)
-    evidence = str(absorbed.said(recorder.operator(origin), line, recorder.operator(by), line_by)) + which_model(
-        origin.module
-    )
-    if edits:
-        advice = f"{spell(edits)}, under which this does not happen"
-    else:
-        advice = f"compute this in fp32, or scale the values down first; {reason}"
+    said = absorbed.said(recorder.operator(origin), line, recorder.operator(by), line_by)
+    evidence = f"{said}{which_model(origin.module)}"
+    advice = f"compute this in fp32, or scale the values down first; {reason}"
+    advice = f"{spell(edits)}, under which this does not happen" if edits else advice
     return Finding("warning", "overflow absorbed", place_of(origin.module, line), evidence, advice, edits)

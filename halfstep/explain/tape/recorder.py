@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -82,6 +82,18 @@ class Note:
     exact: Exact | None = None  # its result in fp32; None: unknown, or the masks explain the failure
     vanished: float | None = None  # a tiny number, such as an eps, that it added, although elements of the result are 0
     divided_by: tuple[int, int] | None = None  # zeros in its divisor, and all elements there
+
+
+def reached_from(notes: Iterable[Note], before: str = "parents") -> list[Note]:
+    """Returns these operations and all that their non-finite values came from, in the order in which they ran."""
+    found: dict[int, Note] = {}
+    waiting = list(notes)
+    while waiting:
+        note = waiting.pop()
+        if note.index not in found:
+            found[note.index] = note
+            waiting += filter(None, getattr(note, before))
+    return [found[index] for index in sorted(found)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -258,8 +270,10 @@ class OpRecorder(OpMode):
             if bad is None:
                 continue
             writers = [w for w in self.writers(each.memory) if w is not note]
-            if not writers and not note.received:
-                writers = self._never_written(each.memory, bad)
+            last = self.last_writer(each.memory)
+            if not (writers or note.received or last is None) and last.aten.removeprefix("new_").startswith("empty"):
+                last.bad = bad  # nothing has written to what it allocated
+                writers = [last]
             parents += writers
             if not writers:
                 found = self._from_outside(note, each)
@@ -312,21 +326,13 @@ class OpRecorder(OpMode):
             leaf = leaf if note.line is None else replace(leaf, kind=OWN)
         return replace(leaf, masked=leaf.masked and not note.of_gradient)
 
-    def _never_written(self, tensor: Tensor, bad: NonFinite) -> list[Note]:
-        """Returns the operation that allocated a tensor's memory, in a list, if nothing has written to it; else []."""
-        last = self.last_writer(tensor)
-        if last is None or not last.aten.removeprefix("new_").startswith("empty"):
-            return []
-        last.bad = bad
-        return [last]
-
     def _custom(self, bad: NonFinite) -> Note | None:
         """Returns a note for the custom backward that the running node got its gradient from; None if there is none."""
         custom = self._customs.before_running()
         if custom is None:
             return None
         name, number = custom
-        module, line = next(((each.module, each.line) for each in self._nodes.get(number, [])), (None, None))
+        module, line = next(((each.module, each.line) for each in self.made_node(number)), (None, None))
         return Note(-1 - len(self.notes), name, module, "backward", line, [], "", unseen=True, bad=bad)
 
     def _begin(self, func: Any, args: Sequence[Any]) -> Note:
@@ -340,18 +346,14 @@ class OpRecorder(OpMode):
         names.append(aten)
         note = Note(len(self.notes), aten, place.module, phase, place.line, names, place.function)
         if phase == "forward":
-            self._enter(note)
+            now = next_sequence_number()
+            for number in range(getattr(self._local, "seen", now), now):  # nodes made since the operation before
+                self._nodes.setdefault(number, []).append(note)
+            self._local.seen = now
         else:
             self._find_forward(note)
         self.notes.append(note)
         return note
-
-    def _enter(self, note: Note) -> None:
-        """Credits `note` with every autograd node created since the previous operation."""
-        now = next_sequence_number()
-        for number in range(getattr(self._local, "seen", now), now):
-            self._nodes.setdefault(number, []).append(note)
-        self._local.seen = now
 
     def _find_forward(self, note: Note) -> None:
         """Finds the forward operation of a backward operation, and copies the module's name from it."""
@@ -367,7 +369,7 @@ class OpRecorder(OpMode):
             known = self.locator.tensor(node.variable)
             note.module = known[1].rpartition(".")[0] if known else note.module
             return
-        made = self._nodes.get(number, [])
+        made = self.made_node(number)
         fitting = [each for each in made if is_backward_of(note.node, each.aten)]
         note.forward = fitting[-1] if fitting else made[-1] if made else None
         if note.forward is not None and note.forward.line is None:  # the session's own operation on the loss
