@@ -266,13 +266,13 @@ def absorbed_findings(rehearsal: Rehearsal, recorder: OpRecorder) -> list[Findin
 
 
 def _place(recorder: OpRecorder, absorbed: Absorbed[Note]) -> _Place:
-    return absorbed.origin.module, recorder.line(absorbed.origin)
+    return absorbed.origin.of.module, recorder.line(absorbed.origin.of)
 
 
 def _cure(rehearsal: Rehearsal, recorder: OpRecorder, absorbed: Absorbed[Note]) -> tuple[tuple[Edit, ...], str]:
     """Returns (edits, reason): edits under which the overflow is no longer absorbed, and why there are none."""
     place, inputs = _place(recorder, absorbed), rehearsal.inputs
-    operator, rules = recorder.operator(absorbed.origin), rules_around(place[0], rehearsal.plan, rehearsal.roots)
+    operator, rules = recorder.operator(absorbed.origin.of), rules_around(place[0], rehearsal.plan, rehearsal.roots)
     candidates: list[tuple[Edit, ...]] = [*rules, *([(OpChange("deny", operator),)] if is_op(operator) else [])]
 
     def works(trial: Rehearsal) -> bool:
@@ -295,7 +295,7 @@ def _cure(rehearsal: Rehearsal, recorder: OpRecorder, absorbed: Absorbed[Note]) 
 
 
 def _said(recorder: OpRecorder, absorbed: Absorbed[Note], edits: tuple[Edit, ...], reason: str) -> Finding:
-    origin, by = absorbed.origin, absorbed.by
+    origin, by = absorbed.origin.of, absorbed.by
     line, line_by = recorder.line(origin), recorder.line(by)
     said = absorbed.said(recorder.operator(origin), line, recorder.operator(by), line_by)
     evidence = f"{said}{which_model(origin.module)}"

@@ -101,20 +101,23 @@ def _evidence(found: Diagnosis, scale: float) -> str:
         parts.append("in a backward pass of your own (torch.autograd.grad), which no loss scale reaches")
     elif found.phase == "backward" and scale != 1 and found.kind != Kind.STALE_GRADIENTS:
         parts.append(f"this was at loss scale {scale:g}")
-    if found.lower_scale is not None:
-        parts.append(_at_lower(found, found.lower_scale))
+    if found.lower_scale is not None and found.untried:
+        parts.append(f"this operation needs a loss scale of {found.lower_scale:g} or less")
+        parts.append("later operations of the backward pass may need less")
+    elif found.lower_scale is not None:
+        parts.append(f"at loss scale {found.lower_scale:g} all gradients are finite")
     if not found.repeats:
         parts.append(
             "the closure does not repeat: another run got different inputs, or did not fail in the same place (an "
             "iterator moved on, or the model keeps state between runs)"
         )
-    elif found.tried:
-        elsewhere = "" if found.in_full is None else f", in another place: {_place(found.in_full)}"
-        parts.append(
-            f"in fp32 the closure's loss is {found.full_loss:g}"
-            if found.full is None
-            else _fails_in_full(found.full) + elsewhere
-        )
+    elif found.tried and found.full is None:
+        parts.append(f"in fp32 the closure's loss is {found.full_loss:g}")
+    elif found.tried and found.full is not None:
+        fails = "in fp32 the same closure fails too"
+        if found.full.low in LOW_FORMATS:  # the code uses weights as they are stored, or casts by itself
+            fails = f"with the models {fails}, in an operation that still computes in {found.full.low}"
+        parts.append(fails if found.in_full is None else f"{fails}, in another place: {_place(found.in_full)}")
     return "; ".join(parts + _growth(found))
 
 
@@ -129,19 +132,6 @@ def _growth(found: Diagnosis) -> list[str]:
         size = f" and is {now:.3g} now" if math.isfinite(now) else f"; the sum of its squares is {now:g} in fp32 now"
         parts.append(f"the root mean square of {name} was {first:.3g} at the start of this session{size}")
     return parts
-
-
-def _at_lower(found: Diagnosis, lower: float) -> str:
-    if not found.untried:
-        return f"at loss scale {lower:g} all gradients are finite"
-    needs = f"this operation needs a loss scale of {lower:g} or less"
-    return f"{needs}; later operations of the backward pass may need less"
-
-
-def _fails_in_full(full: Diagnosis) -> str:
-    if full.low in LOW_FORMATS:  # the code uses weights as they are stored, or casts by itself
-        return f"with the models in fp32 the same closure fails too, in an operation that still computes in {full.low}"
-    return "in fp32 the same closure fails too"
 
 
 def in_model(name: str | None) -> tuple[str, str]:
@@ -247,7 +237,12 @@ def _advice(found: Diagnosis, plan: Plan | None, cure: Sequence[Edit]) -> str:
             f"the weights have grown too far, and no edit cures that: {_SLOWER}; if they are meant to be this large, "
             "halfstep.blame(session, closure) tries edits"
         )
-    words = _words(found, plan) if found.in_full is None else [_about_both(found.in_full)]
+    if (other := found.in_full) is None:
+        words = _words(found, plan)
+    else:
+        full = "with the models in fp32" if other.low in LOW_FORMATS else "in fp32"
+        said = "there are two faults; fix the other one first, because it also occurs"
+        words = [f"{said} {full}: {_place(other)}"]
     if cure:
         whole = any(isinstance(edit, Rule) and not edit.pattern for edit in cure)
         words.insert(0, spell(cure) + (" ('' is the whole model)" if whole else ""))
@@ -280,7 +275,17 @@ def _words(found: Diagnosis, plan: Plan | None) -> list[str]:
         ]
     if found.kind == Kind.SCALE_TOO_HIGH:
         return _about_scale(found, plan)
-    return _about_masks(found) if found.kind == Kind.MASKED_ROW else _about_operation(found)
+    if found.kind != Kind.MASKED_ROW:
+        return _about_operation(found)
+    if found.mask is not None:
+        return [
+            f"the mask value {found.mask:g} is -inf in the low format, and at least one row is masked entirely: "
+            "compute the scores in fp32, or leave one entry of each row unmasked"
+        ]
+    return [
+        "leave at least one entry of each row unmasked, or set the scores of such a row to zero with torch.where "
+        "before the softmax and discard its result"
+    ]
 
 
 def _about_operation(found: Diagnosis) -> list[str]:
@@ -322,30 +327,27 @@ def _in_every_format(found: Diagnosis, full: Diagnosis) -> str:
             f"no edit helps: the code itself casts {inputs}to {found.low} (remove that cast), or uses weights as they "
             "are stored (add .float())"
         )
-    if found.kind == Kind.OVERFLOW and _adds_masks(found):
+    spans = found.call.input_ranges if found.call is not None and name == "add" else ()
+    masks = [span is not None and span[0] in [-fmt.max for fmt in (FP32, *LOW_FORMATS)] for span in spans]
+    if found.kind == Kind.OVERFLOW and len(masks) == 2 and all(masks):
         return f"{_TWO_MASKS}: combine masks as booleans, and leave one entry of each row unmasked"
     if found.kind == Kind.OVERFLOW:
         result = "the result" if found.exact is None else "a later result"  # the first is finite in fp32
         return f"no format helps: {result} of {name} is too large even for fp32; scale its inputs down"
-    if found.phase == "backward":
-        return _about_gradient(name, called=note is not None and note.line is not None)
-    known = next((words for names, words in _NO_VALUE if name in names), None)
-    return known or (
-        f"no format helps: {name} has no finite value at these inputs; keep them in its domain with an eps or a clamp"
-    )
-
-
-def _about_gradient(name: str, *, called: bool) -> str:
-    """Returns the advice for the case that the gradient of the operation `name` is not finite in any format."""
-    if called:
+    if found.phase == "backward" and note is not None and note.line is not None:
         return (
             f"no format helps: {name}, called on a gradient, is not finite here; keep its inputs in its domain with an "
             "eps or a clamp"
         )
-    operand = "divisor" if name == "div" else "input"
-    return (
-        f"no format helps: the gradient of {name} is not finite here; add an eps to its {operand}, or apply "
-        f"torch.where to the {operand} first (torch.where on the result leaves NaN gradients)"
+    if found.phase == "backward":
+        operand = "divisor" if name == "div" else "input"
+        return (
+            f"no format helps: the gradient of {name} is not finite here; add an eps to its {operand}, or apply "
+            f"torch.where to the {operand} first (torch.where on the result leaves NaN gradients)"
+        )
+    known = next((words for names, words in _NO_VALUE if name in names), None)
+    return known or (
+        f"no format helps: {name} has no finite value at these inputs; keep them in its domain with an eps or a clamp"
     )
 
 
@@ -364,16 +366,6 @@ def _brought_in(found: Diagnosis) -> str:
         return f"the code passes {number} to {called(name)}: check where it comes from"
     held = next((str(leaf.bad) for leaf in note.leaves if leaf.kind == OWN), "")
     return f"the tensor that the code passes to {called(name)} holds {held}: check where it comes from" if held else ""
-
-
-def _adds_masks(found: Diagnosis) -> bool:
-    """Tells whether the operation adds two tensors that each hold the lowest number of a format."""
-    if found.call is None or found.operator != "add":
-        return False
-    least = [
-        span is not None and span[0] in [-fmt.max for fmt in (FP32, *LOW_FORMATS)] for span in found.call.input_ranges
-    ]
-    return len(least) == 2 and all(least)
 
 
 def _met(found: Diagnosis) -> str:
@@ -418,20 +410,3 @@ def _about_scale(found: Diagnosis, plan: Plan | None) -> list[str]:
             "starts there"
         ]
     return [f"the floor of the loss scale, {plan.scale.min:g}, is too high: let it come down to {lower:g} or less"]
-
-
-def _about_both(other: Diagnosis) -> str:
-    full = "with the models in fp32" if other.low in LOW_FORMATS else "in fp32"
-    return f"there are two faults; fix the other one first, because it also occurs {full}: {_place(other)}"
-
-
-def _about_masks(found: Diagnosis) -> list[str]:
-    if found.mask is not None:
-        return [
-            f"the mask value {found.mask:g} is -inf in the low format, and at least one row is masked entirely: "
-            "compute the scores in fp32, or leave one entry of each row unmasked"
-        ]
-    return [
-        "leave at least one entry of each row unmasked, or set the scores of such a row to zero with torch.where "
-        "before the softmax and discard its result"
-    ]

@@ -47,7 +47,7 @@ def trace_step(session: Session, closure: Callable[[], Any], *, precision: bool)
         tracer = StepTracer(rehearsal.roots, rehearsal.plan)
         with outputs_of(rehearsal.roots) as taken, rehearsal.recording(tracer), Literals(tracer.look_at_literal):
             failure, loss = run_step(rehearsal, tracer, scale, partial(taken.take_gradients, rehearsal))
-        found = tracer.findings(rehearsal.roots)
+        found = [*tracer.findings(rehearsal.roots)]
         if failure is not None:
             found.append(explained(rehearsal, failure))
         elif loss is not None:
@@ -70,6 +70,7 @@ class StepTracer(OpRecorder):
         super().__init__(roots)
         self.rounded: set[int] = set()
         self._plan = plan
+        # by operation, module, line and value: the operation, its format, and whether the value is 0 there, or infinite
         self._constants: dict[tuple[str, str | None, str | None, float], tuple[Note, Format, bool]] = {}
 
     def after(self, note: Note, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
@@ -90,23 +91,25 @@ class StepTracer(OpRecorder):
             args = [self._constant(note, arg, fmt) if isinstance(arg, Tensor) else arg for arg in args]
         guards = args[:2] if name.startswith("clamp") else (*args, *(v for k, v in kwargs.items() if k != "max"))
         for value in _numbers(guards) if name in GUARDS else ():
-            if fmt.rounds_to_zero(value):
-                self._constants[name, note.module, note.line, value] = (note, fmt, True)
+            self._know(name, note, fmt, value, vanishes=fmt.rounds_to_zero(value))
         for value in _numbers((*args, *kwargs.values())) if name in WRITES else ():
-            if fmt.max < abs(value) <= FP32.max:
-                self._constants[name, note.module, note.line, value] = (note, fmt, False)
+            self._know(name, note, fmt, value, beyond=fmt.max < abs(value) <= FP32.max)
         if name not in WRITES and note.exact is not None and note.exact.constant:  # such as (1 - mask) * -1e9
-            self._constants[name, note.module, note.line, note.exact.value] = (note, fmt, False)
+            self._know(name, note, fmt, note.exact.value, beyond=True)
+
+    def _know(
+        self, name: str, note: Note, fmt: Format, value: float, *, vanishes: bool = False, beyond: bool = False
+    ) -> None:
+        if vanishes or beyond:
+            self._constants[name, note.module, note.line, value] = (note, fmt, vanishes)
 
     def look_at_literal(self, made: Tensor, values: Sequence[float]) -> None:
         """Notes the largest of the numbers that a low tensor was made from, if it became 0 or overflowed."""
         place, fmt = self.locator.here(), as_format(made.dtype)
         note = Note(len(self.notes), "tensor", place.module, "forward", place.line, [], place.function)
         largest = max(values, key=abs, default=0.0)
-        if fmt.rounds_to_zero(largest):
-            self._constants["tensor", note.module, note.line, largest] = (note, fmt, True)
-        if fmt.max < abs(largest) <= FP32.max:
-            self._constants["tensor", note.module, note.line, largest] = (note, fmt, False)
+        beyond = fmt.max < abs(largest) <= FP32.max
+        self._know("tensor", note, fmt, largest, vanishes=fmt.rounds_to_zero(largest), beyond=beyond)
 
     def _look_at_cast(self, note: Note, source: Tensor | None, out: Tensor, fmt: Format) -> None:
         if source is None or self._is_rounded_weight(source, fmt):
@@ -114,10 +117,12 @@ class StepTracer(OpRecorder):
         value = _overflow(source, out)
         if value is not None:
             note.scalars = (value,)
-            self._constants["cast", note.module, note.line, 0.0] = (note, fmt, False)
-        lost = self._lost(note, source, fmt)
-        if lost is not None:
-            self._constants["cast", note.module, note.line, lost] = (note, fmt, True)
+            self._know("cast", note, fmt, 0.0, beyond=True)
+        fixed = source.is_floating_point() and not source.requires_grad and self._is_made(note, source)
+        span = finite_range(source) if fixed and not is_low(source.dtype) else None
+        if span is not None:  # of a constant tensor, such as an eps in a buffer
+            largest = max(map(abs, span))
+            self._know("cast", note, fmt, largest, vanishes=fmt.rounds_to_zero(largest))
 
     def _is_rounded_weight(self, tensor: Tensor, fmt: Format) -> bool:
         """Tells whether a tensor cast to `fmt` is a weight; if so, adds its id to `rounded`, for later checks."""
@@ -129,34 +134,21 @@ class StepTracer(OpRecorder):
 
     def _constant(self, note: Note, tensor: Tensor, fmt: Format) -> Tensor | float:
         """Returns the number in a 0-dim tensor if no operation of the step computed it; otherwise the tensor."""
-        if tensor.dim() or not tensor.is_floating_point():
+        if tensor.dim() or not tensor.is_floating_point() or self._is_rounded_weight(tensor, fmt):
             return tensor
-        if self._is_rounded_weight(tensor, fmt) or tensor.requires_grad:
-            return tensor
-        return float(tensor) if self._is_made(note, tensor) else tensor
+        return float(tensor) if not tensor.requires_grad and self._is_made(note, tensor) else tensor
 
     def _is_made(self, note: Note, tensor: Tensor) -> bool:
         """Tells whether a tensor was passed into the step or made from constants, not computed by the step."""
         writer = self.last_writer(tensor)
         return writer is None or writer is note or writer.aten in MADE
 
-    def _lost(self, note: Note, tensor: Tensor, fmt: Format) -> float | None:
-        """Returns the largest magnitude in a constant tensor, such as an eps in a buffer, if a cast makes it all 0."""
-        fixed = tensor.is_floating_point() and not tensor.requires_grad and self._is_made(note, tensor)
-        span = finite_range(tensor) if fixed and not is_low(tensor.dtype) else None
-        largest = 0.0 if span is None else max(map(abs, span))
-        return largest if largest > 0 and fmt.rounds_to_zero(largest) else None
-
-    def findings(self, roots: Sequence[torch.nn.Module]) -> list[Finding]:
-        """Returns a finding for each constant or cast that does not fit the format."""
-        return [
-            _constant(name, value or note.scalars[0], note, self, fmt, self._cure(note, roots), vanishes=vanishes)
-            for (name, _, _, value), (note, fmt, vanishes) in self._constants.items()
-        ]
-
-    def _cure(self, note: Note, roots: Sequence[torch.nn.Module]) -> tuple[Rule, ...]:
-        name = in_model(note.module)[1]
-        return rules_on(name, FULL, self._plan, roots) if name and self._plan.ops != "none" else ()
+    def findings(self, roots: Sequence[torch.nn.Module]) -> Iterator[Finding]:
+        """Yields a finding for each constant or cast that does not fit the format."""
+        for (name, _, _, value), (note, fmt, vanishes) in self._constants.items():
+            module = in_model(note.module)[1]
+            cure = rules_on(module, FULL, self._plan, roots) if module and self._plan.ops != "none" else ()
+            yield _constant(name, value or note.scalars[0], note, self, fmt, cure, vanishes=vanishes)
 
 
 class Literals(TorchFunctionMode):
@@ -217,11 +209,8 @@ def _of_results(rehearsal: Rehearsal, loss: Tensor) -> Iterator[Finding]:
         return
     if needs_scale(loss.dtype) and not scale.adapts and scale.first > FP16_LOSS_CEILING:
         what = f"the loss is fp16, so the backward pass starts from the scale in fp16: {scale.init:g} is too high"
-        advice, cure = (
-            "return the loss in fp32 (loss.float()), or use a lower scale",
-            Scaling("static", FP16_LOSS_CEILING),
-        )
-        yield Finding("error", "scale too high", "the loss", what, advice, (cure,))
+        advice = "return the loss in fp32 (loss.float()), or use a lower scale"
+        yield Finding("error", "scale too high", "the loss", what, advice, (Scaling("static", FP16_LOSS_CEILING),))
     bad = _not_finite(params)
     if not bad:
         return

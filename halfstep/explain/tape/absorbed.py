@@ -34,32 +34,29 @@ Compute = Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]  # runs an oper
 
 
 @dataclass(frozen=True, eq=False)
-class Absorbed(Generic[T]):
-    """An overflow in the operation `origin`, absorbed by the operation `by`, whose result is finite but wrong."""
+class Overflow(Generic[T]):
+    """An overflow in an operation."""
 
-    origin: T
-    by: T
-    values: Tensor  # in fp32, of the elements that became infinite in the result of `origin`
+    of: T  # the caller's handle for the operation, such as its Note
+    values: Tensor  # in fp32, of the elements that became infinite in the result
     dtype: torch.dtype  # of that result
+
+
+@dataclass(frozen=True, eq=False)
+class Absorbed(Generic[T]):
+    """An overflow that the operation `by` absorbed: its result is finite but wrong."""
+
+    origin: Overflow[T]
+    by: T
     got: float  # an element of the result of `by`
     want: float  # its value in fp32
     off: float  # the relative error of that element's row, along the last dimension
 
-    @property
-    def exact(self) -> float:
-        """The fp32 value of largest magnitude, with its sign, among the values that became infinite."""
-        return float(self.values[self.values.abs().argmax()])
-
     def said(self, operator: str, where: str | None, by: str, by_where: str | None) -> AbsorbedOverflow:
-        fmt = as_format(self.dtype).name
-        return AbsorbedOverflow(operator, where, self.exact, fmt, by, by_where, self.got, self.want, self.off)
-
-
-@dataclass(frozen=True, eq=False)
-class _Origin(Generic[T]):
-    of: T  # the caller's handle for the operation, such as its Note
-    values: Tensor  # in fp32, of the elements that became infinite in the result
-    dtype: torch.dtype  # of that result
+        values = self.origin.values
+        exact = float(values[values.abs().argmax()])  # the largest of those that became infinite, with its sign
+        fmt = as_format(self.origin.dtype).name
+        return AbsorbedOverflow(operator, where, exact, fmt, by, by_where, self.got, self.want, self.off)
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +66,7 @@ class _Shadow(Generic[T]):
     reference: StorageWeakRef  # keeps the storage's identity from being reused
     values: Tensor
     dtype: torch.dtype  # of the tensors in that memory
-    origin: _Origin[T]
+    origin: Overflow[T]
 
     def of(self, tensor: Tensor) -> Tensor:
         """Returns the fp32 values of a tensor whose elements are in this storage."""
@@ -78,14 +75,6 @@ class _Shadow(Generic[T]):
     def reaches(self, tensor: Tensor) -> bool:
         """Tells whether the tensor has a non-finite element that is finite in fp32."""
         return bool((~tensor.isfinite() & self.of(tensor).isfinite()).any())
-
-
-@dataclass(frozen=True, eq=False)
-class _Result(Generic[T]):
-    """A memory that was computed from results in which overflows were absorbed; `reference` is as in `_Shadow`."""
-
-    reference: StorageWeakRef
-    absorbed: Sequence[Absorbed[T]]
 
 
 class OverflowTrail(Generic[T]):
@@ -101,7 +90,8 @@ class OverflowTrail(Generic[T]):
     def __init__(self) -> None:
         self.found: list[Absorbed[T]] = []
         self._shadows: dict[int, _Shadow[T]] = {}  # keyed by the memory of a tensor, which its views share
-        self._results: dict[int, _Result[T]] = {}  # likewise: what was computed from absorbed overflows
+        # likewise: what was computed from results in which overflows were absorbed, and these overflows
+        self._results: dict[int, tuple[StorageWeakRef, list[Absorbed[T]]]] = {}
 
     def run(
         self, compute: Compute, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], here: Callable[[], T]
@@ -121,10 +111,10 @@ class OverflowTrail(Generic[T]):
 
     def end(self, losses: Sequence[Tensor]) -> None:
         """Adds to `found` the absorbed overflows that the losses, from which a backward pass will start, depend on."""
-        told = {id(each.origin) for each in self.found}
+        told = {id(each.origin.of) for each in self.found}
         for each in self._behind(losses):
-            if id(each.origin) not in told:
-                told.add(id(each.origin))
+            if id(each.origin.of) not in told:
+                told.add(id(each.origin.of))
                 self.found.append(each)
 
     def _run(
@@ -178,19 +168,18 @@ class OverflowTrail(Generic[T]):
         bare = with_infinities() if trails and any(ends) else []
         for i, (out, exact) in enumerate(zip(outputs, wide, strict=True)):
             if not ends[i]:
-                origin = trails[0].origin if trails else _Origin(here(), exact[lost[i]], out.dtype)
+                origin = trails[0].origin if trails else Overflow(here(), exact[lost[i]], out.dtype)
                 self._keep(out, torch.where(lost[i], exact, out.to(exact.dtype)), origin)
                 continue
             worst = _worst_row(out, exact, bare[i] != exact) if bare else None
             if worst is not None:
-                origin = trails[0].origin
-                self._depend([out], [Absorbed(origin.of, here(), origin.values, origin.dtype, *worst)])
+                self._depend([out], [Absorbed(trails[0].origin, here(), *worst)])
             self._overwrite(out)
 
     def _behind(self, tensors: Iterable[Tensor]) -> list[Absorbed[T]]:
         """Returns the absorbed overflows that the values of some tensors depend on, each once."""
         held = [self._results.get(storage_of(t)) for t in tensors]
-        return list(dict.fromkeys(each for result in held if result is not None for each in result.absorbed))
+        return list(dict.fromkeys(each for result in held if result is not None for each in result[1]))
 
     def _depend(self, tensors: Iterable[Tensor], absorbed: Sequence[Absorbed[T]]) -> None:
         for tensor in tensors:
@@ -198,7 +187,7 @@ class OverflowTrail(Generic[T]):
             if memory is not None:
                 storage = memory.untyped_storage()
                 reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-                self._results[storage_identity(storage)] = _Result(reference, list(dict.fromkeys([*before, *absorbed])))
+                self._results[storage_identity(storage)] = reference, list(dict.fromkeys([*before, *absorbed]))
 
     def _shadow(self, tensor: Tensor) -> _Shadow[T] | None:
         if not self._shadows or not tensor.is_floating_point():
@@ -206,7 +195,7 @@ class OverflowTrail(Generic[T]):
         shadow = self._shadows.get(_memory(tensor))
         return shadow if shadow is not None and shadow.dtype is tensor.dtype else None
 
-    def _keep(self, out: Tensor, values: Tensor, origin: _Origin[T]) -> None:
+    def _keep(self, out: Tensor, values: Tensor, origin: Overflow[T]) -> None:
         shadow = self._shadow(out)
         if shadow is None:
             storage = out.untyped_storage()

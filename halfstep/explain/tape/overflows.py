@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.explain.tape.absorbed import Absorbed, OverflowTrail
+from halfstep.explain.tape.absorbed import OverflowTrail
 from halfstep.explain.tape.locator import Locator, Place
 from halfstep.explain.tape.opnames import public_name
 from halfstep.explain.tape.schemas import aten_name
@@ -75,26 +75,23 @@ class AbsorbedWatch(OpMode):
 
     def observations(self, step: int) -> list[Observation]:
         """Returns the absorbed overflows as observations, one for each line of each module where they began."""
-        found: dict[tuple[str | None, str | None], Absorbed[_Here]] = {}
+        found: dict[tuple[str | None, str | None], Observation] = {}
         for each in self._trail.found:
-            place = each.origin.place
-            found.setdefault((place.module, place.line), each)
-        return [_observation(step, each) for each in found.values()]
-
-
-def _observation(step: int, absorbed: Absorbed[_Here]) -> Observation:
-    place, by = absorbed.origin.place, absorbed.by
-    said = absorbed.said(absorbed.origin.operator, place.line, by.operator, by.place.line)
-    return Observation(
-        step=step,
-        module=(place.module or "").replace(":", ".", 1).rstrip("."),  # of several models: as in other observations
-        kind=ABSORBED,
-        name=said.operator,
-        format=said.format,
-        scale=1.0,
-        stats=measure(absorbed.values),
-        absorbed=said,
-    )
+            origin, by = each.origin.of, each.by
+            place = origin.place.module, origin.place.line
+            if place not in found:
+                said = each.said(origin.operator, place[1], by.operator, by.place.line)
+                found[place] = Observation(
+                    step=step,
+                    module=(place[0] or "").replace(":", ".", 1).rstrip("."),  # of several models: as in others
+                    kind=ABSORBED,
+                    name=said.operator,
+                    format=said.format,
+                    scale=1.0,
+                    stats=measure(each.origin.values),
+                    absorbed=said,
+                )
+        return list(found.values())
 
 
 def watch_absorbed(
