@@ -102,9 +102,7 @@ def whatif(  # noqa: PLR0913  # the settings of a prediction
         loss_scale = loss_scale_of(loss_scale)
     several = formats if isinstance(formats, Iterable) and not isinstance(formats, str) else [formats]
     chosen = list(dict.fromkeys(as_format(fmt) for fmt in several))
-    _check(closure, model, chosen, steps)
-    if optimizer is not None:
-        _check_optimizer(optimizer, model)
+    _check(closure, model, chosen, steps, optimizer)
     low_plan, _ = choose_plan(plan, "bf16", read_facts(torch.device("cpu")))
     low_plan = customize(low_plan, low=BF16, rounding="nearest")  # the weights are not stepped low
     if low_plan.ops == "none":
@@ -161,7 +159,7 @@ def _fed(closure: Callable[[], Any], steps: int, calls: int) -> Callable[[], Any
     return fed
 
 
-def _check(closure: object, model: nn.Module, formats: Sequence[Format], steps: int) -> None:
+def _check(closure: object, model: nn.Module, formats: Sequence[Format], steps: int, optimizer: object) -> None:
     if not isinstance(model, nn.Module):
         raise SetupError(
             f"model must be a Module, not {type(model).__name__}; pass the module that the closure calls: "
@@ -176,18 +174,16 @@ def _check(closure: object, model: nn.Module, formats: Sequence[Format], steps: 
         raise SetupError(f"steps is {steps!r}; pass the number of fp32 steps, 1 or more")
     if any(isinstance(owner, Session) and not owner.closed for owner in owners(model.modules())):
         raise SetupError("the model is in a session; call whatif before initialize, or after session.close()")
-
-
-def _check_optimizer(optimizer: object, model: nn.Module) -> None:
+    if optimizer is None:
+        return
+    kind = type(optimizer).__name__
     if not isinstance(optimizer, Optimizer):
-        raise SetupError(
-            f"optimizer is of type {type(optimizer).__name__}; pass one torch.optim.Optimizer, or leave it out"
-        )
+        raise SetupError(f"optimizer is of type {kind}; pass one torch.optim.Optimizer, or leave it out")
     check_optimizers([optimizer], [model])
     if needs_closure(optimizer):
         raise SetupError(
-            f"{type(optimizer).__name__} is not supported, because it calls the closure several times per step; leave "
-            "the optimizer out: then all steps use the same weights"
+            f"{kind} is not supported, because it calls the closure several times per step; leave the optimizer out: "
+            "then all steps use the same weights"
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -63,7 +63,7 @@ class Setup:
     parts: tuple[Part, ...]
     optimizers: tuple[Optimizer, ...]
     scaler: torch.amp.GradScaler | None  # the gradient scaler of the loop itself
-    fits: Mapping[nn.Parameter, Fit]  # how the fp32 values of floating weights fit the low format
+    fit: Callable[[nn.Parameter], Fit]  # how the fp32 value of a parameter fits the low format
     rounded: Set[int] = frozenset()  # ids of the weights that the traced step cast to the low format
 
 
@@ -104,14 +104,12 @@ def check(
             "the model is on the meta device, where no number can be read; move it with to_empty() first"
         )
     traced, rounded = ([], set()) if closure is None else trace_step(session, closure, precision=precision)
-    parts = tuple(Part(uncompiled(formats.name), module, formats) for module, formats in session.modules())
-    weights = {parameter for part in parts for _, parameter in part.parameters() if parameter.numel()}
     setup = Setup(
         plan=session.plan,
-        parts=parts,
+        parts=tuple(Part(uncompiled(formats.name), module, formats) for module, formats in session.modules()),
         optimizers=session.optimizers,
         scaler=scaler,
-        fits={parameter: session.runtime.fit(parameter) for parameter in weights},
+        fit=session.runtime.fit,
         rounded=rounded,
     )
     found = [finding for look in CHECKS for finding in look(setup)] + traced
@@ -167,32 +165,23 @@ def _untrained(setup: Setup) -> Iterator[Finding]:
         yield Finding("note", "weights without an optimizer", kept[0], what, advice)
 
 
-def _weights(setup: Setup) -> Iterator[tuple[Part, str, nn.Parameter, Fit]]:
-    """Yields each floating weight with its module, its name and how its fp32 value fits the low format."""
+def _ranges(setup: Setup) -> Iterator[Finding]:
+    """Finds weights that are not finite, and those whose fp32 values the low format cannot hold."""
+    low, bad, beyond, lost = setup.plan.low, [], {}, {}
     for part in setup.parts:
-        for name, parameter in part.parameters():
-            if parameter in setup.fits:
-                yield part, part.inside(name), parameter, setup.fits[parameter]
-
-
-def _values(setup: Setup) -> Iterator[Finding]:
-    """Finds weights that were not finite in fp32 before the first step."""
-    bad = [name for _, name, _, fits in _weights(setup) if fits.nonfinite]
+        for own, parameter in part.parameters():
+            name, fits = part.inside(own), setup.fit(parameter) if parameter.numel() else None
+            if fits is not None and fits.nonfinite:
+                bad.append(name)
+            elif fits is None or not _is_rounded(setup, part, parameter):
+                continue
+            elif fits.beyond:
+                beyond[name] = part
+            elif fits.lost > MOST_LOST * fits.nonzero:
+                lost[f"{name} ({fits.lost / fits.nonzero:.0%})"] = part
     if bad:
         what, advice = f"not finite: {named(bad)}", "load or initialize them again"
         yield Finding("error", "non-finite weights", bad[0], what, advice)
-
-
-def _ranges(setup: Setup) -> Iterator[Finding]:
-    """Finds weights whose fp32 values the low format cannot hold: too large, or too small in more than `MOST_LOST`."""
-    low, beyond, lost = setup.plan.low, {}, {}
-    for part, name, parameter, fits in _weights(setup):
-        if fits.nonfinite or not _is_rounded(setup, part, parameter):
-            continue
-        if fits.beyond:
-            beyond[name] = part
-        elif fits.lost > MOST_LOST * fits.nonzero:
-            lost[f"{name} ({fits.lost / fits.nonzero:.0%})"] = part
     if beyond:
         what = f"larger than {low.max:g}, the largest value of {low}: {named(list(beyond))}"
         place, kept = next(iter(beyond)), _kept_full(setup, beyond.values())
@@ -315,7 +304,7 @@ def _scale(setup: Setup) -> Iterator[Finding]:
 
 
 CHECKS: tuple[Callable[[Setup], Iterator[Finding]], ...] = (
-    *(_parameters, _replaced, _untrained, _values, _ranges, _scalers),
+    *(_parameters, _replaced, _untrained, _ranges, _scalers),
     *(_buffers, _constants, _scale),
 )
 """The checks that run nothing; a new check is a new row."""
