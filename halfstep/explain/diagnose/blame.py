@@ -16,9 +16,8 @@ from torch import Tensor
 from halfstep.explain.diagnose.cures import scaling_cure, untried_cure
 from halfstep.explain.diagnose.diagnosis import Diagnosis
 from halfstep.explain.diagnose.rehearsal import Rehearsal, check_given, rehearsing
-from halfstep.explain.diagnose.search import Run, Search, absorbed_findings, first_run, is_finite_at, tried
+from halfstep.explain.diagnose.search import Run, Search, absorbed_findings, first_run, passes_at, tried
 from halfstep.explain.diagnose.words import say
-from halfstep.explain.tape.nonfinite import nonfinite
 from halfstep.kinds import Kind
 from halfstep.plan.levels import level
 from halfstep.records import Finding, Verdict
@@ -81,7 +80,10 @@ def _verdict(rehearsal: Rehearsal, last: StepFacts, tell: Callable[[Finding], No
         return say(run.found, plan, (), scale=scale)
     found, lower = replace(run.found, first_loss=last.first_loss), run.lower
     if lower is None and found.may_be_scale and not math.isfinite(run.loss):
-        lower = _passing_from_the_start(rehearsal, scale)
+        at = scale
+        while lower is None and at > 1:
+            at = max(at / 2, 1.0)
+            lower = at if passes_at(rehearsal, at) else None
     if lower is not None and rehearsal.inputs.same:
         found = replace(found, kind=Kind.SCALE_TOO_HIGH, lower_scale=lower)
         return say(found, plan, scaling_cure(plan.scale, lower), scale=scale)
@@ -103,23 +105,6 @@ def _fails_again(rehearsal: Rehearsal, scale: float, found: Diagnosis) -> bool:
     except Exception:  # of an iterator over batches, or a list that they were taken from
         return False
     return again.found is not None and again.found.is_at(found) and rehearsal.inputs.same
-
-
-def _passing_from_the_start(rehearsal: Rehearsal, scale: float) -> float | None:
-    """Halves the scale and reruns the closure until all is finite; returns that scale, or None."""
-    # Rerunning only the backward pass is not enough if the closure calls `session.grad`: then the loss depends on the
-    # scale.
-    while scale > 1:
-        scale = max(scale / 2, 1.0)
-        rehearsal.rewind()
-        with rehearsal.at_scale(scale):
-            try:
-                loss = rehearsal.loss()
-            except Exception:  # there are no more batches, or it looks at its numbers itself
-                continue
-            if nonfinite(loss) is None and is_finite_at(rehearsal, loss, scale):
-                return scale
-    return None
 
 
 def _nothing_found(rehearsal: Rehearsal, run: Run, last: StepFacts, tell: Callable[[Finding], None]) -> Verdict | None:

@@ -254,8 +254,7 @@ def _of_leaf(recorder: OpRecorder, note: Note | None, leaf: Leaf, full: Callable
         found = replace(found, module=note.module, operator=operator, phase=note.phase, line=line, note=note)
     if leaf.kind in ("data", "unseen"):
         return found if leaf.kind == "data" else replace(found, kind=None)
-    known = recorder.locator.named_tensor(leaf.name)
-    stored = isinstance(known, nn.Parameter) and bool(torch.isfinite(full(known)).all())
+    stored = isinstance(leaf.known, nn.Parameter) and bool(torch.isfinite(full(leaf.known)).all())
     kind, owner = Kind.OVERFLOW if stored else Kind.WEIGHTS, leaf.name.rpartition(".")[0]
     return replace(found, kind=kind, module=owner, stored_overflow=stored)
 

@@ -14,7 +14,7 @@ from halfstep.edits import FULL, Rule, Scaling
 from halfstep.explain.diagnose.cures import rules_on
 from halfstep.explain.diagnose.raised import explained, run_step
 from halfstep.explain.diagnose.rehearsal import Rehearsal, rehearsing
-from halfstep.explain.diagnose.search import absorbed_findings
+from halfstep.explain.diagnose.search import absorbed_findings, passes_at
 from halfstep.explain.diagnose.words import in_model, place_of, which_model
 from halfstep.explain.preflight.precision import outputs_of, precision_findings, take_step
 from halfstep.explain.tape.nonfinite import finite_range, nonfinite, unwrapped
@@ -202,10 +202,10 @@ def _overflow(source: Tensor, out: Tensor) -> float | None:
 
 def _of_results(rehearsal: Rehearsal, loss: Tensor) -> Iterator[Finding]:
     scale, params = rehearsal.plan.scale, rehearsal.params
-    if not bool(loss.isfinite()) and not _is_finite_at_lowest(rehearsal):
-        what = f"the loss of the traced step is {float(loss.detach())}"
-        yield Finding("error", "not finite", "the loss", what, BLAME)
     if not bool(loss.isfinite()):
+        if not (scale.adapts and passes_at(rehearsal, scale.min) and rehearsal.inputs.same):
+            what = f"the loss of the traced step is {float(loss.detach())}"
+            yield Finding("error", "not finite", "the loss", what, BLAME)
         return
     if needs_scale(loss.dtype) and not scale.adapts and scale.first > FP16_LOSS_CEILING:
         what = f"the loss is fp16, so the backward pass starts from the scale in fp16: {scale.init:g} is too high"
@@ -226,18 +226,6 @@ def _of_results(rehearsal: Rehearsal, loss: Tensor) -> Iterator[Finding]:
         what = f"{len(bad)} of {len(params)} gradients are not finite at the constant loss scale {scale.first:g}"
         advice = BLAME + ("; a dynamic loss scale adapts by itself" if cured else "")
         yield Finding("warning", code, place, what, advice, (Scaling("dynamic"),) if cured else ())
-
-
-def _is_finite_at_lowest(rehearsal: Rehearsal) -> bool:
-    """Tells whether the loss is finite at the lowest loss scale: it depends on the scale if it uses `session.grad`."""
-    if not rehearsal.plan.scale.adapts:
-        return False
-    rehearsal.rewind()
-    try:
-        with rehearsal.at_scale(rehearsal.plan.scale.min):
-            return bool(rehearsal.loss().isfinite()) and rehearsal.inputs.same
-    except Exception:  # of an iterator over batches, or of code that looks at its numbers
-        return False
 
 
 def _not_finite(params: Sequence[torch.nn.Parameter]) -> list[torch.nn.Parameter]:

@@ -104,11 +104,6 @@ class Locator:
         found = next((each for each in known if each.start <= start < each.end), known[0])
         return found.kind, found.name, found.tensor
 
-    def named_tensor(self, name: str) -> Tensor | None:
-        """Returns the parameter or buffer with this name; None if there is none."""
-        everything = (each for known in self._tensors.values() for each in known)
-        return next((each.tensor for each in everything if each.name == name and each.kind != "gradient"), None)
-
     def here(self) -> Place:
         """Returns the place of the running operation; searches the stack upwards, to the call that began the pass."""
         frame: FrameType | None = sys._getframe(1)

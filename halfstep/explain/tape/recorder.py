@@ -105,6 +105,7 @@ class Leaf:
     # not see it, as in another thread. "data": any other.
     kind: str
     name: str
+    known: Tensor  # of the models, which may hold more than what was read
     bad: NonFinite
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -151,15 +152,11 @@ class OpRecorder(OpMode):
     def __init__(self, roots: Sequence[nn.Module], *, examine: bool = True) -> None:
         super().__init__()
         self.locator = Locator(roots)
-        self.trail: OverflowTrail[Note] = OverflowTrail()
         self._examine = examine  # values, too, not only where operations ran and what wrote their arguments
         self.communicated = False  # with other processes
-        self.notes: list[Note] = []
-        self._writes: dict[int, _Writes] = {}
-        self._nodes: dict[int, list[Note]] = {}  # keyed by the sequence number of an operation's autograd node
-        self._customs = Customs()
-        self._roots: dict[int, int] = {}  # sequence number of the first node, by backward pass
         self._call: tuple[tuple[int, int], list[str]] = ((0, 0), [])
+        self.forget()
+        self.on = True
 
     def after(self, note: Note, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         """Looks at an operation that has been recorded; for subclasses."""
@@ -182,7 +179,7 @@ class OpRecorder(OpMode):
         computed = "unseen" if tensor.grad_fn is not None else "data"
         kind, name, known = named or self._named(tensor) or (computed, "", tensor)
         masked = kind not in _NO_MASKS and _is_mask(tensor, bad)
-        return Leaf(kind, name, _placed(bad, kind, known), tuple(tensor.shape), tensor.dtype, masked)
+        return Leaf(kind, name, known, _placed(bad, kind, known), tuple(tensor.shape), tensor.dtype, masked)
 
     def _named(self, tensor: Tensor) -> tuple[str, str, Tensor] | None:
         """Returns (kind, name, tensor) of what a collective has written, or of a tensor of the models."""
@@ -225,7 +222,7 @@ class OpRecorder(OpMode):
             self._look(note, func, (args, kwargs), read, outputs)
         else:
             for out in outputs:
-                self._wrote(None, note, out, bad=False, fresh=not writes)
+                self._wrote(note, out, bad=False, fresh=not writes)
         return result
 
     def _follow(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -243,11 +240,11 @@ class OpRecorder(OpMode):
         if bad and not is_uninitialised(func):
             note.bad = sum(bad[1:], bad[0])
             self._trace(note, func, given, read, outputs)
-        fresh_memory = not schema_of(func).is_mutable
         for out, each in found:
-            self._wrote(note if not is_uninitialised(func) else None, note, out, each is not None, fresh_memory)
+            made_bad = each is not None and not is_uninitialised(func)
+            self._wrote(note, out, bad=made_bad, fresh=not schema_of(func).is_mutable)
 
-    def _wrote(self, blamed: Note | None, note: Note, out: Tensor, bad: bool, fresh: bool) -> None:
+    def _wrote(self, note: Note, out: Tensor, *, bad: bool, fresh: bool) -> None:
         memory = memory_of(out)
         if memory is None:
             return
@@ -257,9 +254,9 @@ class OpRecorder(OpMode):
         if entry is None or (fresh and entry.last is not note):
             entry = self._writes[key] = _Writes(StorageWeakRef(storage), note)  # type: ignore[no-untyped-call]
         entry.last = note
-        if bad and blamed is not None:
-            entry.bad.append(blamed)
-        elif not bad and not fresh and entry.bad and nonfinite(_whole(out)) is None:
+        if bad:
+            entry.bad.append(note)
+        elif not fresh and entry.bad and nonfinite(_whole(out)) is None:
             entry.bad.clear()
 
     def _trace(self, note: Note, func: Any, given: Any, read: list[_Read], outputs: list[Tensor]) -> None:
@@ -400,9 +397,12 @@ class OpRecorder(OpMode):
     def forget(self) -> None:
         """Drops what was recorded, and records nothing until the recorder is switched on again."""
         self.on = False
-        self.notes, self._writes, self._nodes, self._roots = [], {}, {}, {}
+        self.trail: OverflowTrail[Note] = OverflowTrail()
+        self.notes: list[Note] = []
+        self._writes: dict[int, _Writes] = {}
+        self._nodes: dict[int, list[Note]] = {}  # keyed by the sequence number of an operation's autograd node
         self._customs = Customs()
-        self.trail = OverflowTrail()
+        self._roots: dict[int, int] = {}  # sequence number of the first node, by backward pass
 
     def __enter__(self) -> OpRecorder:
         if not hasattr(self._local, "seen"):
