@@ -1,8 +1,4 @@
-"""Finds the operation that made the first non-finite value that reached the loss or a gradient, the reason, and a cure.
-
-Runs the closure under a recorder and traces the failure back to its origin. Then runs the closure again at lower loss
-scales, in fp32, and under edits that might cure the failure. Reports only what these runs showed.
-"""
+"""Finds the operation that made the first non-finite value in the loss or a gradient, the reason, and a cure."""
 
 from __future__ import annotations
 
@@ -63,10 +59,7 @@ def blame(session: Session, closure: Callable[[], Tensor], *, loss_id: int = 0) 
 
 
 def _verdict(rehearsal: Rehearsal, last: StepFacts, tell: Callable[[Finding], None]) -> Verdict | None:
-    """Returns why a closure fails at the loss scale of the last step; None if it does not fail or the cause is unknown.
-
-    In these two cases, calls `tell` with findings on what was observed.
-    """
+    """Returns why a closure fails at the loss scale of the last step; else None, and `tell` gets what was observed."""
     plan, scale = rehearsal.plan, last.scale
     run = first_run(rehearsal, scale)
     if run.found is None:

@@ -174,11 +174,7 @@ def _overloads(operator: str) -> set[object]:
 
 
 def _upwards(module: str | None) -> list[str]:
-    """Returns a module's name as rules spell it, then those of the modules around it, the model itself last.
-
-    >>> _upwards("decoder.attn")
-    ['decoder.attn', 'decoder', '']
-    """
+    """Returns a module's name as rules spell it, then those of the modules around it, the model itself, "", last."""
     if module is None:
         return []
     name = module.rpartition(":")[2]

@@ -1,8 +1,4 @@
-"""The guardian: notices that steps keep being skipped, records the next one that is skipped, and explains it.
-
-It looks for skipped steps only at every eighth step of an optimizer, and one step late, so that no step waits for the
-device.
-"""
+"""The guardian: notices that steps keep being skipped, records the next one that is skipped, and explains it."""
 
 from __future__ import annotations
 

@@ -113,10 +113,7 @@ class _Exact(_Keyed):
 
 
 class LossFinder(Shadow):
-    """Compares one call of each of some modules, by operation: `calls` says which call of which module.
-
-    `low` has to see the operations of the closure. `found` has what was found, by module.
-    """
+    """Compares one call of each of some modules, by operation: `calls` says which call of which module."""
 
     def __init__(
         self,
@@ -127,8 +124,8 @@ class LossFinder(Shadow):
     ) -> None:
         super().__init__(modules, lambda again: None, fail, device_type=first_device(roots).type)
         self._roots, self._looked_at = roots, calls
-        self.low = _Low(roots)
-        self.found: dict[str, Loss] = {}
+        self.low = _Low(roots)  # has to see the operations of the closure
+        self.found: dict[str, Loss] = {}  # by module
         self._now: str | None = None
 
     def begin(self, name: str, number: int) -> None:

@@ -31,17 +31,13 @@ _FIRST_CALLS = 8  # of a module in one forward are all made again; of later ones
 
 
 def off_by(low: Any, exact: Any) -> float | None:
-    """Returns the root mean square of `low - exact` over the spread of `exact`; None if that would say nothing.
-
-    The spread is the standard deviation about the mean over all but the last dimension, so that neither an offset nor
-    a scale hides the error. Values without a spread are compared with the largest, choices by the share that differs.
-    """
+    """Returns the root mean square of `low - exact` over the spread of `exact`; None if that would say nothing."""
     return ratio(low, exact) if is_comparable(low, exact) and low.numel() > _FEW else None
 
 
 def ratio(low: Tensor, exact: Tensor) -> float | None:
     """Returns `off_by` of two results of any size that `is_comparable`; None if they are not finite."""
-    if not exact.is_floating_point():
+    if not exact.is_floating_point():  # choices
         return float((low != exact).double().mean())
     for dtype in (torch.promote_types(exact.dtype, torch.float32), torch.float64):  # squares may leave fp32's range
         wide = exact.to(dtype)
@@ -53,10 +49,8 @@ def ratio(low: Tensor, exact: Tensor) -> float | None:
 
 
 def _spread(wide: Tensor) -> Tensor:
-    """Returns the standard deviation of values about their mean over all but the last dimension, 0-dim.
-
-    For values without a spread it is the largest magnitude, for zeros the smallest number that is not zero.
-    """
+    """Returns the standard deviation of values about their mean over all but the last dimension, 0-dim."""
+    # So neither an offset nor a scale hides an error. Without a spread it is the largest magnitude, of zeros tiny.
     least, most = wide.aminmax()
     largest = torch.maximum(most, -least).clamp_min(torch.finfo(wide.dtype).tiny)
     rows = (wide / largest).flatten(0, -2) if wide.dim() > 1 else wide / largest

@@ -269,16 +269,12 @@ class _Sum:
         return result
 
     def weigh(self, values: Tensor, fmt: Format | None, *, about_mean: bool = False) -> None:
-        """Adds up the energy (sum of squares) of the values, and the energy of their rounding errors.
-
-        With `about_mean` the energy of what varies counts: of the values about their mean over all but the last
-        dimension, since an offset would hide the errors.
-        """
+        """Adds up the energy (sum of squares) of the values, or of what varies in them, and of rounding errors."""
         largest = _largest(values)
         if not math.isfinite(largest):
             values = torch.where(values.isfinite(), values, 0.0)  # infinities of masks do not count as loss
         signal = torch.linalg.vector_norm(values, dtype=torch.float64).square()
-        if about_mean and values.dim() > 1:
+        if about_mean and values.dim() > 1:  # over all but the last dimension: an offset would hide the errors
             varying = values.double() - values.flatten(0, -2).double().mean(0)
             spread = varying.square().sum()
             signal = spread if float(spread) > (_FLAT * largest) ** 2 * values.numel() else signal
@@ -319,15 +315,12 @@ def smallest_scale(gradients: Sequence[TensorStats], fmt: Format, largest: float
 def expected_snr_db(stats: TensorStats, fmt: Format, scale: float) -> float:
     """Returns the expected signal-to-noise ratio, in dB, of rounding values times `scale` to a format.
 
-    It is computed from the counts of exponents, assuming that values are uniform within an octave, and rounding errors
-    within a rounding step.
-
     >>> from halfstep.formats import FP16
     >>> stats = measure(torch.rand(10_000) + 1.0)
     >>> [round(expected_snr_db(stats, FP16, scale)) for scale in (1.0, 2.0**-26)]
     [75, 0]
     """
-    signal = noise = 0.0
+    signal = noise = 0.0  # if values are uniform within an octave, and rounding errors within a rounding step
     for exponent, count in enumerate(stats.exponents):
         if not count:
             continue

@@ -235,11 +235,9 @@ def _scouted(
 
 
 def scout(closure: Callable[[], Any], model: nn.Module, plan: Plan) -> Scouted:
-    """Runs one step under `plan` and returns which tensors are low: those whose values all fit the low format exactly.
-
-    The dtype is not enough to tell: a gradient that was computed low, and so rounded, may arrive as fp32. The gradient
-    of a loss counts as low if a module computes the loss low, even if it returns the loss as fp32.
-    """
+    """Runs one step under `plan` and returns which tensors are low: those whose values all fit the low format."""
+    # The dtype is not enough to tell: a gradient that was computed low, and so rounded, may arrive as fp32. The
+    # gradient of a loss counts as low if a module computes the loss low, even if it returns the loss as fp32.
     places: dict[TensorName, Tensor] = {}
     losses: set[TensorName] = set()
     largest: dict[TensorName, Tensor] = {}

@@ -78,17 +78,14 @@ class _Shadow(Generic[T]):
 
 
 class OverflowTrail(Generic[T]):
-    """Follows values that overflowed in a forward pass until an operation absorbs the overflow (makes it finite).
+    """Follows values that overflowed in a forward pass until an operation absorbs the overflow (makes it finite)."""
 
-    The trail of a low tensor is its fp32 values, kept where elements overflow that are finite in fp32; it ends at
-    operations that draw random numbers, have no fp32 kernel or return integers. `end` tells the trail what the losses
-    are. `found` lists the absorbed overflows that a loss depends on, one for each operation in which one began.
-    """
-
-    # An operation is computed again in fp32 if its low result is not finite or an argument has a trail.
+    # The trail of a low tensor is its fp32 values, kept where elements overflow that are finite in fp32. An operation
+    # is computed again in fp32 if its low result is not finite or an argument has a trail, which ends at operations
+    # that draw random numbers, have no fp32 kernel or return integers.
 
     def __init__(self) -> None:
-        self.found: list[Absorbed[T]] = []
+        self.found: list[Absorbed[T]] = []  # that a loss depends on, one for each operation in which one began
         self._shadows: dict[int, _Shadow[T]] = {}  # keyed by the memory of a tensor, which its views share
         # likewise: what was computed from results in which overflows were absorbed, and these overflows
         self._results: dict[int, tuple[StorageWeakRef, list[Absorbed[T]]]] = {}

@@ -1,7 +1,4 @@
-"""Finds from the stack where an operation was called: the module, the line of user code, and the torch function.
-
-Forward hooks would have to be removed again, and do not see what a checkpoint runs again in the backward pass.
-"""
+"""Finds from the stack, not by hooks, in which module, line of user code and torch function an operation was called."""
 
 from __future__ import annotations
 
