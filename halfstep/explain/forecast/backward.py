@@ -14,6 +14,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
+from halfstep.explain.diagnose.rehearsal import compute_loss
 from halfstep.explain.tape.locator import Locator
 from halfstep.formats import TF32, Format, round_nearest, saturate
 from halfstep.modes import OpMode, run_uncompiled
@@ -47,6 +48,15 @@ class TensorName(NamedTuple):
 
 See = Callable[[TensorName, Tensor], Tensor | None]
 """Called with each tensor; if it returns one for an `activation_grad`, the backward pass continues with that."""
+
+
+def step(model: nn.Module, closure: Callable[[], Any], see: See, *, backward: Callable[[Tensor], None]) -> Tensor:
+    """Runs the closure, then `backward(loss)`; passes every tensor to `see` and returns the detached loss."""
+    with watching(model, see):
+        loss = compute_loss(closure, list(model.parameters()))
+        backward(loss)
+    show_weight_grads(model, see)
+    return loss.detach()
 
 
 @contextmanager

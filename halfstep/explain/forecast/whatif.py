@@ -23,8 +23,6 @@ from halfstep.explain.forecast.backward import (
     TensorName,
     parameters,
     rounded,
-    show_weight_grads,
-    watching,
     watching_gradients,
 )
 from halfstep.explain.forecast.operands import Recast
@@ -258,11 +256,12 @@ def scout(closure: Callable[[], Any], model: nn.Module, plan: Plan) -> Scouted:
             inside.append(_amax(gradient.float()))
 
     with _session(model, plan) as session:
-        with watching(model, see):
-            loss = compute_loss(closure, list(model.parameters()))
+
+        def backward(loss: Tensor) -> None:
             with leaves_kept(loss, list(model.parameters())), watching_gradients(loss, see_inside):
                 session.backward(loss, gradient=torch.full_like(loss, START))
-        show_weight_grads(model, see)
+
+        loss = step(model, closure, see, backward=backward)
         formats = session.assignment.modules
         stored_low = {place for place, parameter in parameters(model) if parameter.dtype is plan.low.dtype}
     low = {place: bool(exact) for place, exact in places.items()}
