@@ -19,12 +19,7 @@ from halfstep.explain.diagnose.cures import FULL_OUT, edited, is_op, rules_on
 from halfstep.explain.diagnose.raised import error_of
 from halfstep.explain.diagnose.rehearsal import check_closure, compute_loss, leaves_kept
 from halfstep.explain.diagnose.rewind import untouched
-from halfstep.explain.forecast.backward import (
-    TensorName,
-    parameters,
-    rounded,
-    watching_gradients,
-)
+from halfstep.explain.forecast.backward import TensorName, parameters, rounded, step, watching_gradients
 from halfstep.explain.forecast.operands import Recast
 from halfstep.explain.forecast.predict import GRADIENTS, LEAST_SNR_DB, Prediction, Scouted, predict
 from halfstep.explain.tape.overflows import AbsorbedWatch
