@@ -16,7 +16,7 @@ from halfstep.edits import OpChanges, Rule, Scaling, Width
 from halfstep.errors import SetupError
 from halfstep.explain.diagnose.guardian import Guardian, OnFailure
 from halfstep.explain.diagnose.shadow import shadows_in_turn
-from halfstep.explain.tape.overflows import watch_absorbed
+from halfstep.explain.tape.absorbed import watch_absorbed
 from halfstep.formats import Format
 from halfstep.machine import read_facts
 from halfstep.modes import ordinary_tensors

@@ -11,10 +11,11 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 
 from halfstep.edits import Edit, OpChange, spell
-from halfstep.errors import HalfstepError
+from halfstep.errors import HalfstepError, OpError, SessionError
 from halfstep.explain.diagnose.cures import (
     WHOLE,
     candidates,
+    candidates_of_error,
     edited,
     is_op,
     is_whole,
@@ -23,15 +24,19 @@ from halfstep.explain.diagnose.cures import (
     with_edits,
 )
 from halfstep.explain.diagnose.diagnosis import Diagnosis, diagnose, find_origin, last_origin, of_error
-from halfstep.explain.diagnose.rehearsal import Rehearsal
-from halfstep.explain.diagnose.words import place_of, which_model
+from halfstep.explain.diagnose.rehearsal import Rehearsal, rehearsing
+from halfstep.explain.diagnose.words import error_words, place_of, which_model
 from halfstep.explain.tape.absorbed import Absorbed
 from halfstep.explain.tape.nonfinite import finite_range, nonfinite
 from halfstep.explain.tape.recorder import Note, OpRecorder
-from halfstep.formats import Format
+from halfstep.formats import Format, needs_scale
 from halfstep.kinds import Kind
+from halfstep.plan.levels import level
 from halfstep.plan.plan import Plan
 from halfstep.records import Finding
+from halfstep.torch_internals import BEYOND
+from halfstep.train.scale.loss import FP16_LOSS_CEILING
+from halfstep.train.session.session import Session
 
 _OF_NUMBERS = (ValueError, ArithmeticError, AssertionError, RuntimeError)  # what code raises when it checks its numbers
 _NOT_REACHED = (
@@ -51,6 +56,7 @@ _CASTS = ("_to_copy", "copy_")
 
 Works = Callable[[Rehearsal], bool]
 _UNTRIED = "so no edit could be tried"
+_SAME_BATCH = "make the closure use the same batch on every call"
 
 
 @dataclass
@@ -313,3 +319,73 @@ def _said(recorder: OpRecorder, absorbed: Absorbed[Note], edits: tuple[Edit, ...
     advice = f"compute this in fp32, or scale the values down first; {reason}"
     advice = f"{spell(edits)}, under which this does not happen" if edits else advice
     return Finding("warning", "overflow absorbed", place_of(origin.module, line), evidence, advice, edits)
+
+
+def error_of(session: Session, closure: Callable[[], Any]) -> Finding | None:
+    """Returns a finding about the error that a step raises, with edits under which it runs; None if it raises none."""
+    with rehearsing(session, closure) as rehearsal:
+        recorder = OpRecorder(rehearsal.roots, examine=False)
+        with rehearsal.recording(recorder):
+            failure, _ = run_step(rehearsal, recorder, 1.0)
+        return None if failure is None else explained(rehearsal, failure)
+
+
+def run_step(
+    rehearsal: Rehearsal, recorder: OpRecorder, scale: float, look: Callable[[], None] = lambda: None
+) -> tuple[Diagnosis | None, Tensor | None]:
+    """Runs a recorded step at a loss scale, and `look` before its gradients go; returns its error, or its loss."""
+    try:
+        loss = rehearsal.loss()
+        recorder.trail.end([loss])
+        if bool(loss.isfinite()):
+            lower = min(scale, FP16_LOSS_CEILING) if needs_scale(loss.dtype) else scale
+            with rehearsal.gradients(loss, lower):
+                look()
+    except SessionError:
+        raise
+    except Exception as error:  # whatever the model raises is what this is for
+        return of_error(recorder, error, rehearsal.plan.low), None
+    return None, loss
+
+
+def explained(rehearsal: Rehearsal, failure: Diagnosis) -> Finding:
+    """Returns a finding about a failure, with edits under which the step runs, or the reason why there are none."""
+    edits: tuple[Edit, ...] = ()
+    reason = "cast the inputs to one format before the operation is called; no edit of the plan was found that cures it"
+    try:
+        if works_under(rehearsal, rehearsal.plan, _runs):
+            reason = f"a second call of the closure did not fail, {_UNTRIED}; {_SAME_BATCH}"
+        else:
+            edits = first_cure(rehearsal, candidates_of_error(rehearsal.plan, failure, rehearsal.roots), _runs)
+            if not edits and not works_under(rehearsal, level("O0", rehearsal.plan.low), _runs):
+                reason = "it fails in fp32 as well, so the format is not the cause: fix the step, then check again"
+    except StopIteration:
+        reason = f"the closure ran out of batches, {_UNTRIED}; {_SAME_BATCH}"
+    except Exception as error:  # such as a tensor that the model keeps from its last forward
+        reason = (
+            "cast the inputs to one format before the operation is called; no edit could be tried, because a copy of "
+            f"the model cannot be made or run: {type(error).__name__}: {error}"
+        )
+    place = place_of(failure.module, failure.line)
+    of = f" of {', '.join(failure.formats)}" if failure.formats else ""
+    what = f"{failure.operator or 'the step'} ({failure.phase}){of}"
+    evidence = f"{what} raises {error_words(failure.raised)}{which_model(failure.module)}"
+    code = "mixed formats" if len(set(failure.formats)) > 1 else "step fails"
+    advice = f"{spell(edits)}, with which the step runs" if edits else reason
+    if isinstance(failure.raised, OpError):
+        code = "BCE on low inputs"
+        advice = "use binary_cross_entropy_with_logits, or deny binary_cross_entropy so that it computes in fp32"
+    elif BEYOND in str(failure.raised):
+        code, least = "value beyond the format", "for a mask, use torch.finfo(scores.dtype).min"
+        advice = f"{spell(edits)}; {least} instead" if edits else least
+    return Finding("error", code, place, evidence, advice, edits)
+
+
+def _runs(trial: Rehearsal) -> bool:
+    try:
+        with trial.gradients(trial.loss(), 1.0):
+            return True
+    except StopIteration:
+        raise
+    except Exception:  # the step fails under this plan as well
+        return False

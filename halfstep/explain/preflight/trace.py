@@ -12,9 +12,8 @@ from torch.overrides import TorchFunctionMode
 
 from halfstep.edits import FULL, Rule, Scaling
 from halfstep.explain.diagnose.cures import rules_on
-from halfstep.explain.diagnose.raised import explained, run_step
 from halfstep.explain.diagnose.rehearsal import Rehearsal, rehearsing
-from halfstep.explain.diagnose.search import absorbed_findings, passes_at
+from halfstep.explain.diagnose.search import absorbed_findings, explained, passes_at, run_step
 from halfstep.explain.diagnose.words import in_model, place_of, which_model
 from halfstep.explain.preflight.precision import outputs_of, precision_findings, take_step
 from halfstep.explain.tape.nonfinite import finite_range, nonfinite, unwrapped
