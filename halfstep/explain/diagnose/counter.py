@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from ctypes import c_bool, c_float
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,7 +90,7 @@ class Counter:
         return watched in self._runs and self._runs[watched].lives_at_floor
 
     def _look(self, steps: Sequence[_Step], host: Sequence[Tensor]) -> Alarm | None:
-        numbers = iter(host[0].tolist() if host[0].dim() else (float(t.numpy()) for t in host))
+        numbers = iter(host[0].tolist() if host[0].dim() else map(_number, host))
         values = [
             (parts, bool(next(numbers)), bad is not None and next(numbers), dict(zip(scales, numbers, strict=False)))
             for parts, _, bad, scales in steps
@@ -134,3 +135,9 @@ def _numbers(steps: Sequence[_Step], device: torch.device) -> list[Tensor]:
     """Returns whether each step was skipped, and why, and its scales: as they are on a CPU, elsewhere as one tensor."""
     numbers = [t for _, skipped, bad, scales in steps for t in (skipped, bad, *scales.values()) if t is not None]
     return numbers if device.type == "cpu" else [torch.stack([t.float() for t in numbers])]
+
+
+def _number(t: Tensor) -> float:
+    """Returns the value of a 0-dim bool or fp32 tensor on the host, read from memory without a torch operation."""
+    kind = c_bool if t.dtype is torch.bool else c_float
+    return float(kind.from_address(t.data_ptr()).value)
