@@ -19,7 +19,7 @@ def found(function, *inputs, emulated=False):
     with uncompiled(Emulation(FP16), recorder) if emulated else recorder:
         result = function(*(torch.tensor(values, dtype=LOW) for values in inputs))
     recorder.trail.end(tree_leaves(result))
-    return [(each.origin.aten, each.by.aten, each) for each in recorder.trail.found]
+    return [(each.origin.of.aten, each.by.aten, each) for each in recorder.trail.found]
 
 
 @pytest.mark.parametrize("emulated", [False, True])
@@ -28,7 +28,8 @@ def test_the_numbers_are_those_of_fp32(emulated):
     origin, by, absorbed = first
     assert (origin, by) == ("mul", "rsqrt")
     # 300 squared is 90,000 and 400 squared 160,000, both beyond 65,504; 1 / sqrt(125,000) = 0.0028284
-    assert (absorbed.exact, absorbed.dtype, absorbed.got, absorbed.off) == (160_000.0, LOW, 0.0, 1.0)
+    said = absorbed.said("mul", None, "rsqrt", None)
+    assert (said.exact, said.format, said.got, said.off) == (160_000.0, "fp16", 0.0, 1.0)
     assert absorbed.want == pytest.approx(0.0028284, rel=1e-3)
 
 
