@@ -10,8 +10,6 @@ from torch import nn
 
 # name in aten of the part that computes -> the function that users call
 PUBLIC: Mapping[str, str] = {
-    "_softmax": "softmax",
-    "_log_softmax": "log_softmax",
     "_safe_softmax": "softmax",
     "_to_copy": "to",
     "lift_fresh": "tensor",
@@ -30,7 +28,6 @@ PUBLIC: Mapping[str, str] = {
     "mkldnn_rnn_layer": "lstm",
     "_cudnn_rnn": "lstm",
     "miopen_rnn": "lstm",
-    "_embedding_bag": "embedding_bag",
     "_unsafe_index": "index",
     "_index_put_impl": "index_put",
     "_native_multi_head_attention": "multi_head_attention_forward",
@@ -46,14 +43,12 @@ PUBLIC: Mapping[str, str] = {
 }
 _BATCH_NORMS = ("native_batch_norm", "_native_batch_norm", "cudnn_batch_norm", "_batch_norm", "miopen_batch_norm")
 _PARTS_OF_LINEAR = ("addmm", "mm", "bmm", "baddbmm", "add", "_to_copy", "_addmm_activation", "mul", "sum")
-_RECURRENT: tuple[tuple[type[nn.Module], str], ...] = (
-    (nn.LSTM, "lstm"),
-    (nn.GRU, "gru"),
-    (nn.RNN, "rnn_tanh"),
-    (nn.LSTMCell, "lstm_cell"),
-    (nn.GRUCell, "gru_cell"),
-    (nn.RNNCell, "rnn_tanh_cell"),
+_CELLS = ((nn.LSTMCell, "lstm_cell"), (nn.GRUCell, "gru_cell"), (nn.RNNCell, "rnn_tanh_cell"))
+_WHOLES = (
+    ({"linalg_vector_norm", "clamp_min_"}, "cosine_similarity"),
+    ({"_linalg_slogdet", "where"}, "logdet"),
 )
+_MOVES = ("_to_copy", "t", "view", "expand", "transpose", "unsqueeze", "clone", "copy_", "reshape", "_unsafe_view")
 
 
 def public_name(aten: str, *, call: Collection[str] = (), function: str = "", module: nn.Module | None = None) -> str:
@@ -62,8 +57,9 @@ def public_name(aten: str, *, call: Collection[str] = (), function: str = "", mo
     >>> public_name("addmm", call=["t", "addmm"]), public_name("_softmax")  # `call`: the operations of one C++ call
     ('linear', 'softmax')
     """
-    recurrent = next((name for kind, name in _RECURRENT if isinstance(module, kind)), None)
-    if recurrent is not None:
+    cell = next((name for kind, name in _CELLS if isinstance(module, kind)), "")
+    recurrent = module.mode.lower() if isinstance(module, nn.RNNBase) else cell
+    if recurrent:
         return recurrent.replace("tanh", str(getattr(module, "nonlinearity", "tanh")))
     if function == "cross_entropy" or {"nll_loss_forward", "_log_softmax"} <= set(call):
         return "cross_entropy"
@@ -81,13 +77,6 @@ def public_name(aten: str, *, call: Collection[str] = (), function: str = "", mo
         if parts <= set(call):
             return whole
     return PUBLIC.get(aten, aten.strip("_") if _is_torch_op(aten.strip("_")) else aten.rstrip("_"))
-
-
-_WHOLES = (
-    ({"linalg_vector_norm", "clamp_min_"}, "cosine_similarity"),
-    ({"_linalg_slogdet", "where"}, "logdet"),
-)
-_MOVES = ("_to_copy", "t", "view", "expand", "transpose", "unsqueeze", "clone", "copy_", "reshape", "_unsafe_view")
 
 
 def of_node(node: str) -> str:
