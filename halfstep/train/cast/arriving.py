@@ -74,7 +74,7 @@ class _Reading:
         stores_full = formats.param is None or formats.param is FP32
         self._casts = formats.compute is not FP32 and isinstance(module, _CASTING)  # and so reads the weights low
         self._widens = stores_full and not self._casts
-        self._narrows = not stores_full
+        self._to = torch.float32 if self._widens else None if stores_full else self._low
         self._replaced: list[dict[str, Tensor]] = []  # by each forward that runs
         self._summed: list[nn.Parameter] = []
         self.sums_full = False  # whether gradients are made fp32, in which FSDP2 then sums them
@@ -101,7 +101,7 @@ class _Reading:
             if self.sums_full and p.requires_grad and p.grad_dtype is self._low:
                 p.grad_dtype = torch.float32
                 self._summed.append(p)
-        to = torch.float32 if self._widens else self._low if self._narrows else None
+        to = self._to
         cast = {name: p.to(to) for name, p in arrived.items() if to is not None and p.dtype is not to}
         self._replaced.append({name: arrived[name] for name in cast})
         own.update(cast)

@@ -31,7 +31,12 @@ class Emulators:
         if region.device != "cpu" or not region.enabled or not is_low(low):
             return None
         if low not in self._engines:
-            self._engines[low] = _emulating(low)
+            fmt, facts, engine = as_format(low), read_facts(torch.device("cpu")), None
+            if needs_emulation(fmt, facts):
+                engine = OpEngine(_as_torch(), low, "cpu", emulate=True)
+                engine.open()
+                _LOG.warning(emulation_notice(fmt, facts))
+            self._engines[low] = engine
         engine = self._engines[low]
         return None if engine is None or engine.is_inside_another() else engine.entered()
 
@@ -40,17 +45,6 @@ class Emulators:
             if engine is not None:
                 engine.close()
         self._engines.clear()
-
-
-def _emulating(low: torch.dtype) -> OpEngine | None:
-    """Returns an engine that does what torch's autocast does and emulates products; None if this CPU has units."""
-    fmt, facts = as_format(low), read_facts(torch.device("cpu"))
-    if not needs_emulation(fmt, facts):
-        return None
-    engine = OpEngine(_as_torch(), low, "cpu", emulate=True)
-    engine.open()
-    _LOG.warning(emulation_notice(fmt, facts))
-    return engine
 
 
 def _as_torch() -> dict[str, Action]:

@@ -230,7 +230,9 @@ class Registry:
         with self._lock:
             marker = self._marker(table)
             if not self._slots:
-                self._enter_process()
+                self._cache_tag, self._own = cache_tag(), [define_traced()]
+                self._fast_path = torch.backends.mha.get_fastpath_enabled()
+                torch.backends.mha.set_fastpath_enabled(False)  # it computes whole layers as it likes, autocast or not
             slot = self._slots.get(marker) or _Slot(table)
             self._slots = {**self._slots, marker: slot}
             slot.users += 1
@@ -319,12 +321,6 @@ class Registry:
                     return marker
         forget_compiled()  # graphs compiled under this marker hold another table's casts
         return next(marker for marker in self._last if marker in free)  # the one that was used longest ago
-
-    def _enter_process(self) -> None:
-        self._cache_tag = cache_tag()
-        self._own = [define_traced()]
-        self._fast_path = torch.backends.mha.get_fastpath_enabled()
-        torch.backends.mha.set_fastpath_enabled(False)  # which computes whole layers as it likes, even under autocast
 
     def _tag_caches(self) -> None:
         """Adds hashes of the open tables to the tag of torch.compile's disk caches."""

@@ -53,7 +53,9 @@ class LowForm(Tensor):
                 return func(*args, **kwargs)
             out = func(*args, **kwargs)
             read = args[0] if args and isinstance(args[0], LowForm) else None
-            if read is None or type(out) is not Tensor or not _share_memory(out, read):
+            if read is None or type(out) is not Tensor:
+                return out
+            if out.untyped_storage().data_ptr() != read.untyped_storage().data_ptr():
                 return out
             return low_form(out, func(read.weight, *args[1:], **kwargs), read.wrote)  # a view, which may be written
 
@@ -63,10 +65,6 @@ def low_form(low: Tensor, weight: Tensor, wrote: Callable[[], None]) -> LowForm:
     form: LowForm = low.as_subclass(LowForm)
     form.weight, form.wrote = weight, wrote
     return form
-
-
-def _share_memory(one: Tensor, other: Tensor) -> bool:
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[LowForm]:
