@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable
-from types import FrameType
+from itertools import islice
+from traceback import walk_stack
 from typing import Any, Literal, Protocol
 
 import torch
@@ -21,7 +22,7 @@ from halfstep.train.cast.tree import cast_floats, first_float_dtype
 
 Undo = Callable[[], None]
 _ASSIGN = "assign_to_params_buffers"  # torch's mark of `load_state_dict(assign=True)` in the metadata of a state
-_FRAMES_OF_A_CALL = 10  # between torch's function and what the gate of a module calls
+_FRAMES_OF_A_CALL = 11  # between torch's function and what the gate of a module calls
 CastOut = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 _OWNERS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Any]] = weakref.WeakKeyDictionary()
@@ -176,14 +177,11 @@ def bake(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Gives a list of parametrizations the fp32 values of its weights if `remove_parametrizations` calls it."""
     # What it computes becomes the weight, which the session stores low again at its next step.
-    frame: FrameType | None = sys._getframe(1)
-    for _ in range(_FRAMES_OF_A_CALL):
-        frame = None if frame is None else frame.f_back
-        if frame is not None and frame.f_code is parametrize.remove_parametrizations.__code__:
-            for p in parameters_of(module).values():
-                if p is not None and is_low(p.dtype):
-                    p.data = full(p).clone()
-            break
+    frames = islice(walk_stack(sys._getframe(1)), _FRAMES_OF_A_CALL)
+    if any(frame.f_code is parametrize.remove_parametrizations.__code__ for frame, _ in frames):
+        for p in parameters_of(module).values():
+            if p is not None and is_low(p.dtype):
+                p.data = full(p).clone()
     return args, kwargs
 
 
