@@ -4,8 +4,10 @@ import ctypes
 import functools
 import itertools
 import math
+import re
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 import torch
@@ -328,6 +330,18 @@ class TestRead:
             norm, found, flags = read(grads)
             assert (found.item(), flags.tolist()) == (True, [False, True, False, True])
             assert not norm.isfinite()
+
+
+@pytest.mark.parametrize("structure", [native._Tensors, native._Common])
+def test_python_writes_the_fields_that_cpp_reads(structure):
+    header = Path(library.__file__).with_name("blocks.h").read_text()
+    (body,) = re.findall(rf"struct {structure.__name__[1:]} {{(.*?)^}};", header, re.MULTILINE | re.DOTALL)
+    fields = re.findall(r"^  (.*?)(\w+)(\[kStates\])?;", body, re.MULTILINE)
+    bytes_of = {"int64_t": 8, "double": 8, "int32_t": 4}
+    listed = [
+        (name, (native._STATES if several else 1) * bytes_of.get(kind.strip(), 8)) for kind, name, several in fields
+    ]
+    assert [(name, getattr(structure, name).size) for name, _ in structure._fields_] == listed
 
 
 class TestFits:

@@ -15,15 +15,11 @@ constexpr int kStates = 3;
 
 extern "C" {
 
-struct Place {  // of a field in a structure, in bytes, or of a column in a row
-  const char* name;
-  int64_t at, size;
-};
-
 struct Shard {  // where a tensor lies in the whole one: see Place in batch.py
   int64_t number, first, row, stride;
 };
 
+// native.py repeats the next two by hand; tests/kernels/test_native.py compares their fields.
 struct Tensors {  // aligned tables of the tensors of one batch; a pointer to a table is null where the batch has none
   int64_t tensors;
   const int64_t* numels;
@@ -46,8 +42,6 @@ struct Tensors {  // aligned tables of the tensors of one batch; a pointer to a 
 struct Common {
   const float* factor;  // what each gradient is multiplied by; null for 1
   const uint8_t* found;
-  const float* lr_single;  // a learning rate in a tensor; null where `lr` is it
-  const double* lr_double;
   double lr;
   double weight_decay;
   int32_t maximize;
@@ -129,11 +123,9 @@ void join(const uint16_t* __restrict high, const int16_t* __restrict low, float*
   }
 }
 
-double rate(const Common& c) { return c.lr_single ? double(*c.lr_single) : c.lr_double ? *c.lr_double : c.lr; }
-
 // What the weight decay adds of the weight to the gradient, and what it leaves of the weight.
 inline float l2_of(const Common& c) { return c.decoupled ? 0 : float(c.weight_decay); }
-inline float kept_of(const Common& c) { return c.decoupled ? float(1 - rate(c) * c.weight_decay) : 1; }
+inline float kept_of(const Common& c) { return c.decoupled ? float(1 - c.lr * c.weight_decay) : 1; }
 
 // Returns `n` full weights: in place where they are kept so, else in `room`.
 inline float* open_weights(const Tensors& b, int64_t t, int64_t at, int64_t n, float* room) {

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import itertools
 from array import array
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from halfstep.errors import HalfstepError
 from halfstep.records import BINS, COUNTS, DOUBLES
 from halfstep.train.kernels.batch import Batch, Options, Scratch, is_dense
 from halfstep.train.kernels.library import load
@@ -34,7 +31,7 @@ _FUNCTIONS = {  # of step.cpp and stats.cpp, with what they return and take
 WIDTH = BINS + len(COUNTS) + len(DOUBLES)
 
 
-class _Tensors(ctypes.Structure):
+class _Tensors(ctypes.Structure):  # as in blocks.h, and so _Common
     _fields_ = (
         ("tensors", _L),
         *((name, _P) for name in ("numels", "weights", "extras", "grads", "grad_formats")),
@@ -47,34 +44,10 @@ class _Tensors(ctypes.Structure):
 
 class _Common(ctypes.Structure):
     _fields_ = (
-        *((name, _P) for name in ("factor", "found", "lr_single", "lr_double")),
+        *((name, _P) for name in ("factor", "found")),
         *((name, _D) for name in ("lr", "weight_decay")),
         *((name, _I) for name in ("maximize", "decoupled")),
     )
-
-
-class _Field(ctypes.Structure):  # as in blocks.h
-    _fields_ = (("name", ctypes.c_char_p), ("at", ctypes.c_int64), ("size", ctypes.c_int64))
-
-
-def _check_layout(loaded: ctypes.CDLL, function: str, layout: Sequence[tuple[str, int, int]]) -> None:
-    """Checks that the library and Python agree on a memory layout: its fields' names, offsets, sizes and order."""
-    call = getattr(loaded, function)
-    call.argtypes, call.restype = (), ctypes.POINTER(_Field)
-    places = itertools.takewhile(lambda place: place.name, call())
-    compiled = [(place.name.decode(), place.at, place.size) for place in places]
-    if compiled != list(layout):
-        told, own = ([f"{name}:{at}+{size}" for name, at, size in rows] for rows in (compiled, layout))
-        raise HalfstepError(
-            "halfstep's Python and C++ code disagree about the layout of memory; restart this process if halfstep was "
-            f"reinstalled while it ran, otherwise report this error. {function} in {loaded._name} returned "
-            f"{' '.join(told)}, Python expected {' '.join(own)}"
-        )
-
-
-def _places(name: str, structure: type[ctypes.Structure]) -> list[tuple[str, int, int]]:
-    fields = [(field, getattr(structure, field)) for field, *_ in structure._fields_]
-    return [(name, 0, ctypes.sizeof(structure)), *((field, at.offset, at.size) for field, at in fields)]
 
 
 class Table:
@@ -112,16 +85,10 @@ class Table:
         self.arrays["grads"] = grads = pointers(batch.grads)
         self.tensors.grads = address(grads)
         self.tensors.threads = torch.get_num_threads()
-        common, lr = self.common, options.lr
+        common = self.common
         common.factor = None if factor is None else factor.data_ptr()
         common.found = found.data_ptr()
-        common.lr_single = common.lr_double = None
-        if not isinstance(lr, Tensor):
-            common.lr = lr
-        elif lr.dtype is torch.float32:
-            common.lr_single = lr.data_ptr()
-        else:
-            common.lr_double = lr.data_ptr()
+        common.lr = float(options.lr)  # a tensor is on the CPU
         common.weight_decay = options.weight_decay
         common.maximize = options.maximize
         common.decoupled = options.decoupled
@@ -140,14 +107,9 @@ def address(numbers: array[int] | array[float]) -> int | None:
 
 @functools.cache
 def loops() -> ctypes.CDLL | None:
-    """Returns the compiled loops, checked to have the memory layouts that Python writes; None if there are none."""
+    """Returns the compiled loops; None if there are none."""
     loaded = load()
-    if loaded is None:
-        return None
-    columns = [(name, BINS + column, 1) for column, name in enumerate((*COUNTS, *DOUBLES))]
-    _check_layout(loaded, "halfstep_structures", [*_places("Tensors", _Tensors), *_places("Common", _Common)])
-    _check_layout(loaded, "halfstep_columns", [("row", 0, WIDTH), *columns])
-    for name, (result, arguments) in _FUNCTIONS.items():
+    for name, (result, arguments) in _FUNCTIONS.items() if loaded is not None else ():
         function = getattr(loaded, name)
         function.restype, function.argtypes = result, arguments
     return loaded
@@ -190,11 +152,7 @@ def read(grads: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
 
 def fits(batch: Batch, options: Options) -> bool:
     """Returns whether `update` takes this batch: dense tensors on a CPU, updated in fp32, and the loops compile."""
-    if isinstance(options.lr, Tensor) and not (
-        options.lr.is_cpu and options.lr.dtype in (torch.float32, torch.float64) and options.lr.numel() == 1
-    ):
-        return False
-    return table_of(batch) is not None
+    return (not isinstance(options.lr, Tensor) or options.lr.is_cpu) and table_of(batch) is not None
 
 
 def table_of(batch: Batch) -> Table | None:

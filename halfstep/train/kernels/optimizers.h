@@ -65,7 +65,6 @@ struct Adam {
   Adam(const Tensors& b, const Common& c, const double* numbers, float ahead)
       : beta1(float(numbers[0])), take1(float(1 - numbers[0])), beta2(float(numbers[1])), take2(float(1 - numbers[1])),
         eps(float(numbers[2])), kept(kept_of(c)) {
-    const double lr = rate(c);
     double last = -1;
     for (int64_t t = 0; t < b.tensors; t++) {
       const double step = *b.steps[t] + ahead;
@@ -73,7 +72,7 @@ struct Adam {
         sizes.push_back(sizes.back());
         roots.push_back(roots.back());
       } else {
-        sizes.push_back(float(lr / (1 - std::pow(numbers[0], step))));
+        sizes.push_back(float(c.lr / (1 - std::pow(numbers[0], step))));
         roots.push_back(float(std::sqrt(1 - std::pow(numbers[1], step))));
       }
       last = step;
@@ -113,7 +112,7 @@ struct Sgd {
   bool nesterov;
 
   Sgd(const Tensors&, const Common& c, const double* numbers, float)
-      : lr(float(rate(c))), momentum(float(numbers[0])), nesterov(numbers[1] != 0) {}
+      : lr(float(c.lr)), momentum(float(numbers[0])), nesterov(numbers[1] != 0) {}
 
   template <bool kMomentum>
   struct Rule {
@@ -156,7 +155,7 @@ struct Lion {
   Rule rule;
 
   Lion(const Tensors&, const Common& c, const double* numbers, float)
-      : rule{float(rate(c)), kept_of(c), float(numbers[0]), float(1 - numbers[0]), float(numbers[1]),
+      : rule{float(c.lr), kept_of(c), float(numbers[0]), float(1 - numbers[0]), float(numbers[1]),
              float(1 - numbers[1])} {}
 
   template <typename Use>

@@ -20,13 +20,8 @@ constexpr int kLanes = 4;  // more do not fit in the registers of AVX2 with all 
 #endif
 constexpr int kTables = 4;  // neighbours often have one exponent: their increments must not wait for each other
 constexpr uint32_t kMagnitude = 0x7fffffffu, kInfinity = 0x7f800000u;
-// The columns behind the histogram, in the order of the fields of TensorStats (records.py), which stats.py checks.
-#define HALFSTEP_COLUMNS(COLUMN) \
-  COLUMN(kCount, "count") COLUMN(kZeros, "zeros") COLUMN(kNegatives, "negatives") COLUMN(kInfinities, "infinities") \
-  COLUMN(kNans, "nans") COLUMN(kTotal, "total") COLUMN(kSquares, "squares") COLUMN(kPeak, "amax")
-#define HALFSTEP_PLACE(place, name) place,
-#define HALFSTEP_ROW(place, name) {name, place, 1},
-enum Column { kLastBin = 255, HALFSTEP_COLUMNS(HALFSTEP_PLACE) kWidth };
+// The columns behind the histogram, in the order of the fields of TensorStats (records.py).
+enum Column { kLastBin = 255, kCount, kZeros, kNegatives, kInfinities, kNans, kTotal, kSquares, kAmax };
 enum Kind { kFloat32, kBFloat16, kFloat16, kFloat64 };
 
 struct Piece {
@@ -260,7 +255,7 @@ void add_pieces(const std::vector<Reading>& readings, int64_t* const* rows, int3
     int64_t* row = rows[owners[k]];
     add_double(row + kTotal, sums[k].total);
     add_double(row + kSquares, sums[k].squares);
-    raise_double(row + kPeak, sums[k].peak);
+    raise_double(row + kAmax, sums[k].peak);
   }
 }
 
@@ -285,12 +280,6 @@ __attribute__((noinline)) void in_last_places(int64_t n, uint64_t fraction, uint
   }
 }
 
-// The learning rate times a decoupled weight decay, in the precision of a learning rate in a tensor.
-double decay_of(const Common& c) {
-  if (!c.decoupled) return 0;
-  return c.lr_single ? double(*c.lr_single * float(c.weight_decay)) : rate(c) * c.weight_decay;
-}
-
 // Counts what `optimizer` makes of zeros, in which an update of some weights is not rounded to what they can hold.
 template <typename Optimizer>
 void count_updates(const Tensors& b, const Common& c, int64_t t, int64_t start, int64_t size,
@@ -298,7 +287,7 @@ void count_updates(const Tensors& b, const Common& c, int64_t t, int64_t start, 
   const uint64_t fraction = b.format == kFloat ? 23 : b.format == kBfloat ? 7 : 10;
   const uint32_t smallest = b.format == kHalf ? 127 - 14 : 1;
   const float l2 = l2_of(c);
-  const double decay = decay_of(c);
+  const double decay = c.decoupled ? c.lr * c.weight_decay : 0;
   alignas(64) float opened[kBlock], kept[kBlock], room[kBlock], change[kBlock], states[kStates][kBlock];
   alignas(64) uint64_t found[kBlock];
   Run runs[kBlock];
@@ -345,12 +334,6 @@ void add_updates(const Tensors& b, const Common& c, const Optimizer& optimizer, 
 }  // namespace
 
 extern "C" {
-
-// The columns behind the histogram; stats.py compares them with the fields of TensorStats when it loads the library.
-const Place* halfstep_columns() {
-  static const Place places[] = {{"row", 0, kWidth}, HALFSTEP_COLUMNS(HALFSTEP_ROW){nullptr, 0, 0}};
-  return places;
-}
 
 // Adds the statistics of tensor i to the row at rows[i]. `sample` 0 reads everything; else a tensor of more elements is
 // read in runs of `length` elements, `sample` elements together.

@@ -136,24 +136,6 @@ double squares(const T* x, int64_t n, float& unit) {
 
 extern "C" {
 
-// Where the fields are; a structure comes before its own, the end has no name. native.py repeats the structures by hand
-// and compares this when it loads a library: a field taken for another would be written over in silence.
-const Place* halfstep_structures() {
-#define FIELD(type, name) {#name, offsetof(type, name), sizeof(type::name)}
-  static const Place places[] = {
-      {"Tensors", 0, sizeof(Tensors)},
-      FIELD(Tensors, tensors), FIELD(Tensors, numels), FIELD(Tensors, weights), FIELD(Tensors, extras),
-      FIELD(Tensors, grads), FIELD(Tensors, grad_formats), FIELD(Tensors, states), FIELD(Tensors, bases),
-      FIELD(Tensors, steps), FIELD(Tensors, places), FIELD(Tensors, layout), FIELD(Tensors, format),
-      FIELD(Tensors, threads), FIELD(Tensors, width), FIELD(Tensors, rounds), FIELD(Tensors, codes),
-      {"Common", 0, sizeof(Common)},
-      FIELD(Common, factor), FIELD(Common, found), FIELD(Common, lr_single), FIELD(Common, lr_double),
-      FIELD(Common, lr), FIELD(Common, weight_decay), FIELD(Common, maximize), FIELD(Common, decoupled),
-      {nullptr, 0, 0}};
-#undef FIELD
-  return places;
-}
-
 // Reads all gradients once. `norm` becomes their L2 norm, `found` whether an element is infinite or NaN, and
 // `flags[t]` the same of tensor t.
 void halfstep_read(int64_t tensors, const void* const* grads, const int64_t* numels, const int32_t* formats,
