@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from halfstep.train.kernels import devices
-from halfstep.train.kernels.batch import Batch
 
 CPU = torch.device("cpu")
 
@@ -58,6 +57,6 @@ def test_what_runs_is_used(monkeypatch, caplog):
 def test_nothing_is_imported_for_tensors_on_a_cpu(monkeypatch):
     replace_import(monkeypatch, AssertionError("imported"))
     weight = torch.zeros(3)
-    assert not devices.triton_fits(Batch("full", [weight], [], [weight]))
+    assert devices.triton_on(CPU) is None
     assert not devices.triton_can_read([weight])
     assert not devices.triton_can_read([])

@@ -10,7 +10,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from halfstep.train.kernels.batch import Batch, Options, Scratch
+from halfstep.train.kernels.batch import Scratch
 from halfstep.train.kernels.tables import filled
 
 _LOG = logging.getLogger("halfstep")
@@ -18,44 +18,26 @@ _LOG = logging.getLogger("halfstep")
 
 def triton_can_read(grads: list[Tensor]) -> bool:
     """Returns whether these gradients are on CUDA, Triton works on their device, and its kernels can read them."""
-    if not grads or grads[0].device.type != "cuda":
-        return False
-    kernels = triton_kernels(grads[0].device)
+    kernels = triton_on(grads[0].device) if grads else None
     return kernels is not None and bool(kernels.can_read(grads))
 
 
 def triton_read(grads: list[Tensor], scratch: Scratch) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the L2 norm of all gradients, whether any is non-finite, and for each whether it is (bool, one each)."""
-    result: tuple[Tensor, Tensor, Tensor] = _known(grads[0].device).read(grads, scratch)
-    return result
-
-
-def triton_fits(batch: Batch) -> bool:
-    """Returns whether `batch` is on CUDA, Triton works on its device, and its kernels can compute the update."""
-    if batch.device.type != "cuda":
-        return False
-    kernels = triton_kernels(batch.device)
-    return kernels is not None and bool(kernels.fits(batch))
-
-
-def triton_update(
-    kernel: str, batch: Batch, options: Options, factor: Tensor | None, found: Tensor, scratch: Scratch
-) -> None:
-    """Makes one update by the optimizer `kernel` of a batch that `triton_fits` accepted."""
-    _known(batch.device).update(kernel, batch, options, factor, found, scratch)
-
-
-def _known(device: torch.device) -> ModuleType:
-    kernels = triton_kernels(device)
+    kernels = triton_on(grads[0].device)
     assert kernels is not None
-    return kernels
+    result: tuple[Tensor, Tensor, Tensor] = kernels.read(grads, scratch)
+    return result
 
 
 def triton_casts(device: torch.device) -> ModuleType | None:
     """Returns the module of Triton's casts, or None where Triton does not run."""
-    if device.type != "cuda" or triton_kernels(device) is None:
-        return None
-    return importlib.import_module("halfstep.train.kernels.casts")
+    return None if triton_on(device) is None else importlib.import_module("halfstep.train.kernels.casts")
+
+
+def triton_on(device: torch.device) -> ModuleType | None:
+    """Returns the module of Triton kernels, or None if the device is not CUDA or they cannot run on it."""
+    return triton_kernels(device) if device.type == "cuda" else None
 
 
 @functools.cache

@@ -38,12 +38,10 @@ class Launch:
 
 
 class Launches:
-    """Sorts tensors into launches, each of one gradient format and one alignment, for step after step.
+    """Sorts tensors into launches, each of one gradient format and one alignment, for step after step."""
 
-    `rows` are the numbers of a table that stay the same, the tensors' sizes first. `fixed` of them are addresses that
-    decide the alignment too. Where all is aligned, as almost always, launches are made once.
-    """
-
+    # `rows` are the numbers of a table that stay the same, the tensors' sizes first. `fixed` of them are addresses that
+    # decide the alignment too. Where all is aligned, as almost always, launches are made once.
     def __init__(
         self, grads: list[Tensor], length: int, rows: Sequence[Sequence[int]], fixed: Sequence[Sequence[int]] = ()
     ) -> None:
@@ -82,12 +80,10 @@ def addresses(tensors: list[Tensor]) -> list[int]:
 
 
 class Tables:
-    """Makes tables on a device without waiting for it, and keeps them in `scratch` for later steps.
+    """Makes tables on a device without waiting for it, and keeps them in `scratch` for later steps."""
 
-    Tables are copied through pinned memory. While a CUDA graph is captured, their numbers are passed as arguments of
-    kernels instead, since a graph records arguments.
-    """
-
+    # They are copied through pinned memory. While a CUDA graph is captured, their numbers are passed as arguments of
+    # kernels instead, since a graph records arguments.
     def __init__(self, device: torch.device, scratch: Scratch) -> None:
         self._device = device
         self._scratch = scratch
@@ -118,30 +114,18 @@ class Tables:
 
 
 def block_ends(sizes: Sequence[int], length: int) -> array[int]:
-    """Returns the cumulative numbers of blocks of `length` elements in tensors of these sizes.
-
-    >>> list(block_ends([1, 0, 5], 4))
-    [1, 1, 3]
-    """
+    """Returns the cumulative numbers of blocks of `length` elements in tensors of these sizes."""
     return array("q", list(accumulate([-(-size // length) for size in sizes])))
 
 
 def filled(values: list[int], device: torch.device) -> Tensor:
-    """Returns integers as a tensor without a copy from the host.
-
-    >>> filled([1, 2**62], torch.device("cpu"))
-    tensor([                  1, 4611686018427387904])
-    """
+    """Returns integers as a tensor without a copy from the host."""
     table = torch.zeros(len(values), dtype=torch.int64, device=device)
     foreach_add_(list(table.unbind()), values)
     return table
 
 
 def bits(number: float) -> int:
-    """Returns the bits of a float64 as an integer, because the floats that a kernel takes are fp32.
-
-    >>> hex(bits(1.0))
-    '0x3ff0000000000000'
-    """
+    """Returns the bits of a float64 as an integer, because the floats that a kernel takes are fp32."""
     value: int = struct.unpack("<q", struct.pack("<d", number))[0]
     return value

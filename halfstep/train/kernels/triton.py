@@ -99,10 +99,11 @@ def _mix(x):
 
 
 @triton.jit
-def _random_bits(index, step, number, WHICH: tl.constexpr):
+def _random_bits(index, row, count, WHICH: tl.constexpr):
     """Returns 32 random bits (uint32) for each element, as `random_bits` in train/optim/codes.py."""
-    count = tl.load(step.to(tl.pointer_type(tl.float32))).to(tl.int64)
-    key = _mix(count.to(tl.uint32) * 0x85EBCA77 ^ number.to(tl.uint32) * 0xC2B2AE3D ^ WHICH)
+    step, number = tl.load(row + 4 * count).to(tl.pointer_type(tl.float32)), tl.load(row + 10 * count)
+    updates = tl.load(step).to(tl.int64).to(tl.uint32)
+    key = _mix(updates * 0x85EBCA77 ^ number.to(tl.uint32) * 0xC2B2AE3D ^ WHICH)
     return _mix(index * 0x9E3779B1 + key)
 
 
@@ -133,6 +134,27 @@ def _groups(row, count, start, left, MASKED: tl.constexpr, BLOCK: tl.constexpr):
     else:
         at, present, mask = near * 64 + lane, None, None
     return start, first, at, mask, near, present, index
+
+
+@triton.jit
+def _elements(row, count, start, left, KEPT: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr):
+    """Returns what `_groups` does; where a block has no groups, only its first element, places and mask."""
+    if KEPT:
+        start, first, at, mask, group, present, index = _groups(row, count, start, left, MASKED, BLOCK)
+    else:
+        first, at, mask, group, present, index = None, tl.arange(0, BLOCK), None, None, None, None
+        if MASKED:
+            mask = at < left
+    return start, first, at, mask, group, present, index
+
+
+@triton.jit
+def _block(owners, table, count, grads, UNIT: tl.constexpr, BLOCK: tl.constexpr):
+    """Returns the tensor of this program's block, its row of the table, the block's start, what is left, gradient."""
+    tensor = tl.load(owners + tl.program_id(0))
+    row = table + tensor
+    start = (tl.program_id(0) - tl.load(row)) * BLOCK
+    return tensor, row, start, tl.load(row + count) - start // UNIT, tl.load(grads + tensor)
 
 
 @triton.jit
@@ -215,10 +237,13 @@ def _store_state(
 
 @triton.jit
 def _store_weight(
-    weight, extra, start, at, value, mask, LAYOUT: tl.constexpr, KIND: tl.constexpr, ALIGNED: tl.constexpr
+    weight, extra, start, at, value, mask, index, row, count, LAYOUT: tl.constexpr, KIND: tl.constexpr,
+    ROUNDS: tl.constexpr, ALIGNED: tl.constexpr,
 ):
-    """Stores the weight in its format, rounded half away from zero in bf16, and its copy or remainder."""
-    if KIND == "bf16":
+    """Stores the weight in its format, rounded at random or half away from zero in bf16, and its copy or remainder."""
+    if ROUNDS:
+        _store_rounded(weight, start, at, value, mask, _random_bits(index, row, count, 1) >> 16, ALIGNED)
+    elif KIND == "bf16":
         bits = _storable(value.to(tl.int32, bitcast=True))
         _store_as(weight, start, at, (bits + 0x8000) >> 16, mask, tl.int16, ALIGNED)
         if LAYOUT == "split":
@@ -238,7 +263,7 @@ def _gradient(
 ):
     value = _load(grad, start, at, mask, GRAD, ALIGNED)
     if SCALED:
-        value = value * factor
+        value = value * tl.load(factor)
     if MAXIMIZE:
         value = value * -1.0  # a minus sign would be 0 - value, which loses the sign of zero
     return value
@@ -296,20 +321,15 @@ def _corrections_kernel(
 
 @triton.jit
 def _adam_block(
-    row, count, weight, extra, grad, mean, square, peak, start, left, factor, decay, size, root, beta1, rest1, beta2,
-    rest2, eps, weight_decay, LAYOUT: tl.constexpr, KIND: tl.constexpr, GRAD: tl.constexpr, SCALED: tl.constexpr,
-    MAXIMIZE: tl.constexpr, AMSGRAD: tl.constexpr, DECOUPLED: tl.constexpr, WIDTH: tl.constexpr, ROUNDS: tl.constexpr,
-    NEAREST: tl.constexpr, ALIGNED: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
+    row, count, grad, start, left, factor, decay, size, root, beta1, rest1, beta2, rest2, eps, weight_decay,
+    LAYOUT: tl.constexpr, KIND: tl.constexpr, GRAD: tl.constexpr, SCALED: tl.constexpr, MAXIMIZE: tl.constexpr,
+    AMSGRAD: tl.constexpr, DECOUPLED: tl.constexpr, WIDTH: tl.constexpr, ROUNDS: tl.constexpr, NEAREST: tl.constexpr,
+    ALIGNED: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
 ):
     KEPT: tl.constexpr = ROUNDS or WIDTH != "full"
-    if KEPT:
-        start, first, at, mask, group, present, index = _groups(row, count, start, left, MASKED, BLOCK)
-    else:
-        first, at, group, present = None, tl.arange(0, BLOCK), None, None
-        if MASKED:
-            mask = tl.arange(0, BLOCK) < left
-        else:
-            mask = None
+    start, first, at, mask, group, present, index = _elements(row, count, start, left, KEPT, MASKED, BLOCK)
+    weight, extra = tl.load(row + 2 * count), tl.load(row + 3 * count)
+    mean, square = tl.load(row + 5 * count), tl.load(row + 6 * count)
     g = _gradient(grad, start, at, mask, factor, GRAD, SCALED, MAXIMIZE, ALIGNED)
     w = _load_weight(weight, extra, start, at, mask, LAYOUT, KIND, ALIGNED)
     if KEPT:
@@ -325,6 +345,7 @@ def _adam_block(
     m = m * beta1 + g * rest1
     v = v * beta2 + (g * rest2) * g
     if AMSGRAD:
+        peak = tl.load(row + 7 * count)
         highest = _load(peak, start, at, mask, "fp32", ALIGNED)
         highest = tl.where((v > highest) | (v != v), v, highest)
         _store_as(peak, start, at, highest, mask, tl.float32, ALIGNED)
@@ -332,13 +353,9 @@ def _adam_block(
         highest = v
     w = w - tl.div_rn(m, tl.div_rn(tl.sqrt_rn(highest), root) + eps) * size
     if KEPT:  # late: fewer registers
-        step, number = tl.load(row + 4 * count), tl.load(row + 10 * count)
-        random = _random_bits(index, step, number, 0)
+        random = _random_bits(index, row, count, 0)
         noise1, noise2 = random >> 12, random & 0xFFFFF
-    if ROUNDS:
-        _store_rounded(weight, start, at, w, mask, _random_bits(index, step, number, 1) >> 16, ALIGNED)
-    else:
-        _store_weight(weight, extra, start, at, w, mask, LAYOUT, KIND, ALIGNED)
+    _store_weight(weight, extra, start, at, w, mask, index, row, count, LAYOUT, KIND, ROUNDS, ALIGNED)
     _store_state(mean, base1, start, at, m, mask, first, group, present, noise1, WIDTH, True, not NEAREST, ALIGNED)
     _store_state(square, base2, start, at, v, mask, first, group, present, noise2, WIDTH, False, True, ALIGNED)
 
@@ -359,62 +376,39 @@ def _adam_kernel(
 ):
     UNIT: tl.constexpr = 64 if ROUNDS or WIDTH != "full" else 1
     if tl.load(found) == 0:
-        block = tl.program_id(0)
-        tensor = tl.load(owners + block)
-        row = table + tensor
-        start = (block - tl.load(row)) * BLOCK
-        left = tl.load(row + count) - start // UNIT
-        weight = tl.load(row + 2 * count)
-        extra = tl.load(row + 3 * count)
-        mean = tl.load(row + 5 * count)
-        square = tl.load(row + 6 * count)
-        peak = tl.load(row + 7 * count)
-        grad = tl.load(grads + tensor)
+        tensor, row, start, left, grad = _block(owners, table, count, grads, UNIT, BLOCK)
         decay = tl.load(corrections + 3 * tensor)
         size = tl.load(corrections + 3 * tensor + 1)
         root = tl.load(corrections + 3 * tensor + 2)
-        if SCALED:
-            scale = tl.load(factor)
-        else:
-            scale = 1.0
         if _is_full(row, count, left, UNIT, BLOCK):
             _adam_block(
-                row, count, weight, extra, grad, mean, square, peak, start, left, scale, decay, size, root, beta1,
-                rest1, beta2, rest2, eps, weight_decay, LAYOUT, KIND, GRAD, SCALED, MAXIMIZE, AMSGRAD, DECOUPLED, WIDTH,
-                ROUNDS, NEAREST, ALIGNED, False, BLOCK,
+                row, count, grad, start, left, factor, decay, size, root, beta1, rest1, beta2, rest2, eps, weight_decay,
+                LAYOUT, KIND, GRAD, SCALED, MAXIMIZE, AMSGRAD, DECOUPLED, WIDTH, ROUNDS, NEAREST, ALIGNED, False, BLOCK,
             )
         else:
             PART: tl.constexpr = BLOCK // 4 if UNIT > 1 else BLOCK  # less takes fewer registers
             for part in range(BLOCK // PART):
                 _adam_block(
-                    row, count, weight, extra, grad, mean, square, peak, start + part * PART,
-                    left - part * PART // UNIT, scale, decay, size, root, beta1, rest1, beta2, rest2, eps, weight_decay,
-                    LAYOUT, KIND, GRAD, SCALED, MAXIMIZE, AMSGRAD, DECOUPLED, WIDTH, ROUNDS, NEAREST, ALIGNED, True,
-                    PART,
+                    row, count, grad, start + part * PART, left - part * PART // UNIT, factor, decay, size, root, beta1,
+                    rest1, beta2, rest2, eps, weight_decay, LAYOUT, KIND, GRAD, SCALED, MAXIMIZE, AMSGRAD, DECOUPLED,
+                    WIDTH, ROUNDS, NEAREST, ALIGNED, True, PART,
                 )
 
 
 @triton.jit
 def _sgd_block(
-    row, count, weight, extra, grad, buffer, start, left, factor, lr, momentum, weight_decay, rest1, beta2, rest2,
-    decay, LAYOUT: tl.constexpr, KIND: tl.constexpr, GRAD: tl.constexpr, SCALED: tl.constexpr, MAXIMIZE: tl.constexpr,
+    row, count, grad, start, left, factor, lr, momentum, weight_decay, rest1, beta2, rest2, decay,
+    LAYOUT: tl.constexpr, KIND: tl.constexpr, GRAD: tl.constexpr, SCALED: tl.constexpr, MAXIMIZE: tl.constexpr,
     MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, LION: tl.constexpr, WIDTH: tl.constexpr, ROUNDS: tl.constexpr,
     NEAREST: tl.constexpr, ALIGNED: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
 ):
     KEPT: tl.constexpr = ROUNDS or WIDTH != "full"
-    if KEPT:
-        start, first, at, mask, group, present, index = _groups(row, count, start, left, MASKED, BLOCK)
-    else:
-        first, at, group, present = None, tl.arange(0, BLOCK), None, None
-        if MASKED:
-            mask = tl.arange(0, BLOCK) < left
-        else:
-            mask = None
+    start, first, at, mask, group, present, index = _elements(row, count, start, left, KEPT, MASKED, BLOCK)
+    weight, extra, buffer = tl.load(row + 2 * count), tl.load(row + 3 * count), tl.load(row + 5 * count)
     g = _gradient(grad, start, at, mask, factor, GRAD, SCALED, MAXIMIZE, ALIGNED)
     w = _load_weight(weight, extra, start, at, mask, LAYOUT, KIND, ALIGNED)
     if KEPT:
-        step, number = tl.load(row + 4 * count), tl.load(row + 10 * count)
-        base, noise = tl.load(row + 8 * count), _random_bits(index, step, number, 0) >> 12
+        base, noise = tl.load(row + 8 * count), _random_bits(index, row, count, 0) >> 12
     else:
         base, noise = None, None
     if LION:
@@ -438,10 +432,7 @@ def _sgd_block(
             g = g + held * momentum
         else:
             g = held
-    if ROUNDS:
-        _store_rounded(weight, start, at, w - g * lr, mask, _random_bits(index, step, number, 1) >> 16, ALIGNED)
-    else:
-        _store_weight(weight, extra, start, at, w - g * lr, mask, LAYOUT, KIND, ALIGNED)
+    _store_weight(weight, extra, start, at, w - g * lr, mask, index, row, count, LAYOUT, KIND, ROUNDS, ALIGNED)
 
 
 @triton.jit(
@@ -461,19 +452,10 @@ def _sgd_kernel(
     """SGD; with LION its update, of which `momentum` is beta1, and weight decay is of the weight."""
     UNIT: tl.constexpr = 64 if ROUNDS or WIDTH != "full" else 1
     if tl.load(found) == 0:
-        block = tl.program_id(0)
-        tensor = tl.load(owners + block)
-        row = table + tensor
-        start = (block - tl.load(row)) * BLOCK
-        left = tl.load(row + count) - start // UNIT
-        weight = tl.load(row + 2 * count)
-        extra = tl.load(row + 3 * count)
-        buffer = tl.load(row + 5 * count)
-        grad = tl.load(grads + tensor)
+        _tensor, row, start, left, grad = _block(owners, table, count, grads, UNIT, BLOCK)
+        rate = lr
         if LR_TENSOR:
             rate = tl.load(lr_tensor).to(tl.float32)
-        else:
-            rate = lr
         if LION:  # as the law: in float64
             if LR_TENSOR:
                 exact = tl.load(lr_tensor).to(tl.float64)
@@ -482,39 +464,29 @@ def _sgd_kernel(
             decay = (1.0 - exact * _double(decay_bits)).to(tl.float32)
         else:
             decay = 1.0
-        if SCALED:
-            scale = tl.load(factor)
-        else:
-            scale = 1.0
         if _is_full(row, count, left, UNIT, BLOCK):
             _sgd_block(
-                row, count, weight, extra, grad, buffer, start, left, scale, rate, momentum, weight_decay, rest1, beta2,
-                rest2, decay, LAYOUT, KIND, GRAD, SCALED, MAXIMIZE, MOMENTUM, NESTEROV, LION, WIDTH, ROUNDS, NEAREST,
-                ALIGNED, False, BLOCK,
+                row, count, grad, start, left, factor, rate, momentum, weight_decay, rest1, beta2, rest2, decay, LAYOUT,
+                KIND, GRAD, SCALED, MAXIMIZE, MOMENTUM, NESTEROV, LION, WIDTH, ROUNDS, NEAREST, ALIGNED, False, BLOCK,
             )
         else:
             PART: tl.constexpr = BLOCK // 4 if UNIT > 1 else BLOCK
             for part in range(BLOCK // PART):
                 _sgd_block(
-                    row, count, weight, extra, grad, buffer, start + part * PART, left - part * PART // UNIT, scale,
-                    rate, momentum, weight_decay, rest1, beta2, rest2, decay, LAYOUT, KIND, GRAD, SCALED, MAXIMIZE,
-                    MOMENTUM, NESTEROV, LION, WIDTH, ROUNDS, NEAREST, ALIGNED, True, PART,
+                    row, count, grad, start + part * PART, left - part * PART // UNIT, factor, rate, momentum,
+                    weight_decay, rest1, beta2, rest2, decay, LAYOUT, KIND, GRAD, SCALED, MAXIMIZE, MOMENTUM, NESTEROV,
+                    LION, WIDTH, ROUNDS, NEAREST, ALIGNED, True, PART,
                 )
 
 
 @triton.jit
-def _whole_block(  # noqa: C901, PLR0915  # two laws, before and after their norms
-    row, count, grad, tensor, block, start, left, corrections, factor, norms, rates, beta1, rest1, beta2, rest2, eps,
+def _whole_block(  # noqa: C901  # two laws, before and after their norms
+    row, count, grad, tensor, start, left, corrections, factor, norms, rates, beta1, rest1, beta2, rest2, eps,
     weight_decay, LAMB: tl.constexpr, APPLY: tl.constexpr, INSIDE: tl.constexpr, LARGEST: tl.constexpr,
     LAYOUT: tl.constexpr, KIND: tl.constexpr, GRAD: tl.constexpr, SCALED: tl.constexpr, ROUNDS: tl.constexpr,
     ALIGNED: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    if ROUNDS:
-        start, _first, at, mask, _near, _present, index = _groups(row, count, start, left, MASKED, BLOCK)
-    else:
-        at, mask = tl.arange(0, BLOCK), None
-        if MASKED:
-            mask = at < left
+    start, _first, at, mask, _group, _present, index = _elements(row, count, start, left, ROUNDS, MASKED, BLOCK)
     weight, extra, mean, square = (
         tl.load(row + 2 * count), tl.load(row + 3 * count), tl.load(row + 5 * count), tl.load(row + 6 * count)
     )
@@ -549,21 +521,18 @@ def _whole_block(  # noqa: C901, PLR0915  # two laws, before and after their nor
         w, u = g, g
     if APPLY:
         w = w - u * tl.load(rates + 2 * tensor)
-        if ROUNDS:
-            noise = _random_bits(index, tl.load(row + 4 * count), tl.load(row + 10 * count), 1) >> 16
-            _store_rounded(weight, start, at, w, mask, noise, ALIGNED)
-        else:
-            _store_weight(weight, extra, start, at, w, mask, LAYOUT, KIND, ALIGNED)
+        _store_weight(weight, extra, start, at, w, mask, index, row, count, LAYOUT, KIND, ROUNDS, ALIGNED)
     else:
         if MASKED:
             w, u = tl.where(mask, w, 0.0), tl.where(mask, u, 0.0)
         w, u = tl.ravel(w).to(tl.float64), tl.ravel(u).to(tl.float64)
+        place = norms + 2 * tl.program_id(0)
         if LARGEST:
-            tl.store(norms + 2 * block, tl.max(tl.abs(w), axis=0))
+            tl.store(place, tl.max(tl.abs(w), axis=0))
         else:
-            tl.store(norms + 2 * block, tl.sum(w * w, axis=0))
+            tl.store(place, tl.sum(w * w, axis=0))
         if LAMB:
-            tl.store(norms + 2 * block + 1, tl.sum(u * u, axis=0))
+            tl.store(place + 1, tl.sum(u * u, axis=0))
 
 
 @triton.jit(
@@ -585,25 +554,17 @@ def _whole_kernel(
     """
     UNIT: tl.constexpr = 64 if ROUNDS else 1
     if tl.load(found) == 0:
-        block = tl.program_id(0)
-        tensor = tl.load(owners + block)
-        row = table + tensor
-        grad = tl.load(grads + tensor)
-        start = (block - tl.load(row)) * BLOCK
-        left = tl.load(row + count) - start // UNIT
-        scale = 1.0
-        if SCALED:
-            scale = tl.load(factor)
+        tensor, row, start, left, grad = _block(owners, table, count, grads, UNIT, BLOCK)
         if _is_full(row, count, left, UNIT, BLOCK):
             _whole_block(
-                row, count, grad, tensor, block, start, left, corrections, scale, norms, rates, beta1, rest1, beta2,
-                rest2, eps, weight_decay, LAMB, APPLY, INSIDE, LARGEST, LAYOUT, KIND, GRAD, SCALED, ROUNDS, ALIGNED,
+                row, count, grad, tensor, start, left, corrections, factor, norms, rates, beta1, rest1, beta2, rest2,
+                eps, weight_decay, LAMB, APPLY, INSIDE, LARGEST, LAYOUT, KIND, GRAD, SCALED, ROUNDS, ALIGNED,
                 False, BLOCK,
             )
         else:
             _whole_block(
-                row, count, grad, tensor, block, start, left, corrections, scale, norms, rates, beta1, rest1, beta2,
-                rest2, eps, weight_decay, LAMB, APPLY, INSIDE, LARGEST, LAYOUT, KIND, GRAD, SCALED, ROUNDS, ALIGNED,
+                row, count, grad, tensor, start, left, corrections, factor, norms, rates, beta1, rest1, beta2, rest2,
+                eps, weight_decay, LAMB, APPLY, INSIDE, LARGEST, LAYOUT, KIND, GRAD, SCALED, ROUNDS, ALIGNED,
                 True, BLOCK,
             )
 
@@ -666,11 +627,9 @@ def _read_block(
     """Returns the sum of squares of a block as float64, and whether it holds an infinity or a NaN."""
     # Elements are first multiplied by a power of two that brings the largest near 1, so that no square overflows, and
     # none that matters underflows.
-    at = tl.arange(0, BLOCK)
+    at, mask = tl.arange(0, BLOCK), None
     if MASKED:
         mask = at < left
-    else:
-        mask = None
     g = _load(grad, start, at, mask, KIND, ALIGNED)
     if MASKED:
         g = tl.where(mask, g, 0.0)
@@ -687,17 +646,12 @@ def _read_kernel(
     BLOCK: tl.constexpr,
 ):
     """Writes the sum of squares of each block, and sets the flag of each tensor with a non-finite element to 1."""
-    block = tl.program_id(0)
-    tensor = tl.load(owners + block)
-    row = table + tensor
-    start = (block - tl.load(row)) * BLOCK
-    left = tl.load(row + count) - start
-    grad = tl.load(grads + tensor)
+    _tensor, row, start, left, grad = _block(owners, table, count, grads, 1, BLOCK)
     if left >= BLOCK:
         square, bad = _read_block(grad, start, left, KIND, ALIGNED, False, BLOCK)
     else:
         square, bad = _read_block(grad, start, left, KIND, ALIGNED, True, BLOCK)
-    tl.store(squares + block, square)
+    tl.store(squares + tl.program_id(0), square)
     if bad:  # all that write here write the same
         tl.store(flags + tl.load(row + 2 * count), 1)
 
@@ -768,11 +722,6 @@ def fits(batch: Batch) -> bool:
 
 def update(kernel: str, batch: Batch, options: Options, factor: Tensor | None, found: Tensor, scratch: Scratch) -> None:
     """Makes one update by the optimizer `kernel`, in one pass over memory."""
-    if kernel not in _LAUNCHES:
-        raise LookupError(
-            f"no Triton kernel {kernel!r}; the optimizer's row (halfstep/train/optim/laws.py) must name one of "
-            f"{list(_LAUNCHES)}"
-        )
     tables = Tables(batch.device, scratch)
     if "triton" not in batch.memory:
         batch.memory["triton"] = _launches(batch)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from halfstep.torch_internals import foreach_add_, foreach_copy_, fused_adam_, fused_adamw_, fused_sgd_
 from halfstep.train.kernels import devices, native
-from halfstep.train.kernels.batch import Batch, Kept, Scratch, chunks, is_dense
+from halfstep.train.kernels.batch import Batch, Scratch, chunks, is_dense
 from halfstep.train.optim.codes import close, opened, rounded_weight
 from halfstep.train.optim.laws import Group, Row, write
 from halfstep.train.optim.split import storable
@@ -41,15 +41,8 @@ def update(
     implementations: Mapping[str, Implementation],
 ) -> None:
     """Makes one update of `batch` with the first of `implementations` that takes it."""
-    for implementation in implementations.values():
-        run = implementation(row, batch, group)
-        if run is not None:
-            run(factor, found, scratch)
-            return
-    raise LookupError(
-        f"none of the implementations {list(implementations)} can update parameters of {batch.dtype} on {batch.device} "
-        f"with layout {batch.layout!r} by the law {row.law.__name__!r}"
-    )
+    runs = (implementation(row, batch, group) for implementation in implementations.values())
+    next(run for run in runs if run is not None)(factor, found, scratch)
 
 
 def _native(row: Row, batch: Batch, group: Group) -> Run | None:
@@ -60,9 +53,10 @@ def _native(row: Row, batch: Batch, group: Group) -> Run | None:
 
 
 def _triton(row: Row, batch: Batch, group: Group) -> Run | None:
-    if row.triton is None or not row.compiled(group) or not devices.triton_fits(batch):
+    kernels = devices.triton_on(batch.device) if row.triton is not None and row.compiled(group) else None
+    if kernels is None or not kernels.fits(batch):
         return None
-    return partial(devices.triton_update, row.triton, batch, row.options(group))
+    return partial(kernels.update, row.triton, batch, row.options(group))
 
 
 def _fused(row: Row, batch: Batch, group: Group) -> Run | None:
@@ -145,7 +139,8 @@ def _run_opened(core: Core, batch: Batch, factor: Tensor | None, found: Tensor, 
         states = opened(part) if coded else part.states
         core(replace(part, layout="full", weights=full, extras=[], grads=grads, states=states), found)
         if part.kept is not None and part.kept.rounds:
-            _round(part, full, part.kept, found)
+            for weight, value, place, step in zip(part.weights, full, part.kept.places, part.steps, strict=True):
+                weight.copy_(torch.where(found, weight, rounded_weight(value, place, step)))
         else:
             _store(part, full, scratch)
         if coded:
@@ -175,12 +170,6 @@ def _unscaled(part: Batch, factor: Tensor | None, scratch: Scratch) -> list[Tens
     if factor is not None:
         flat.mul_(factor)
     return grads
-
-
-def _round(part: Batch, full: list[Tensor], kept: Kept, found: Tensor) -> None:
-    """Stores weights without a master, rounded stochastically."""
-    for weight, value, place, step in zip(part.weights, full, kept.places, part.steps, strict=True):
-        weight.copy_(torch.where(found, weight, rounded_weight(value, place, step)))
 
 
 def _store(part: Batch, full: list[Tensor], scratch: Scratch) -> None:
