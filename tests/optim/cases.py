@@ -174,7 +174,7 @@ class Run:
             for value in entry.values()
             if isinstance(value, torch.Tensor)
         ]
-        codes = [t for held in self.moments._held.values() for t in _tensors(held.batch)] if self.moments else []
+        codes = [t for _, batch in self.moments._held.values() for t in _tensors(batch)] if self.moments else []
         return [bits(t).clone() for t in [*self.params, *extras, *state, *codes]]
 
 

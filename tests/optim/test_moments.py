@@ -38,7 +38,7 @@ def train(model, opt, session, steps, spoiled=()):
 
 def codes(session):
     moments = [part.stepper._moments for part in session._parts]
-    return [t.clone() for each in moments for held in each._held.values() for t in _tensors(held.batch)]
+    return [t.clone() for each in moments for _, batch in each._held.values() for t in _tensors(batch)]
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])

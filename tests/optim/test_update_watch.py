@@ -29,7 +29,7 @@ OPTIMIZERS = {
 
 def watched(session):
     part = session._parts[0]
-    return UpdateWatch(part.optimizer, part.stepper, session._store, torch.zeros((), dtype=torch.bool))
+    return UpdateWatch(part.stepper, session._store, torch.zeros((), dtype=torch.bool))
 
 
 def updates(session, sample=None):

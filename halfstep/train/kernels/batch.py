@@ -76,10 +76,6 @@ class Kept(NamedTuple):
     places: list[Place]
     bases: Mapping[str, list[Tensor]]  # in 8 bits, of each group, slice by slice (int16)
 
-    def emptied(self) -> Kept:
-        """Returns that of a batch without parameters."""
-        return self._replace(places=[], bases={name: [] for name in self.bases})
-
     def cut(self, pieces: list[tuple[int, int, int]]) -> Kept:
         """Returns that of parts of tensors, each an index and the first and last element (0, 0: all of it)."""
         bases = {
@@ -136,10 +132,7 @@ class Gradients(list[Tensor]):
 
 
 class Alike:
-    """Gives the gradients of a step the memory of the last step's if all tensors are of the same kinds.
-
-    Kinds are classes, dtypes, devices, sizes and strides, those of the parameters too.
-    """
+    """Gives the gradients of a step the memory of the last step's if all tensors are of the same kinds."""
 
     def __init__(self) -> None:
         self._same: Callable[[Sequence[Tensor]], bool] = lambda tensors: False
@@ -184,20 +177,15 @@ class Scratch:
         key = (role, device, dtype, *[t.shape for t in like])
         made = self._views.get(key)
         if made is None:
-            flat = self._flat(role, device, dtype, sum(t.numel() for t in like))
-            made = flat, list(unflatten(flat, like))
-            self._views[key] = made
+            place, numel = (role, device, dtype.itemsize), sum(t.numel() for t in like)
+            buffer = self._buffers.get(place)
+            if buffer is None or buffer.numel() < numel or len(self._views) >= _MOST_VIEWS:
+                self._views.clear()  # they would keep a smaller buffer
+            if buffer is None or buffer.numel() < numel:
+                buffer = self._buffers[place] = torch.empty(numel, dtype=dtype, device=device)
+            flat = buffer[:numel].view(dtype)
+            made = self._views[key] = flat, list(unflatten(flat, like))
         return made
-
-    def _flat(self, role: str, device: torch.device, dtype: torch.dtype, numel: int) -> Tensor:
-        key = (role, device, dtype.itemsize)
-        buffer = self._buffers.get(key)
-        if len(self._views) >= _MOST_VIEWS:
-            self._views.clear()
-        if buffer is None or buffer.numel() < numel:
-            self._views.clear()  # they would keep the smaller buffer
-            buffer = self._buffers[key] = torch.empty(numel, dtype=dtype, device=device)
-        return buffer[:numel].view(dtype)
 
 
 def chunks(batch: Batch, limit: int) -> Iterator[Batch]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 import operator
+from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,9 +42,14 @@ def add_stats(tensors: Sequence[Tensor], rows: Tensor, places: Sequence[int], *,
     compiled = loops() if rows.device.type == "cpu" and kept else None
     if compiled is None:
         for t, place in kept:
-            _add_eager(t, rows[place], limit)
-    else:
-        _add_native(compiled, kept, rows, limit)
+            read = t[sampled_places(t.numel(), limit, t.device)] if limit and t.numel() > limit else t
+            for piece in torch.split(read, _PIECE):
+                _add_piece(piece, rows[place])
+        return
+    starts, found = pointers([t for t, _ in kept]), addresses_of(rows, [place for _, place in kept])
+    numels, kinds = array("q", [t.numel() for t, _ in kept]), array("i", [_KINDS[t.dtype] for t, _ in kept])
+    tables = map(address, (starts, numels, kinds, found))
+    compiled.halfstep_add_stats(len(kept), *tables, limit, RUN, torch.get_num_threads())
 
 
 def is_sampled(t: Tensor, sample: int | None) -> bool:
@@ -74,23 +80,6 @@ def _flat(t: Tensor) -> Tensor:
     return t.as_strided((t.numel(),), (1,))
 
 
-def _add_native(compiled: ctypes.CDLL, kept: Sequence[tuple[Tensor, int]], rows: Tensor, limit: int) -> None:
-    tensors = [t for t, _ in kept]
-    starts, places = pointers(tensors), addresses_of(rows, [place for _, place in kept])
-    numels = array("q", [t.numel() for t in tensors])
-    kinds = array("i", [_KINDS[t.dtype] for t in tensors])
-    tables = [address(numbers) for numbers in (starts, numels, kinds, places)]
-    compiled.halfstep_add_stats(len(kept), *tables, limit, RUN, torch.get_num_threads())
-
-
-def _add_eager(t: Tensor, row: Tensor, limit: int) -> None:
-    """Adds the statistics of `t` to `row` as the compiled loop does, but with torch operations, on any device."""
-    if limit and t.numel() > limit:
-        t = t[sampled_places(t.numel(), limit, t.device)]
-    for piece in torch.split(t, _PIECE):
-        _add_piece(piece, row)
-
-
 def sampled_places(size: int, sample: int, device: torch.device) -> Tensor:
     """Returns the indices of the elements that `add_stats` reads of a tensor with more than `sample` elements."""
     runs = max(RUN, sample) // RUN
@@ -101,6 +90,7 @@ def sampled_places(size: int, sample: int, device: torch.device) -> Tensor:
 
 
 def _add_piece(t: Tensor, row: Tensor) -> None:
+    """Adds the statistics of `t` to `row` as the compiled loop does, but with torch operations, on any device."""
     zero, infinite, nan = t == 0, t.isinf(), t.isnan()
     finite = torch.where(infinite | nan, 0, t)
     row[:BINS].add_(_histogram(_exponents(finite), ~(zero | infinite | nan)))
@@ -134,19 +124,23 @@ def _histogram(exponents: Tensor, counted: Tensor) -> Tensor:
     return counts.scatter_add_(0, exponents.long(), counted.long())
 
 
-class Updates(Protocol):
+@dataclass(frozen=True)
+class Updates(ABC):
     """What one step adds to parameters on one device."""
 
-    @property
-    def params(self) -> list[Parameter]:
-        """The parameters that the step updates."""
+    params: list[Parameter]
+    stored: list[Tensor]  # as they are before the step
 
-    @property
-    def stored(self) -> list[Tensor]:
-        """The parameters as they are stored before the step."""
+    @abstractmethod
+    def parts(self, index: int, sample: int | None) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields (stored weight, update in float64) of one parameter, maybe in parts."""
 
     def add_to(self, rows: Tensor, places: Sequence[int | None], *, sample: int | None) -> None:
         """Adds the statistics of the update of `params[i]` to `rows[places[i]]`; skips it if `places[i]` is None."""
+        for index, place in enumerate(places):
+            if place is not None:
+                for stored, update in self.parts(index, sample):
+                    add_stats([in_last_places(update, stored)], rows, [place], sample=sample)
 
 
 def in_last_places(update: Tensor, weight: Tensor) -> Tensor:

@@ -63,10 +63,7 @@ def rounded_weight(values: Tensor, place: Place, step: Tensor) -> Tensor:
 
 
 def encode(values: Tensor, noise: Tensor | None, code: Code) -> tuple[Tensor, Tensor]:
-    """Returns the 8-bit codes of groups of fp32 values (n, 64), and the base of each group (n, 1; int16).
-
-    Without `noise`, values are rounded to nearest, ties away from zero.
-    """
+    """Returns the 8-bit codes of groups of fp32 values (n, 64), to nearest without `noise`, and int16 bases (n, 1)."""
     most = 127 if code.signed else 255
     bits = values.view(torch.int32)
     magnitude = bits & 0x7FFFFFFF

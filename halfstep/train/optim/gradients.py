@@ -84,8 +84,7 @@ def widened(grad: Tensor) -> Tensor:
     """Returns a sparse gradient with low-precision values as fp32, so that the values of one row add up in fp32."""
     if not is_narrow(grad.dtype) or grad.is_coalesced():
         return grad
-    indices, values = sparse_indices(grad), sparse_values(grad).float()
-    return torch.sparse_coo_tensor(indices, values, grad.shape, device=grad.device, check_invariants=False)
+    return _unscaled(grad, torch.float32, None)
 
 
 def _assign(p: Parameter, grad: Tensor | None) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,17 +29,8 @@ _PART = 2**19  # elements that are converted at a time
 _LOG = logging.getLogger("halfstep")
 
 
-@dataclass
-class _Held:
-    param: Parameter
-    batch: Batch  # of this parameter alone, with its codes
-
-
 class Moments:
-    """Keeps the moments of an optimizer's large weights in codes of `width`, but for those of the weights `full`.
-
-    `rounds` tells whether weights without a master are rounded stochastically, which needs no codes.
-    """
+    """Keeps the moments of an optimizer's large weights in codes of `width`, but for those of the weights `full`."""
 
     def __init__(
         self,
@@ -48,12 +39,12 @@ class Moments:
         full: Collection[Parameter],
         name_of: Callable[[Parameter], str],
         *,
-        rounds: bool = False,
+        rounds: bool = False,  # whether weights without a master are rounded stochastically, which needs no codes
     ) -> None:
         self.codes = width != "full"
         self._optimizer, self._width, self._full = optimizer, width, {id(p) for p in full}
         self._rounds = rounds
-        self._held: dict[int, _Held] = {}
+        self._held: dict[int, tuple[Parameter, Batch]] = {}  # of each, a batch with its codes
         self._kinds: dict[Parameter, Width] = {}
         self._undo = [
             optimizer.register_state_dict_post_hook(self._widen).remove,
@@ -89,30 +80,34 @@ class Moments:
         first = sum(o * s for o, s in zip(shard_offset(p), strides, strict=True)) if is_sharded(p) else 0
         return Place(number, first, row, strides[0]) if _rows_first(own) else Place(number, first, own.numel(), 0)
 
-    def hold(self, p: Parameter, codes: Mapping[str, Code], given: Mapping[str, Tensor], step: Tensor) -> Batch:
-        """Returns a batch with the codes of `p`, which takes over the fp32 states that are `given`."""
+    def add(self, p: Parameter, into: Batch, codes: Mapping[str, Code], fresh: Batch) -> None:
+        """Adds the codes of `p` to a batch; they take over the states of `fresh`, fp32, and its step count."""
+        given = {name: t for name, (t,) in fresh.states.items()}
         own = local(p).detach()
-        held = self._held.get(id(p))
-        if held is None or not _fits(held.batch, own, codes):
+        _, batch = self._held.get(id(p), (p, None))
+        if batch is None or not _fits(batch, own, codes):
             before = {name: in_layout_of(t.to(own.device), own) for name, t in self.full(p).items()}
             given = {**before, **given}
-            held = self._held[id(p)] = _Held(p, _new(own, self.place(p), self.kind(p), codes))
-        batch = held.batch
+            batch = _new(own, self.place(p), self.kind(p), codes)
+            self._held[id(p)] = p, batch
         assert batch.kept is not None
-        batch.steps[:] = [step]
+        assert into.kept is not None
+        batch.steps[:] = fresh.steps
         batch.kept = batch.kept._replace(codes=tuple(codes.values()))
         if given:
             values = {name: [given[name] if name in given else self.full(p)[name]] for name in codes}
             for part, new in zip(chunks(batch, _PART), chunks(replace(batch, states=values), _PART), strict=True):
                 close(part, new.states, None)
-        return batch
+        into.kept.places.extend(batch.kept.places)
+        for all_held, held in ((into.states, batch.states), (into.kept.bases, batch.kept.bases)):
+            for name, tensors in held.items():
+                all_held[name].extend(tensors)
 
     def full(self, p: Parameter) -> dict[str, Tensor]:
         """Returns the moments of `p` in fp32, of its shard in this process; empty if none are held."""
-        held = self._held.get(id(p))
-        if held is None:
+        if id(p) not in self._held:
             return {}
-        batch = held.batch
+        _, batch = self._held[id(p)]
         values = {name: [torch.empty_like(t, dtype=torch.float32)] for name, (t,) in batch.states.items()}
         for part, out in zip(chunks(batch, _PART), chunks(replace(batch, states=values), _PART), strict=True):
             for name, tensors in opened(part).items():
@@ -122,12 +117,12 @@ class Moments:
     def bytes(self) -> int:
         """Returns how many bytes the codes and their bases take in this process."""
         self.forget_removed()
-        return sum(t.nbytes for held in self._held.values() for t in _tensors(held.batch))
+        return sum(t.nbytes for _, batch in self._held.values() for t in _tensors(batch))
 
     def forget_removed(self) -> None:
         """Drops the codes of parameters whose state was taken out of `optimizer.state`."""
         state = self._optimizer.state
-        for p in [held.param for held in self._held.values() if "step" not in state.get(held.param, ())]:
+        for p in [p for p, _ in self._held.values() if "step" not in state.get(p, ())]:
             self.forget(p)
 
     def forget(self, p: Parameter) -> None:
@@ -139,7 +134,7 @@ class Moments:
         for undo in self._undo:
             undo()
         self.forget_removed()
-        for p in [held.param for held in self._held.values()]:
+        for p, _ in list(self._held.values()):
             self._optimizer.state[p].update(self._of(p, self._optimizer.state[p]))
             self.forget(p)
         for p in [] if counts else self._members():
@@ -166,20 +161,9 @@ class Moments:
         self.forget_removed()
         kept: dict[str, Any] = type(self._optimizer).__getstate__(self._optimizer)
         state = kept["state"].copy()
-        for held in self._held.values():
-            state[held.param] = {**state[held.param], **self._of(held.param, state[held.param])}
+        for p, _ in self._held.values():
+            state[p] = {**state[p], **self._of(p, state[p])}
         return {**kept, "state": state}
-
-
-def add(batch: Batch, held: Batch) -> None:
-    """Adds the codes of one parameter to a batch."""
-    assert batch.kept is not None
-    assert held.kept is not None
-    batch.kept.places.extend(held.kept.places)
-    for name, tensors in batch.states.items():
-        tensors.extend(held.states[name])
-    for name, tensors in batch.kept.bases.items():
-        tensors.extend(held.kept.bases[name])
 
 
 def _tensors(batch: Batch) -> Iterator[Tensor]:

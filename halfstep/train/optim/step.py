@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -35,7 +35,7 @@ from halfstep.train.optim.hooks import has_hooks, run_post_hooks, run_pre_hooks
 from halfstep.train.optim.implementations import IMPLEMENTATIONS, Implementation, update
 from halfstep.train.optim.laws import Group, Row, uncoded
 from halfstep.train.optim.masters import MasterStore
-from halfstep.train.optim.moments import Moments, add
+from halfstep.train.optim.moments import Moments
 from halfstep.train.optim.table import KERNELS, unsupported_options
 from halfstep.train.processes.shards import like, local, part_of, spread
 
@@ -66,12 +66,9 @@ class Dense:
 
 
 class _Seen:
-    """The tensors that batches were made from, to be recognised in the next step.
+    """The tensors that batches were made from, to be recognised in the next step."""
 
-    The batches keep their memory alive, so no others can have its addresses, and `held` are the objects whose ids are
-    in the signature.
-    """
-
+    # The batches keep their memory alive, so no others can have its addresses; `held` have the ids in the signature.
     def __init__(self, signature: list[Any], held: list[Any], own: list[Tensor], grads: Gradients) -> None:
         self._signature, self._held, self._memory = signature, held, grads.memory
         self._states = [local(value) for value in held if isinstance(value, Tensor)]
@@ -91,11 +88,9 @@ class _Seen:
 class OnePassStepper:
     """Updates an optimizer's parameters by `row` of halfstep's table, without the optimizer's `step` or a host sync.
 
-    The optimizer's state has the same names as with its own `step`, and is fp32 for low-precision weights. A parameter
-    has state from its first step on, even a skipped one; it is that of no update.
-
-    Step hooks find true fp32 gradients in `p.grad`, and the update uses the gradients that pre-hooks leave there. Hooks
-    run on every step, even a skipped one, because only the device knows whether it is skipped.
+    The optimizer's state has the names that its own `step` gives it, and is fp32. Step hooks find true fp32 gradients
+    in `p.grad`, and the update uses those that pre-hooks leave there. They run on every step, even a skipped one,
+    because only the device knows whether it is skipped.
     """
 
     syncs = False
@@ -115,7 +110,7 @@ class OnePassStepper:
         self._emulates = emulates
         self._moments = moments
         self._store = store
-        self._row = row
+        self.row = row
         self._implementations = implementations
         self._name_of = name_of
         self._scratch = scratch or Scratch()
@@ -139,6 +134,13 @@ class OnePassStepper:
         params = [p for p in self._members() if p.grad is not None]
         self._sort(params, [resolved(part_of(p.grad, p)) for p in params if p.grad is not None])
 
+    @torch.no_grad()
+    def batches(self, params: Sequence[Parameter], grads: Sequence[Tensor]) -> list[tuple[Group, list[Dense]]]:
+        """Returns, by group, the batches that a step from `grads` would update; makes missing state."""
+        self._store.adopt_changed(params)
+        found = self._sort(list(params), [widened(g).to_dense() if g.is_sparse else resolved(g) for g in grads])
+        return list(zip(self._optimizer.param_groups, [dense for dense, _ in found], strict=True))
+
     def bytes(self) -> int:
         """Returns how many bytes the moments take that are not kept in fp32."""
         return 0 if self._moments is None else self._moments.bytes()
@@ -147,7 +149,7 @@ class OnePassStepper:
         """Moves step counts to where torch keeps them: the CPU, unless the group is `fused` or `capturable`."""
         self._sorted, self._seen = [], None
         if self._moments is not None:
-            self._moments.close(self._row.counts)
+            self._moments.close(self.row.counts)
         for group in self._optimizer.param_groups:
             if group.get("fused") or group.get("capturable"):
                 continue
@@ -185,7 +187,7 @@ class OnePassStepper:
                 given = [grads[i] for i in each.places]
                 each.batch.grads[:] = given if each.as_given else map(_paired, given, each.batch.weights)
         groups = self._optimizer.param_groups
-        factors = self._row.factors(groups, grads, factor)
+        factors = self.row.factors(groups, grads, factor)
         for (dense, rows), group, of_group in zip(self._sorted, groups, factors, strict=True):
             self._update(dense, rows, group, of_group, found)
         self._store.note(params)
@@ -196,7 +198,7 @@ class OnePassStepper:
         found: list[Any] = [*map(id, self._optimizer.state), *map(id, _values(self._optimizer))]
         for group in self._optimizer.param_groups:
             found += map(id, group["params"])
-            found += (self._row.states(group), *map(group.get, self._unread))
+            found += (self.row.states(group), *map(group.get, self._unread))
             found += () if self._moments is None else self._codes(group).values()
         return found
 
@@ -208,7 +210,7 @@ class OnePassStepper:
         name = type(self._optimizer).__name__
         check_gradients(params, grads, self._name_of)
         for p, grad in zip(params, grads, strict=True):
-            if grad.is_sparse and not self._row.sparse:
+            if grad.is_sparse and not self.row.sparse:
                 raise SessionError(
                     f"the gradient of {named(p, self._name_of)} is sparse, and {name} takes no sparse gradients; use "
                     "SparseAdam or sparse=False"
@@ -228,7 +230,7 @@ class OnePassStepper:
         if (
             self._moments is not None
             and self._moments.codes
-            and any(uncoded(self._row, group) for group in self._optimizer.param_groups)
+            and any(uncoded(self.row, group) for group in self._optimizer.param_groups)
         ):
             raise SessionError(
                 f"{type(self._optimizer).__name__} now has amsgrad, whose third average moments in bf16 or 8 bits do "
@@ -245,7 +247,7 @@ class OnePassStepper:
     ) -> tuple[list[Dense], list[Rows]]:
         dense: dict[tuple[Any, ...], Dense] = {}
         sparse: list[Rows] = []
-        names = self._row.states(group)
+        names = self.row.states(group)
         for p, place in members:
             grad = grads[place]
             layout = self._store.trained_layout(p, partial(named, p, self._name_of))
@@ -262,11 +264,11 @@ class OnePassStepper:
                 grad = grad.to_dense()
             key = (layout, p.device, weight.dtype, is_dense(weight), kept and kept.kind)
             if key not in dense:
-                batch = Batch(layout, [], [], [], {name: [] for name in names}, whole=self._row.whole, kept=kept)
+                batch = Batch(layout, [], [], [], {name: [] for name in names}, whole=self.row.whole, kept=kept)
                 dense[key] = Dense(batch, [])
             batch = dense[key].batch
             batch.weights.append(weight)
-            if self._row.gathers:
+            if self.row.gathers:
                 batch.owners.append(p.detach())
             batch.extras.extend(extra)
             batch.grads.append(_paired(grad, weight))
@@ -283,44 +285,36 @@ class OnePassStepper:
             if batch.device != found.device:
                 own = None if factor is None else factor.to(batch.device, non_blocking=True)
                 skip = found.to(batch.device, non_blocking=True)
-            if self._row.gathers:
+            if self.row.gathers:
                 batch.emulate = self._emulates()
-            update(self._row, batch, group, own, skip, self._scratch, self._implementations)
+            update(self.row, batch, group, own, skip, self._scratch, self._implementations)
         for each in dense:
             each.batch.grads[:] = each.batch.weights  # so that `zero_grad` can free their memory
         for rows in sparse:
             rows.write_back()
 
     def _codes(self, group: Group) -> dict[str, Code]:
-        return dict(zip(self._row.states(group), self._row.codes(group), strict=False))
-
-    def codes_of(self, p: Parameter, group: Group) -> Batch | None:
-        """Returns the codes of the moments of `p` as a batch, with what its state holds in fp32; None: it has none."""
-        codes = self._codes(group)
-        if self._moments is None or not codes or self._moments.kind(p) == "full":
-            return None
-        state = self._optimizer.state[p]
-        if "step" not in state:
-            self._moments.forget(p)
-        given = [name for name in codes if state.get(name) is not None]
-        found = Batch("low", [], [], [], {name: [] for name in given})
-        self._collect_state(p, found, counts=True)
-        held = self._moments.hold(p, codes, {name: ts[0] for name, ts in found.states.items()}, found.steps[0])
-        for name in given:
-            del state[name]
-        return held
+        return dict(zip(self.row.states(group), self.row.codes(group), strict=False))
 
     def _collect(self, p: Parameter, batch: Batch, group: Group) -> None:
         """Adds the state of `p` to its batch."""
-        held = self.codes_of(p, group) if batch.kept is not None else None
-        if held is not None:
-            add(batch, held)
-            batch.steps.extend(held.steps)
-            return
-        if batch.kept is not None and self._moments is not None:
-            batch.kept.places.append(self._moments.place(p))
-        if batch.states or self._row.counts or batch.kept is not None:
-            self._collect_state(p, batch, counts=batch.kept is not None)
+        kept, moments = batch.kept, self._moments
+        if kept is None or moments is None:
+            if batch.states or self.row.counts:
+                self._collect_state(p, batch)
+        elif kept.kind == "full":  # random bits alone
+            kept.places.append(moments.place(p))
+            self._collect_state(p, batch, counts=True)
+        else:
+            state, codes = self._optimizer.state[p], self._codes(group)
+            if "step" not in state:
+                moments.forget(p)
+            given = Batch("low", [], [], [], {name: [] for name in codes if state.get(name) is not None})
+            self._collect_state(p, given, counts=True)
+            moments.add(p, batch, codes, given)
+            for name in given.states:
+                del state[name]
+            batch.steps.extend(given.steps)
 
     def _collect_state(self, p: Parameter, batch: Batch, *, counts: bool = False) -> None:
         """Adds the state of `p` to its batch, moved to the dtype, device and layout of its full weight."""
@@ -329,11 +323,11 @@ class OnePassStepper:
         own = local(p)
         for name, tensors in batch.states.items():
             tensor = state.get(name)
-            if name in self._row.scalars:
+            if name in self.row.scalars:
                 tensor = torch.zeros((), dtype=dtype, device=own.device) if tensor is None else tensor
                 tensor = state[name] = tensor.to(own.device, dtype).reshape(())
             elif tensor is None:
-                zeros = torch.full_like(own, self._row.start, dtype=dtype, requires_grad=False)
+                zeros = torch.full_like(own, self.row.start, dtype=dtype, requires_grad=False)
                 tensor = state[name] = like(p, zeros)
             elif tensor.shape != p.shape:
                 raise SessionError(
@@ -347,7 +341,7 @@ class OnePassStepper:
                 if part.dtype is not dtype or part.device != own.device or part.stride() != own.stride():
                     tensor = state[name] = like(p, in_layout_of(part.to(own.device, dtype), own))
             tensors.append(as_real(local(tensor).detach()))  # an alias keeps the memory, whatever `.data` is set to
-        if self._row.counts or counts:
+        if self.row.counts or counts:
             batch.steps.append(_step_count(state, own.device).detach())
 
 

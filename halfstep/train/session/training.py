@@ -194,7 +194,7 @@ def read_for(probes: Probes, step: Step) -> None:
 def update_each(step: Step, found: Tensor, store: MasterStore, probes: Probes) -> None:
     """Makes the updates of a step, unless `found`; an error of a hook ends the step there, as in torch."""
     for part, held, factor in zip(step.parts, step.held, step.factors, strict=True):
-        watch = partial(UpdateWatch, part.optimizer, part.stepper, store, found)
+        watch = partial(UpdateWatch, part.stepper, store, found)
         looking = probes.looking
         with probes.updating(watch, held.params, held.grads, factor) if looking else nullcontext():
             failed = part.stepper.step(held.params, held.grads, factor, found)
