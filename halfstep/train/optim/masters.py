@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from halfstep.errors import SessionError
-from halfstep.formats import bits_of, is_narrow, needs_scale
+from halfstep.formats import bits_of, is_narrow
 from halfstep.plan.plan import Master
 from halfstep.torch_internals import swap_contents, version_of
 from halfstep.train.kernels.batch import Layout
@@ -26,7 +26,7 @@ _LAYOUTS: dict[Master, Layout] = {"none": "low", "copy": "copy", "split": "split
 class Fit(NamedTuple):
     """How many elements of an fp32 weight are not 0, become 0 or infinite in a low format, and are not finite in fp32.
 
-    >>> fit(torch.tensor([0.0, 1.0, 1e-9, 1e5, float("inf")]), torch.float16)
+    >>> MasterStore("none", torch.float16).fit(Parameter(torch.tensor([0.0, 1.0, 1e-9, 1e5, float("inf")])))
     Fit(nonzero=4, lost=1, beyond=1, nonfinite=1)
     """
 
@@ -34,11 +34,6 @@ class Fit(NamedTuple):
     lost: int
     beyond: int
     nonfinite: int
-
-
-def fit(full: Tensor, low: torch.dtype) -> Fit:
-    """Counts the elements of an fp32 weight that the dtype `low` cannot hold."""
-    return Fit(*_counts(full, full.to(low)).tolist())
 
 
 def _counts(full: Tensor, stored: Tensor) -> Tensor:
@@ -65,14 +60,10 @@ COPIED, PICKLED = "__deepcopy__", "__reduce_ex__"
 class MasterStore:
     """Keeps the masters of one session's parameters.
 
-    A tracked parameter is stored in the dtype `low`. Depending on `kind`, the store keeps its `extra`: the fp32 master
-    (`copy`), the int16 remainder (`split`), or nothing (`none`). Rounding to bf16 is half away from zero for every
-    kind, so that `copy` and `split` train bit-identically. A parameter that is not tracked is its own master. Weights
-    that no optimizer updates may be tracked without a master. `joins` is called with an untracked fp32 parameter that
-    will be updated, and tells whether to track it from then on.
-
-    Whoever deep-copies or pickles a tracked parameter, alone or inside a module, an optimizer or any other object, gets
-    an ordinary fp32 Parameter: one for all references to it in the copied or pickled object.
+    A tracked parameter is stored in the dtype `low`, in bf16 rounded half away from zero; its `extra` is the fp32
+    master (`copy`), the int16 remainder (`split`), or nothing (`none`). A parameter that is not tracked is its own
+    master. `joins` is called with an untracked fp32 parameter that will be updated, and tells whether to track it from
+    then on. Deep copies and pickles of a tracked parameter, alone or inside any object, are ordinary fp32 Parameters.
     """
 
     def __init__(self, kind: Master, low: torch.dtype, joins: Callable[[Parameter], bool] | None = None) -> None:
@@ -99,7 +90,7 @@ class MasterStore:
         full = torch.empty_like(p, dtype=torch.float32).copy_(p)  # dense, in the memory format of p
         weight, extra = self._stored(full, kind)
         _set_data(p, weight)
-        self._entries[id(p)] = _Entry(p, extra, kind, weight, _rounded(full, weight, kind))
+        self._entries[id(p)] = _Entry(p, extra, kind, weight, _counts(full, weight) if kind == "none" else None)
         self.note([p])
         mine = weakref.ref(self), weakref.ref(p)
         vars(p).update({COPIED: partial(_copied, *mine), PICKLED: partial(_pickled, *mine)})
@@ -110,10 +101,7 @@ class MasterStore:
         return entry is not None and entry.extra is not None
 
     def layout(self, p: Parameter) -> Layout:
-        """Returns how the value of `p` is kept: `full` (in `p` itself), `low` (without a master), `copy` or `split`.
-
-        A weight that other code gave fp32 memory (`p.data = value`) is stored low again first.
-        """
+        """Returns how the value of `p` is kept, after storing it low again if code gave it fp32 memory."""
         if id(p) not in self._entries:
             return "low" if is_narrow(p.dtype) else "full"
         if p.dtype is torch.float32:
@@ -160,7 +148,7 @@ class MasterStore:
         """Returns the value of `p` in fp32; an untracked float64 or complex `p` keeps its dtype."""
         entry = self._entries.get(id(p))
         if entry is not None:
-            if not self._as_stored(entry):
+            if p.dtype is not self.low or (entry.extra is not None and entry.extra.shape != p.shape):
                 return self._recovered(entry)
             if entry.kind != "copy" and version_of(p) != self._versions[id(p)]:
                 self.adopt(p)
@@ -171,17 +159,11 @@ class MasterStore:
             return join(p.detach(), self.extra(p))
         return p.detach().float() if layout == "low" else p.detach()
 
-    def updatable(self, p: Parameter) -> Tensor:
-        """Returns the value of `p` as `full` does; with `copy`, in the memory of the master, which has adopted it."""
-        if self.layout(p) != "copy":
-            return self.full(p)
-        self.adopt(p)
-        return self.extra(p)
-
     @torch.no_grad()
     def fit(self, p: Parameter) -> Fit:
         """Returns how the fp32 value of `p` fits the low format."""
-        now, entry = fit(self.full(p), self.low), self._entries.get(id(p))
+        full, entry = self.full(p), self._entries.get(id(p))
+        now = Fit(*_counts(full, full.to(self.low)).tolist())
         if entry is None or entry.rounded is None:
             return now
         nonzero, lost, beyond, _ = entry.rounded.tolist()
@@ -236,7 +218,7 @@ class MasterStore:
         self.write(p, value)
         if p in self:
             entry = self._entries[id(p)]
-            entry.rounded = _rounded(value.to(p.device), p, entry.kind)
+            entry.rounded = _counts(value.to(p.device), p) if entry.kind == "none" else None
         return p.detach()
 
     def loaded(self, p: Parameter) -> None:
@@ -278,17 +260,12 @@ class MasterStore:
 
     def bytes(self) -> int:
         """Returns how many bytes the masters or remainders take."""
-        extras = [entry.extra for entry in self._entries.values() if entry.extra is not None]
-        return sum(extra.numel() * extra.element_size() for extra in extras)
+        return sum(entry.extra.nbytes for entry in self._entries.values() if entry.extra is not None)
 
     def _stored(self, full: Tensor, kind: Master) -> tuple[Tensor, Tensor | None]:
         if kind == "split":
             return split(full)
         return round_half_away(full, self.low), full if kind == "copy" else None
-
-    def _as_stored(self, entry: _Entry) -> bool:
-        p, extra = entry.param, entry.extra
-        return p.dtype is self.low and (extra is None or extra.shape == p.shape)
 
     @torch.no_grad()
     def _take_back(self, entry: _Entry) -> None:
@@ -298,37 +275,19 @@ class MasterStore:
         self.note([entry.param])
 
     def _recovered(self, entry: _Entry) -> Tensor:
-        """Returns the fp32 value of a weight that was cast to another dtype."""
-        p, extra = entry.param, entry.extra
-        weight = p.detach()
+        """Returns the fp32 value of a weight that was cast to another dtype: what was stored, if it casts to that."""
+        weight = entry.param.detach()
         current = weight.to(torch.float32)
-        if extra is None or extra.shape != weight.shape:
+        if entry.extra is None or entry.extra.shape != weight.shape:
             return current
-        extra = self.extra(p)
-        changed = version_of(p) != self._versions[id(p)]
-        if p.dtype is torch.float32:  # cast, or put there by `p.data = value`
-            low = entry.stored
-            if entry.kind == "copy":
-                full = self._reconciled(extra, low)
-            else:
-                full = join(low, extra.masked_fill(_without_remainder(low), 0) if changed else extra)
-            return torch.where(low.float() == weight, full, current)
-        if entry.kind == "copy":
-            same = round_half_away(extra, self.low).to(weight.dtype) == weight
-            return torch.where(same, extra, current) if changed else extra
-        low = weight.to(self.low)
-        if changed or needs_scale(weight.dtype):  # which turns small weights into zeros and large ones into inf
-            extra = extra.masked_fill(_without_remainder(low), 0)
-        full = join(low, extra)  # NaN where a cast to fp16 and on has made a zero or an infinity of another value
-        return torch.where((low.to(weight.dtype) == weight) & ~full.isnan(), full, current)
+        extra, low = self.extra(entry.param), entry.stored
+        full = self._reconciled(extra, low) if entry.kind == "copy" else join(low, extra)
+        cast = low.to(weight.dtype)
+        return torch.where((cast == weight) | (cast.isnan() & weight.isnan()), full, current)
 
     def _reconciled(self, full: Tensor, weight: Tensor) -> Tensor:
         same = bits_of(round_half_away(full, self.low)) == bits_of(weight)
         return torch.where(same, full, weight.float())
-
-
-def _rounded(full: Tensor, weight: Tensor, kind: Master) -> Tensor | None:
-    return _counts(full, weight) if kind == "none" else None
 
 
 def _copied(store: weakref.ref[MasterStore], of: weakref.ref[Parameter], memo: dict[int, Any]) -> Parameter:

@@ -69,12 +69,7 @@ class PlainStepper(Stepper):
 
 
 class ForeignStepper(Stepper):
-    """Runs an optimizer's own `step`, with fp32 stand-ins in place of its low-precision parameters.
-
-    A stand-in is a parameter that has the fp32 value and the unscaled gradient of a low-precision parameter. The device
-    cannot skip a call of the optimizer. So `step` reads its argument `found` (whether to skip the update) on the host,
-    once, and calls the optimizer only if `found` is false.
-    """
+    """Runs an optimizer's own `step`, with stand-ins for low-precision parameters: fp32 value, unscaled gradient."""
 
     syncs = True
 
@@ -103,8 +98,7 @@ class ForeignStepper(Stepper):
         """Makes the optimizer's initial state by calling its `step`; all gradients and learning rates must be zero."""
         params = [p for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
         grads = [part_of(p.grad, p) for p in params if p.grad is not None]
-        failed = self.step(params, grads, None, torch.zeros((), dtype=torch.bool, device="cpu"))
-        if failed is not None:
+        if failed := self.step(params, grads, None, torch.zeros((), dtype=torch.bool, device="cpu")):
             raise failed
 
     def close(self) -> None:
@@ -138,7 +132,10 @@ class ForeignStepper(Stepper):
             stand_in = self._stand_ins[p] = Parameter(torch.empty(0, dtype=torch.float32, device=p.device))
             marks = {name: value for name, value in vars(p).items() if name not in (COPIED, PICKLED)}
             vars(stand_in).update(marks)  # that users put on parameters for their optimizers
-        stand_in.data = self._store.updatable(p)
+        copied = self._store.layout(p) == "copy"
+        if copied:
+            self._store.adopt(p)
+        stand_in.data = self._store.extra(p) if copied else self._store.full(p)
         return stand_in
 
     def _exchange(self, by: dict[Parameter, Parameter]) -> None:
