@@ -25,11 +25,6 @@ BF16 = torch.bfloat16
 needs_compiler = pytest.mark.skipif(library.find() is None, reason="needs the compiled loops")
 
 
-def test_a_row_with_whole_weights_has_no_loop_over_blocks():
-    with pytest.raises(ValueError, match="has whole=True and names a compiled loop"):
-        replace(TABLE[Lamb], native="adam")
-
-
 @needs_compiler
 @pytest.mark.parametrize(("cls", "options"), [own for own in OWN if has_kernel("native", *own)])
 def test_a_loop_that_a_row_names_is_there(cls, options):
@@ -66,12 +61,6 @@ def test_a_compiled_loop_that_does_not_know_the_row_is_an_error_and_changes_noth
         update(row, batch, GROUP, None, FALSE, Scratch(), IMPLEMENTATIONS)
     assert batch.weights[0].tolist() == [1.0] * 3
     assert batch.steps[0] == 0
-
-
-def test_a_batch_that_no_implementation_takes_is_an_error():
-    table = {"fused": IMPLEMENTATIONS["fused"]}
-    with pytest.raises(LookupError, match=r"none of the implementations \['fused'\] can update parameters of"):
-        update(TABLE[Lion], batch_of(["exp_avg"]), GROUP, None, FALSE, Scratch(), table)
 
 
 @pytest.mark.parametrize(("cls", "options"), [*OWN_STEP, (SGD, {"dampening": torch.tensor(0.5), "momentum": 0.9})])

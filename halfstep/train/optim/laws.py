@@ -40,7 +40,7 @@ class Row:
     scalars: tuple[str, ...] = ()  # the states that hold one number per weight (0-dim)
     start: float = 0.0  # what a new state holds; -0.0 is the zero to which a sum adds any value without a change
     counts: bool = False  # its state has a "step" for each parameter
-    whole: bool = False  # it needs all elements of a weight at once, as for its norm (LAMB, NovoGrad)
+    whole: bool = False  # it needs all elements of a weight at once, as for its norm: never with `native`
     sparse: bool = False  # it takes sparse gradients
     clips: bool = False  # it clips the gradients of all groups together, to the norm in the option "max_grad_norm"
     decoupled: Callable[[Group], bool] = lambda group: False  # whether weight decay is of the weight, not the gradient
@@ -53,25 +53,14 @@ class Row:
     coarse: bool = True  # whether 8 bits are enough for them; else bf16
     gathers: bool = False  # it takes whole matrices, and gathers those of sharded weights
 
-    def __post_init__(self) -> None:
-        if self.whole and self.native:
-            raise ValueError(
-                "an optimizer row has whole=True and names a compiled loop (native), but these loops see weights only "
-                "in blocks: leave native out"
-            )
-
     def options(self, group: Group) -> Options:
         """Returns the numbers that compiled kernels take."""
         decoupled, numbers = self.decoupled(group), self.numbers(group)
         return Options(group["lr"], group["weight_decay"], group.get("maximize", False), decoupled, numbers)
 
     def factors(self, groups: Sequence[Group], grads: Sequence[Tensor], factor: Tensor | None) -> list[Tensor | None]:
-        """Returns, for each param group, the factor that unscales its gradients and, if the row clips, clips them.
-
-        `factor` (0-dim fp32; None means 1) unscales the gradients. The norm to clip is the L2 norm of the unscaled
-        gradients of all groups together. If it is infinite or NaN, the clip coefficient is 0 or NaN, so that a
-        non-finite gradient is still non-finite after clipping. Nothing is read on the host.
-        """
+        """Returns, for each param group, `factor` (0-dim fp32; None: 1) times what clips its gradients, if any does."""
+        # An infinite or NaN norm gives 0 or NaN, so that a non-finite gradient is still non-finite after clipping.
         limits = [group["max_grad_norm"] if self.clips else None for group in groups]
         if not grads or not any(limits):
             return [factor] * len(limits)
@@ -324,19 +313,19 @@ def decayed(batch: Batch, group: Group, *, decoupled: bool) -> Iterator[tuple[Te
 
 def precise(value: Number, batch: Batch) -> Number:
     """Moves a tensor to the batch's device, in the dtype that `widest` returns; returns a Python number as it is."""
-    value = _read(value, batch)
-    return value.to(batch.device, widest(batch.device)) if isinstance(value, Tensor) else value
+    return _moved(value, batch, widest(batch.device))
 
 
 def rounded(value: Number, batch: Batch) -> Number:
     """Moves a tensor to the batch's device and rounds it to the update's dtype; returns a Python number as it is."""
-    value = _read(value, batch)
-    return value.to(batch.device, batch.dtype) if isinstance(value, Tensor) else value
+    return _moved(value, batch, batch.dtype)
 
 
-def _read(value: Number, batch: Batch) -> Number:
-    """Returns a CPU's tensor as a number for a batch elsewhere: a copy to the device would wait for it."""
-    return float(value) if isinstance(value, Tensor) and value.is_cpu and batch.device.type != "cpu" else value
+def _moved(value: Number, batch: Batch, dtype: torch.dtype) -> Number:
+    if not isinstance(value, Tensor):
+        return value
+    # From a CPU to another device as a number, since a copy would wait for the device.
+    return float(value) if value.is_cpu and batch.device.type != "cpu" else value.to(batch.device, dtype)
 
 
 def bias_corrections(
@@ -366,17 +355,13 @@ def widest(device: torch.device) -> torch.dtype:
 
 def _norm(grads: Sequence[Tensor], device: torch.device) -> Tensor:
     """Returns the L2 norm over all elements of `grads`, in a dtype in which no square of an fp32 value overflows."""
-    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    places: dict[torch.device, list[Tensor]] = {}
-    grads = [as_real(grad) for grad in grads if grad.numel()]
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}  # few launches
     for grad in grads:
-        alike.setdefault((grad.device, grad.dtype), []).append(grad)
-    each = {key: iter(foreach_norm(held, 2, dtype=widest(key[0]))) for key, held in alike.items()}  # few launches
-    for grad in grads:
-        places.setdefault(grad.device, []).append(next(each[grad.device, grad.dtype]))
-    norms: list[Tensor] = [torch.linalg.vector_norm(torch.stack(held)).to(device) for held in places.values()]
-    if len(norms) == 1:
-        return norms[0]
-    return (
-        torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), dtype=torch.float32, device=device)
-    )
+        if grad.numel():
+            alike.setdefault((grad.device, grad.dtype), []).append(as_real(grad))
+    each = (torch.stack(list(foreach_norm(held, 2, dtype=widest(place)))) for (place, _), held in alike.items())
+    norms = [torch.linalg.vector_norm(held).to(device) for held in each]
+    if not norms:
+        return torch.zeros((), dtype=torch.float32, device=device)
+    norm: Tensor = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+    return norm

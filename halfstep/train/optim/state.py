@@ -7,6 +7,7 @@ import inspect
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -53,14 +54,11 @@ def exact_state_loading(optimizer: Optimizer) -> Callable[[], None]:
         optimizer.register_load_state_dict_pre_hook(keep),
         optimizer.register_load_state_dict_post_hook(put_back),
     ]
-    release = _all_or_nothing(optimizer, *handles)
-
-    def undo() -> None:
-        release()
+    with ExitStack() as undo:
         for handle in handles:
-            handle.remove()
-
-    return undo
+            undo.callback(handle.remove)
+        undo.callback(_all_or_nothing(optimizer, *handles))
+        return undo.pop_all().close
 
 
 def _all_or_nothing(optimizer: Optimizer, judge: RemovableHandle, mend: RemovableHandle) -> Callable[[], None]:
@@ -145,41 +143,32 @@ def _check_group(optimizer: Optimizer, state: StateDict, given: StateDict, now: 
 
 
 def _check_options(what: str, group: StateDict, optimizer: Optimizer) -> None:
+    """Refuses loaded options with which a later step of a torch or halfstep optimizer would fail."""
     if not _is_known(optimizer):
         return
-    _check_kinds(what, group, optimizer.defaults)
     own = any_row_of(type(optimizer)) is not None
-    for name, default in optimizer.defaults.items():
-        if name not in group or name in CHOICES or default is None or isinstance(default, str):
-            continue
-        value = group[name]
-        if value is None and _may_be_none(optimizer, name):
-            continue
-        if isinstance(default, bool):
-            if own and not isinstance(value, bool | int):
-                raise StateError(f"{what} has {name}={value!r:.60}; expected True or False")
-            continue
-        several = isinstance(default, tuple)
-        fits = not several or (isinstance(value, tuple | list) and len(value) == len(default))
-        pairs = zip(default, value, strict=True) if several and fits else [(default, value)]
-        tensor = name == "lr" or not own
-        if not fits or not all(_is_number(one, tensor=tensor) or one is usual is None for usual, one in pairs):
-            raise StateError(f"{what} has {name}={value!r:.60}; expected a number, or as many as in {default!r:.60}")
+    annotated = inspect.signature(type(optimizer)).parameters
+    for name in optimizer.defaults.keys() & group.keys():
+        default, value, expected = optimizer.defaults[name], group[name], "one number"
+        if name in CHOICES or isinstance(default, bool):
+            fits = isinstance(value, bool | int) or (value is None and (name in CHOICES or not own))
+            expected = "True, False or None"
+        elif default is None or isinstance(default, str) or (value is None and _may_be_none(annotated.get(name))):
+            fits = not isinstance(value, Tensor) or (value.numel() == 1 and not value.is_meta)
+        else:
+            usual = default if isinstance(default, tuple) else (default,)
+            given = value if isinstance(default, tuple) and isinstance(value, tuple | list) else (value,)
+            fits = len(given) == len(usual) and all(
+                _is_number(one, tensor=name == "lr" or not own) or one is each is None
+                for each, one in zip(usual, given, strict=True)
+            )
+            expected += f", or as many as in {default!r:.60}"
+        if not fits:
+            raise StateError(f"{what} has {name}={value!r:.60}; expected {expected}")
 
 
-def _may_be_none(optimizer: Optimizer, name: str) -> bool:
-    parameter = inspect.signature(type(optimizer)).parameters.get(name)
+def _may_be_none(parameter: inspect.Parameter | None) -> bool:
     return parameter is not None and "None" in str(parameter.annotation)
-
-
-def _check_kinds(what: str, group: StateDict, defaults: StateDict) -> None:
-    """Refuses loaded options with which a later step of a torch or halfstep optimizer would fail."""
-    for name in defaults.keys() & group.keys():
-        value = group[name]
-        if (isinstance(defaults[name], bool) or name in CHOICES) and not isinstance(value, bool | int | None):
-            raise StateError(f"{what} has {name}={value!r:.60}; expected True, False or None")
-        if isinstance(value, Tensor) and (value.numel() != 1 or value.is_meta):
-            raise StateError(f"{what} has {name}={value!r:.60}; expected one number")
 
 
 def _is_number(value: Any, *, tensor: bool) -> bool:

@@ -1,20 +1,4 @@
-"""The table of optimizers that halfstep updates itself.
-
-To add an optimizer:
-
-1. `halfstep/train/optim/laws.py`: its law, which yields the new weight and the new states of each parameter, and a
-   `Row` with what the law needs. With these it works on every device, for weights of every layout, with skipped steps,
-   `observe` and checkpoints. Where an option that the row does not read differs from its default, the optimizer's own
-   `step` runs.
-2. Below, its exact class in `TABLE`, since a subclass may compute something else. A subclass that differs only in its
-   constructor can share the row: it sets its class attribute `updates_as` to the class in the table. A class of
-   halfstep's own stands in `halfstep/train/optim/optimizers.py`.
-3. For speed on a CPU, a struct in `halfstep/train/kernels/optimizers.h`, listed in `find_optimizer`, and its name in
-   the row. It must give the same bits as the law. A Triton kernel for CUDA can follow
-   (`halfstep/train/kernels/triton.py`); until then the law runs there.
-
-CONTRIBUTING.md says how it is tested.
-"""
+"""The table of optimizers that halfstep updates itself; CONTRIBUTING.md says how to add one."""
 
 from __future__ import annotations
 
@@ -51,11 +35,9 @@ def row_of(optimizer: Optimizer) -> Row | None:
 
 
 def unsupported_options(optimizer: Optimizer) -> list[str]:
-    """Returns the options of an optimizer that only its own `step` supports, as "name=value"; empty if it has no row.
-
-    These are options that its row does not read, unless they have the default value or only choose a kernel, and
-    options other than the learning rate whose value is a tensor.
-    """
+    """Returns the options of an optimizer that only its own `step` supports, as "name=value"."""
+    # Those that its row does not read, unless they have the default value or only choose a kernel, and tensors, except
+    # as the learning rate.
     cls, found = _class_of_row(type(optimizer)), []
     if cls not in TABLE:
         return []
@@ -73,5 +55,6 @@ def unsupported_options(optimizer: Optimizer) -> list[str]:
 
 
 def _class_of_row(cls: type[Optimizer]) -> type[Optimizer]:
-    named: type[Optimizer] = vars(cls).get("updates_as", cls)  # not inherited: a subclass of it may compute otherwise
+    # A subclass that differs in its constructor alone names its class. Not inherited: one of it may compute otherwise.
+    named: type[Optimizer] = vars(cls).get("updates_as", cls)
     return named
