@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from halfstep.edits import Edit, spell
 from halfstep.machine import Machine
-from halfstep.notebooks import InNotebooks
+from halfstep.records import InNotebooks
 
 
 @dataclass(frozen=True)

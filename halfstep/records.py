@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import html
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol, runtime_checkable
 
@@ -17,8 +18,19 @@ from halfstep.edits import Edit, Scaling
 from halfstep.errors import FormatError, HalfstepError
 from halfstep.formats import Format, as_format
 from halfstep.kinds import Kind
-from halfstep.notebooks import InNotebooks
 from halfstep.validate import named
+
+
+def preformatted(text: str) -> str:
+    """Returns text as HTML that keeps its lines."""
+    return f'<pre style="white-space: pre-wrap">{html.escape(text)}</pre>'
+
+
+class InNotebooks:
+    """A value that Jupyter shows as it is printed, in place of a `repr`."""
+
+    def _repr_html_(self) -> str:
+        return preformatted(str(self))
 
 
 @dataclass(frozen=True)
@@ -255,7 +267,7 @@ class TensorStats:
     """
 
     # These fields decide which statistics exist: the rows of train/kernels/stats.py, the lines of a log and `a + b` are
-    # derived from them, and train/kernels/stats.cpp is checked against them when it is loaded.
+    # derived from them; train/kernels/stats.cpp repeats them.
 
     count: int = _stat("elements, finite or not")
     zeros: int = _stat("elements that are zero")
@@ -411,21 +423,7 @@ class Observation:
         optimizers whose own step runs, and for Lamb, Muon and NovoGrad, only the change of the fp32 value is seen: an
         update that fp32 rounds away counts as zero.
         """
-        return _lost_updates(self.stats) if self.kind == UPDATE else None
-
-
-def lost_by_module(observations: Iterable[Observation]) -> dict[str, float]:
-    """Returns for each module the share of lost updates, over all its parameters and all steps in `observations`."""
-    merged: dict[str, TensorStats] = {}
-    for seen in observations:
-        if seen.kind == UPDATE:
-            old = merged.get(seen.module)
-            merged[seen.module] = seen.stats if old is None else old + seen.stats
-    return {module: _lost_updates(stats) for module, stats in merged.items()}
-
-
-def _lost_updates(stats: TensorStats) -> float:
-    return stats.below(UPDATE_LIMITS.zero) / stats.nonzero if stats.nonzero else 0.0
+        return self.stats._of_nonzero(self.stats.below(UPDATE_LIMITS.zero)) if self.kind == UPDATE else None
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,10 @@
 """Updates are told from the last place of the stored weight, on both sides of a half."""
 
-import dataclasses
-
 import pytest
 import torch
 from torch import nn
 
 import halfstep
-from halfstep.records import lost_by_module
 from tests.contracts.cases import backward_and_step
 
 
@@ -76,15 +73,6 @@ def test_a_skipped_step_has_no_update():
     assert bool(backward_and_step(session, model() * torch.inf).skipped)
     (observation,) = probe.flush()
     assert (observation.stats.zeros, observation.lost_updates) == (len(GRADIENTS), 0.0)
-
-
-def test_the_share_of_a_module_is_that_of_all_its_weights():
-    first, _ = observed("O3")
-    other, _ = observed("O1", lr=2.0**-17)
-    elsewhere = dataclasses.replace(other, module="elsewhere")
-    weight = dataclasses.replace(other, kind="weight")
-    assert lost_by_module([first, other, elsewhere, weight]) == {"": (2 + 3) / (5 + 5), "elsewhere": 3 / 5}
-    assert lost_by_module([]) == {}
 
 
 def test_other_kinds_know_no_lost_updates():

@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 from halfstep.errors import SessionError
 from halfstep.formats import FP32, needs_scale
 from halfstep.modes import ordinary_tensors
-from halfstep.notebooks import preformatted
 from halfstep.plan.compatibility import check_optimizers, check_per_sample
 from halfstep.plan.io import to_dict
 from halfstep.plan.matching import match_parameters
@@ -37,6 +36,7 @@ from halfstep.records import (
     StepRecord,
     Verdict,
     absorbed_finding,
+    preformatted,
 )
 from halfstep.sharded import is_sharded
 from halfstep.stack import begin_pass
