@@ -97,8 +97,9 @@ class Coming(Updates):
         # Of a weight with more than `sample` elements, the parts hold only those that `add_stats` would read.
         alone = self._batch_of(index)
         if alone.kept is not None:
+            coded = alone.kept.kind != "full"
             (alone,) = chunks(alone, alone.weights[0].numel())  # in one row
-            alone = replace(alone, states=alone.states if alone.kept.kind == "full" else opened(alone), kept=None)
+            alone = replace(alone, states=opened(alone) if coded else alone.states, kept=None)
         if sample is not None and is_sampled(alone.weights[0], sample) and is_dense(alone.weights[0]):
             chosen = sampled_places(alone.weights[0].numel(), sample, alone.device)
             alone = mapped(alone, lambda ts: [t.as_strided((t.numel(),), (1,)).index_select(0, chosen) for t in ts])
