@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from halfstep.torch_internals import schema_of, tree_leaves
+from halfstep.torch_internals import schema_of
 
 _OVERWRITING = tuple(
     f"aten::{name}_" for name in ("copy", "fill", "zero", "normal", "uniform", "random", "bernoulli", "exponential")
@@ -30,8 +30,14 @@ def aten_name(func: Any, args: Sequence[Any]) -> str:
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
-    """Returns the tensors among arguments or results."""
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    """Returns the tensors among the arguments or results of an operation, which nests them in no other containers."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    if isinstance(tree, dict):
+        tree = tree.values()
+    elif not isinstance(tree, list | tuple):
+        return []
+    return [tensor for each in tree for tensor in tensors_of(each)]
 
 
 def is_view(func: Any) -> bool:
@@ -55,7 +61,7 @@ def overwritten(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> li
     else:
         named = _named(func, args, kwargs)
         into = [named.get(each.name) for each in schema_of(func).arguments if each.is_out]
-    given = [id(leaf) for leaf in tree_leaves((args, kwargs))]
+    given = [id(tensor) for tensor in tensors_of((args, kwargs))]
     return [tensor for tensor in tensors_of(into) if given.count(id(tensor)) == 1]
 
 
