@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from threading import Thread
 from time import get_clock_info, perf_counter, thread_time
 
@@ -16,6 +17,7 @@ _CLEAR = 4.0  # a native call that takes this many times as long is not made aga
 _CLOCK = thread_time if get_clock_info("thread_time").resolution < 1e-6 else perf_counter
 
 Call = Callable[[Tensor, Tensor], Tensor]
+_convolve = partial(F.conv2d, padding=1)
 
 
 def weighed(product: float, convolution: float) -> float:
@@ -87,7 +89,3 @@ def _images(large: bool) -> tuple[Tensor, Tensor]:
 
 def _ones(*shape: int) -> Tensor:
     return torch.ones(shape, dtype=torch.float32, device="cpu")
-
-
-def _convolve(images: Tensor, weight: Tensor) -> Tensor:
-    return F.conv2d(images, weight, padding=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol, runtime_checkable
 
@@ -248,10 +248,6 @@ def count_beyond(histogram: Array, amax: Array, limit: float, edges: Edges = EDG
     return beyond
 
 
-def _add_each(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...]:
-    return tuple(map(operator.add, a, b))
-
-
 def _stat(meaning: str, merge: Callable[[Any, Any], Any] = operator.add) -> Any:
     """Returns a dataclass field for `TensorStats`, with its `meaning`; `merge` merges the values of two tensors."""
     return field(metadata={"meaning": meaning, "merge": merge})
@@ -274,7 +270,9 @@ class TensorStats:
     negatives: int = _stat("elements below zero, minus infinity included")
     infinities: int = _stat("elements that are infinite")
     nans: int = _stat("elements that are NaN")
-    exponents: tuple[int, ...] = _stat("256 counts of the finite nonzero elements by exponent", _add_each)
+    exponents: tuple[int, ...] = _stat(
+        "256 counts of the finite nonzero elements by exponent", lambda a, b: tuple(map(operator.add, a, b))
+    )
     total: float = _stat("sum of the finite elements")
     squares: float = _stat("sum of the squares of the finite elements")
     amax: float = _stat("largest magnitude of the finite elements, 0 if there are none", max)

@@ -220,13 +220,10 @@ update_scale_: Callable[..., Tensor] = _name("torch._amp_update_scale_")
 parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]] = _attribute("torch.nn.Module._parameters")
 buffers_of: Callable[[nn.Module], dict[str, Tensor | None]] = _attribute("torch.nn.Module._buffers")
 modules_of: Callable[[nn.Module], dict[str, nn.Module | None]] = _attribute("torch.nn.Module._modules")
-state_dict_hooks_of: Callable[[nn.Module], tuple[OrderedDict[int, Any], ...]] = operator.attrgetter(  # also of loading
-    "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"
-)
-_name("torch.nn.Module._state_dict_hooks")
-_name("torch.nn.Module._state_dict_pre_hooks")
-_name("torch.nn.Module._load_state_dict_pre_hooks")
-_name("torch.nn.Module._load_state_dict_post_hooks")
+_STATE = ("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
+state_dict_hooks_of: Callable[[nn.Module], tuple[OrderedDict[int, Any], ...]] = operator.attrgetter(*_STATE)
+for _hooks in _STATE:
+    _name(f"torch.nn.Module.{_hooks}")
 forward_pre_hooks_of: Callable[[nn.Module], MutableMapping[int, Any]] = _attribute("torch.nn.Module._forward_pre_hooks")
 COMPILED = "_orig_mod"  # the name of a module inside the wrapper of torch.compile
 CHECKPOINTED = "_checkpoint_wrapped_module"  # and inside that of torch's checkpoint_wrapper, which Accelerate calls
@@ -299,12 +296,9 @@ GLOBAL_STEP_PRE_HOOKS: MutableMapping[int, Any] = _name("torch.optim.optimizer._
 GLOBAL_STEP_POST_HOOKS: MutableMapping[int, Any] = _name("torch.optim.optimizer._global_optimizer_post_hooks")
 
 
-_LOAD_HOOKS = "_optimizer_load_state_dict_pre_hooks"
-
-
 def is_made(optimizer: Optimizer) -> bool:
     """Tells whether `Optimizer.__init__` was called; wrappers of other optimizers do not call it."""
-    return hasattr(optimizer, _LOAD_HOOKS)
+    return hasattr(optimizer, "_optimizer_load_state_dict_pre_hooks")
 
 
 def mark_stepped(optimizer: Optimizer, stepped: bool = True) -> None:
