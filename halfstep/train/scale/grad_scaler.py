@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from halfstep.edits import Scaling
 from halfstep.errors import PlanError, StateError
 from halfstep.torch_internals import OpenGradScaler, takes_found_inf
-from halfstep.train.scale.scaling import Schedule, adapt_
+from halfstep.train.scale.scaling import adapt_
 from halfstep.validate import check_device_type, short, with_near_misses
 
 _MIN, _MAX, _HYSTERESIS = 1.0, 2.0**24, 1
@@ -30,7 +31,7 @@ class GradScaler(OpenGradScaler):
     - The scale backs off only at the `hysteresis`-th overflow since it last grew, and at every one after it, as in
       DeepSpeed.
     - A fused `torch.optim.SGD` whose first step overflows starts from zero momentum; torch's kernel leaves the
-      momentum uninitialised. With `dampening` this costs one host sync at the first step.
+      momentum uninitialised (still so with `dampening`).
     - `step` refuses a closure, positional or as a keyword, but accepts `closure=None`. `update` accepts an int.
     - fp16 gradients are accepted, where torch raises: `unscale_` converts them to fp32, in which small ones do not
       underflow, and `step` converts them back to fp16 for the optimizer.
@@ -65,13 +66,9 @@ class GradScaler(OpenGradScaler):
     ) -> None:
         if enabled:
             check_device_type("GradScaler's device", str(device) if isinstance(device, torch.device) else device)
-            for name, value in (
-                ("init_scale", init_scale),
-                ("growth_interval", growth_interval),
-                ("min_scale", _MIN if min_scale is None else min_scale),
-                ("max_scale", _MAX if max_scale is None else max_scale),
-            ):
-                if not isinstance(value, Real):
+            given = {"init_scale": init_scale, "growth_interval": growth_interval}
+            for name, value in (given | {"min_scale": min_scale, "max_scale": max_scale}).items():
+                if not isinstance(value, Real) and (value is not None or name in given):
                     came = f"{short(value)} of type {type(value).__name__}"
                     raise PlanError(f"GradScaler's {name} is {came}; expected a number")
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
@@ -119,7 +116,6 @@ class GradScaler(OpenGradScaler):
         """
         if not self.is_enabled():
             return super().step(optimizer, *args, **kwargs)
-        kwargs = dict(kwargs)
         keyword = kwargs.pop("closure", None)
         closure = args[0] if args else keyword
         if closure is not None:
@@ -129,12 +125,8 @@ class GradScaler(OpenGradScaler):
             )
         if self.is_unscaled(optimizer):
             self.before_step(optimizer)
-        with_dampening = _start_momentum(optimizer)
-        result = super().step(optimizer, *args, **kwargs)
-        if with_dampening and any(bool(found) for found in self.found(optimizer)):
-            for param in with_dampening:
-                optimizer.state[param].pop("momentum_buffer", None)
-        return result
+        _start_momentum(optimizer)
+        return super().step(optimizer, *args, **kwargs)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Adapts the scale to the overflows of the steps since the last `update`, or sets it to `new_scale`."""
@@ -148,10 +140,12 @@ class GradScaler(OpenGradScaler):
         if not found:
             raise AssertionError("No inf checks were recorded prior to update; call step or unscale_ before it.")
         overflowed = torch.stack([one.to(scale.device, non_blocking=True) for one in found]).any()
-        schedule = Schedule(
+        schedule = Scaling(
+            "dynamic",
+            init=self._min_scale,
             growth=self.get_growth_factor(),
             backoff=self.get_backoff_factor(),
-            growth_interval=self.get_growth_interval(),
+            growth_interval=int(self.get_growth_interval()),
             min=self._min_scale,
             max=self._max_scale,
             hysteresis=self._hysteresis,
@@ -226,19 +220,13 @@ def _with_gradients(optimizer: Optimizer) -> list[Any]:
     return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
 
 
-def _start_momentum(optimizer: Optimizer) -> list[Tensor]:
-    """Gives fused SGD a momentum buffer of zeros for each parameter that has no buffer yet, except with dampening."""
+def _start_momentum(optimizer: Optimizer) -> None:
+    """Gives fused SGD without dampening a momentum buffer of zeros for each parameter that has no buffer yet."""
     # https://github.com/pytorch/pytorch/blob/main/torch/optim/sgd.py: `_fused_sgd` makes a missing buffer with
     # `empty_like`, and the kernel does not write to it if found_inf is set.
-    with_dampening = []
     if isinstance(optimizer, torch.optim.SGD) and takes_found_inf(optimizer):
-        for group in (group for group in optimizer.param_groups if group["fused"] and group["momentum"] != 0):
-            for param in (param for param in group["params"] if param.grad is not None):
+        for group in optimizer.param_groups:
+            for param in group["params"] if group["fused"] and group["momentum"] and not group["dampening"] else ():
                 state = optimizer.state[param]
-                if state.get("momentum_buffer") is not None:
-                    continue
-                if group["dampening"] == 0:
+                if param.grad is not None and state.get("momentum_buffer") is None:
                     state["momentum_buffer"] = torch.zeros_like(param.grad)
-                else:
-                    with_dampening.append(param)
-    return with_dampening

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,18 +13,6 @@ from torch import Tensor
 from halfstep.edits import LARGEST_SCALE, SMALLEST_SCALE, Scaling
 from halfstep.errors import SessionError, StateError
 from halfstep.torch_internals import update_scale_
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """How a dynamic scale reacts to overflows; the fields mean the same as those of the plan's `Scaling`."""
-
-    growth: float
-    backoff: float
-    growth_interval: int
-    min: float
-    max: float
-    hysteresis: int
 
 
 class FixedScale:
@@ -66,9 +54,7 @@ class DynamicScale:
     active = True
 
     def __init__(self, scaling: Scaling, device: torch.device) -> None:
-        self._schedule = Schedule(
-            scaling.growth, scaling.backoff, scaling.growth_interval, scaling.min, scaling.max, scaling.hysteresis
-        )
+        self._schedule = scaling
         self.value = torch.full((), float(scaling.init), dtype=torch.float32, device=device)
         self._clean = torch.zeros((), dtype=torch.int32, device=device)
         self._left = torch.full((), scaling.hysteresis, dtype=torch.int32, device=device)
@@ -90,7 +76,7 @@ class DynamicScale:
                 f"the floor of the loss scale, {self._schedule.min:g}, is above {maximum:g}, the largest that the"
                 " format of the loss allows: gradients would be infinite; pass loss.float() to backward or lower min"
             )
-        self._schedule = replace(self._schedule, max=maximum)
+        self._schedule = replace(self._schedule, init=min(self._schedule.init, maximum), max=maximum)
         self.value.clamp_(max=maximum)
 
     def state_dict(self) -> dict[str, Any]:
@@ -129,28 +115,19 @@ Scale = FixedScale | DynamicScale
 _ONE_KERNEL = ("cpu", "cuda")
 
 
-def adapt_(
-    value: Tensor, clean: Tensor, left: Tensor, found: Tensor, schedule: Schedule, *, count: bool = True
-) -> None:
+def adapt_(value: Tensor, clean: Tensor, left: Tensor, found: Tensor, schedule: Scaling, *, count: bool = True) -> None:
     """Adapts a dynamic scale to one step in place, without a host sync; all tensors are 0-dim, on one device."""
     # `value` (fp32) is the scale, `clean` (int32) the number of clean steps in a row since it last grew, and `found`
     # (bool) whether this step overflowed.
     if schedule.hysteresis == 1 and count and value.device.type in _ONE_KERNEL:
         numbers = (schedule.growth, schedule.backoff, schedule.growth_interval)
         update_scale_(value, clean, found.to(torch.float32), *numbers)
-        value.clamp_(min=schedule.min, max=schedule.max)
     else:
-        _adapt_any_(value, clean, left, found, schedule, count)
-
-
-def _adapt_any_(value: Tensor, clean: Tensor, left: Tensor, found: Tensor, schedule: Schedule, count: bool) -> None:
-    """Adapts a scale with any hysteresis, on any device; products are rounded once from float64, as in torch."""
-    adapted, steps, overflows = next_state(
-        value, clean, left, found, schedule, select=torch.where, times=_times, count=count
-    )
-    value.copy_(adapted.clamp_(min=schedule.min, max=schedule.max))
-    clean.copy_(steps)
-    left.copy_(overflows)
+        state = value, clean, left
+        adapted = next_state(*state, found, schedule, select=torch.where, times=_times, count=count)
+        for old, new in zip(state, adapted, strict=True):
+            old.copy_(new)
+    value.clamp_(min=schedule.min, max=schedule.max)
 
 
 def next_state(  # noqa: PLR0913  # the state, what was found, the schedule, and two operations of a library
@@ -158,7 +135,7 @@ def next_state(  # noqa: PLR0913  # the state, what was found, the schedule, and
     clean: Any,
     left: Any,
     found: Any,
-    schedule: Schedule | Scaling,
+    schedule: Scaling,
     *,
     select: Callable[[Any, Any, Any], Any],
     times: Callable[[Any, float], Any],
@@ -174,6 +151,7 @@ def next_state(  # noqa: PLR0913  # the state, what was found, the schedule, and
 
 
 def _times(value: Tensor, factor: float) -> Tensor:
+    """Returns a product that is rounded once from float64, as in torch."""
     if value.device.type == "mps":  # has no float64
         return value * factor
     return (value.double() * factor).float()
