@@ -5,10 +5,10 @@ from __future__ import annotations
 import secrets
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,6 @@ from halfstep.train.processes.wrappers import ALONE, living_wrappers_of, retire,
 from halfstep.train.session.parts import on_registration
 from halfstep.train.session.shared import SharedState
 
-T = TypeVar("T")
 WRAPPING = (
     "DistributedDataParallel(model), where the sessions of all processes compare their levels. A process without a "
     "session takes no part in that (torch's error there: DDP expects same model across all ranks): call "
@@ -265,7 +264,7 @@ class Replicas:
         self._group, self._is_own = wrapper.process_group, None
         self._alike = list({id(p): p for p in (*self._alike, *shared) if p.is_floating_point()}.values())
         self.sums.add(wrapper, shared)
-        self._undo.callback(_Join(wrapper, self).attach())
+        self._undo.callback(_Join(wrapper, self).undo)
         self._undo.callback(retire, weakref.ref(wrapper), [p for p in shared if is_low(p.dtype)])
 
     def begin_join(self, wrapper: DistributedDataParallel, *, by_initial: bool) -> None:
@@ -291,96 +290,29 @@ class Replicas:
         ignored: set[str] = wrapper.parameters_to_ignore
         return [p for name, p in module.named_parameters() if id(p) in own and name not in ignored]
 
-    @torch.no_grad()
     def _hand_on(self, parameters: Sequence[nn.Parameter], source: int, *, sent_again: bool) -> None:
-        """Copies the session's state of these parameters from process `source` to all others, bit for bit."""
-        # Pass `sent_again` if DistributedDataParallel will write the same weights once more, so that its write does
-        # not count as a change of the weights.
-        states = self._compare(parameters)
-        for tensor in self._state.held(parameters):
-            bits = tensor.detach()
-            if bits.dtype is torch.int16:  # which no backend sends
-                bits = bits.view(torch.bfloat16)
-            sent = bits.contiguous()
-            dist.broadcast(sent, group=self._group, group_src=source)
-            if sent.data_ptr() != bits.data_ptr():
-                bits.copy_(sent)
-        self._state.adopt(states[source], parameters, sent_again=sent_again)
-        self._hand_on_moments(parameters, source)
-
-    @torch.no_grad()
-    def _hand_on_moments(self, parameters: Sequence[nn.Parameter], source: int) -> None:
-        """Copies optimizer states and options of these parameters from `source` to all others, bit for bit."""
-        is_source = dist.get_rank(self._group) == source
-        own = self._state.moments(parameters) if is_source else []
-        plain = [
-            {name: _Like.of(value, p) for name, value in state.items()}
-            for state, p in zip(own, parameters, strict=False)
-        ]
-        sent: list[Any] = [(plain, self._state.options(parameters) if is_source else None)]
-        dist.broadcast_object_list(sent, group=self._group, group_src=source)
-        states = [dict(state) for state in sent[0][0]]
-        for number, (state, p) in enumerate(zip(states, parameters, strict=True)):
-            for name, like in state.items():
-                if isinstance(like, _Like):
-                    value = own[number][name].contiguous() if is_source else like.empty(p.device)
-                    dist.broadcast(value, group=self._group, group_src=source)
-                    state[name] = value
-        if not is_source:
-            self._state.take_moments(parameters, states)
-            self._state.take_options(parameters, sent[0][1])
+        """Copies the session's state of these parameters from process `source` to all others."""
+        assert self._group is not None
+        scales = self._compare(parameters)
+        self._state.hand_on(parameters, scales[source], self._group, source, sent_again=sent_again)
 
     def _compare(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None = None) -> list[Any]:
         """Checks that all processes have the same plan and parameters; returns the loss scales of each process."""
-        lines = self._state.described(parameters)
-        found = told_by_all((lines, self._state.scales.state_dict(), secrets.token_hex(8)), group or self._group)
-        self._meeting = found[0][2]
-        for rank, (theirs, *_) in enumerate(found):
-            for other, first in zip(theirs, found[0][0], strict=False):
-                if other != first:
-                    raise _differing(rank, other, first)
-            if len(theirs) != len(found[0][0]):
-                raise _differing(rank, f"{len(theirs)} entries", f"{len(found[0][0])}")
-        return [state for _, state, _ in found]
-
-
-@dataclass(frozen=True)
-class _Like:
-    """Shape and dtype of a tensor of an optimizer state; sent before the tensor, so that receivers can allocate it."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, value: Any, parameter: nn.Parameter) -> Any:
-        """Returns what to send first for a value of the parameter's optimizer state."""
-        if not isinstance(value, Tensor):
-            return value
-        return cls(value.shape, value.dtype) if value.dim() and value.device == parameter.device else value.cpu()
-
-    def empty(self, device: torch.device) -> Tensor:
-        return torch.empty(self.shape, dtype=self.dtype, device=device)
+        self._meeting, scales = self._state.compare(parameters, group or self._group)
+        return scales
 
 
 class _Join:
     """Replaces the `join_hook` of a DDP wrapper (not of copies), to add what a session does in `join()`."""
 
-    def __init__(self, wrapper: DistributedDataParallel | None = None, replicas: Replicas | None = None) -> None:
-        self._wrapper = _weak(wrapper)
-        self._replicas = _weak(replicas)
+    def __init__(self, wrapper: DistributedDataParallel, replicas: Replicas) -> None:
+        self._wrapper, self._replicas = weakref.ref(wrapper), weakref.ref(replicas)
+        wrapper.__dict__["join_hook"] = self
 
-    def attach(self) -> Callable[[], None]:
-        """Sets this object as the wrapper's `join_hook`; returns a function that undoes this."""
-        own = self._wrapper
-        if (wrapper := own()) is not None:
-            wrapper.__dict__["join_hook"] = self
-
-        def undo() -> None:
-            found = own()
-            if found is not None and found.__dict__.get("join_hook") is self:
-                del found.__dict__["join_hook"]
-
-        return undo
+    def undo(self) -> None:
+        wrapper = self._wrapper()
+        if wrapper is not None and wrapper.__dict__.get("join_hook") is self:
+            del wrapper.__dict__["join_hook"]
 
     def __call__(self, **kwargs: Any) -> JoinHook:
         """Begins `join()`; returns torch's hook, extended by what the session does at the end of `join()`."""
@@ -393,10 +325,7 @@ class _Join:
         return _Joined(hook, wrapper, replicas)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Join, (), self._wrapper()
-
-    def __setstate__(self, wrapper: DistributedDataParallel) -> None:
-        self._wrapper = _weak(wrapper)
+        return partial, (DistributedDataParallel.join_hook, self._wrapper())
 
 
 class _Joined(JoinHook):
@@ -428,14 +357,3 @@ def _number_of(tensors: Sequence[Tensor]) -> Tensor:
     """Returns a number (0-dim int64) computed from the bits of floating tensors; equal tensors have equal numbers."""
     numbers = [bits_of(t).sum(dtype=torch.int64) for t in tensors]
     return torch.stack([number * (i + 1) for i, number in enumerate(numbers)]).sum()
-
-
-def _weak(value: T | None) -> Callable[[], T | None]:
-    return (lambda: None) if value is None else weakref.ref(value)
-
-
-def _differing(rank: int, theirs: str, first: str) -> SessionError:
-    return SessionError(
-        f"what is trained differs between processes: process {rank} has {theirs}, process 0 has {first}; use the same "
-        "model, optimizer and plan in all processes"
-    )
