@@ -102,7 +102,7 @@ class Probe(AbstractContextManager["Probe"]):
     def stepped(self, step: int, parts: Sequence[object], of: Sequence[object]) -> None:
         """Ends step number `step`, and attaches the probe for the next step if that one is observed.
 
-        The step was made by the optimizers `parts`; `of` are all optimizers of the session.
+        The step was made by the optimizers `parts`; `of` are all optimizers of the session that it steps.
         """
         window, self.window = self.window, None
         if window is not None:

@@ -65,7 +65,7 @@ class Decision:
 
     def stored_low(self) -> Iterator[nn.Parameter]:
         """Yields the fp32 parameters that the session will store in low precision."""
-        for module, formats in zip(_modules(self.roots), self.assignment.modules, strict=True):
+        for module, formats in zip(modules_of(self.roots), self.assignment.modules, strict=True):
             for name, p in parameters_of(module).items():
                 full = p is None or p.dtype is not torch.float32 or is_sharded(p)
                 if not full and formats.stored(name) not in (None, FP32):
@@ -173,7 +173,8 @@ def _placed(roots: Sequence[nn.Module]) -> Iterator[tuple[int, str, nn.Parameter
         yield from ((at, name, p) for name, p in root.named_parameters(remove_duplicate=False))
 
 
-def _modules(roots: Sequence[nn.Module]) -> list[nn.Module]:
+def modules_of(roots: Sequence[nn.Module]) -> list[nn.Module]:
+    """Returns all modules of the models, as often as they come."""
     return [module for root in roots for module in root.modules()]
 
 
@@ -195,7 +196,7 @@ def say_what_stays_full(decision: Decision) -> None:
     """Logs which weights stay in fp32 because no optimizer updates them, and what it would save to store them low."""
     if decision.plan.param == "full":
         return
-    pairs = zip(_modules(decision.roots), decision.assignment.modules, strict=True)
+    pairs = zip(modules_of(decision.roots), decision.assignment.modules, strict=True)
     kept = {
         id(p): p for module, formats in pairs for name in formats.kept if (p := parameters_of(module)[name]) is not None
     }

@@ -6,6 +6,8 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
@@ -75,8 +77,7 @@ def parts_to_step(parts: Sequence[Part], awaiting: Sequence[Part], optimizer: Op
         )
     asked = [part for part in parts if optimizer is None or part.optimizer is optimizer]
     if not asked:
-        what = "the optimizer is not one of this session's" if parts else "this session has no optimizer (inference)"
-        raise SessionError(f"{what}; pass the optimizer to halfstep.initialize")
+        raise SessionError("the optimizer is not one of this session's; pass the optimizer to halfstep.initialize")
     for part in asked:
         if part.needs_closure:
             name = type(part.optimizer).__name__
@@ -92,23 +93,17 @@ def parts_to_step(parts: Sequence[Part], awaiting: Sequence[Part], optimizer: Op
     return found
 
 
-def on_registration(owner: object, call: Callable[[nn.Module, str, nn.Module | None], None]) -> Callable[[], None]:
-    """Calls `call` for each module put into another, while `owner` lives or until what is returned is called."""
-    for key in [key for key, hook in REGISTRATION_HOOKS.items() if hook is _nothing]:
-        del REGISTRATION_HOOKS[key]
-    handle = register_module_module_registration_hook(call)
-    weakref.finalize(owner, _silence, handle.id).atexit = False
-    return handle.remove
+def on_registration(method: Callable[[nn.Module, str, nn.Module | None], None]) -> Callable[[], None]:
+    """Calls a method for each module put into another, while its object lives or until what is returned is called."""
+    for key, hook in list(REGISTRATION_HOOKS.items()):  # not as one dies: torch may be iterating over them then
+        if isinstance(hook, partial) and hook.func is _call and hook.args[0]() is None:
+            del REGISTRATION_HOOKS[key]
+    return register_module_module_registration_hook(partial(_call, weakref.WeakMethod(method))).remove
 
 
-def _silence(key: int) -> None:
-    # Garbage may be collected while torch iterates over the hooks: a hook must not be taken out then.
-    if key in REGISTRATION_HOOKS:
-        REGISTRATION_HOOKS[key] = _nothing
-
-
-def _nothing(owner: nn.Module, name: str, module: nn.Module | None) -> None:
-    pass
+def _call(method: Callable[[], Callable[..., None] | None], *registered: Any) -> None:
+    if (living := method()) is not None:
+        living(*registered)
 
 
 class Replacements:
@@ -118,8 +113,11 @@ class Replacements:
         self._roots, self._parts = list(roots), parts
         self._idle: set[nn.Parameter] = set()
         self._added: set[int] = set()  # ids of modules that were put into any module since the last step
-        added = self._added
-        on_registration(self, lambda owner, name, module: added.add(id(module)) if len(added) < MANY else None)
+        on_registration(self._note)
+
+    def _note(self, owner: nn.Module, name: str, module: nn.Module | None) -> None:
+        if len(self._added) < MANY:
+            self._added.add(id(module))
 
     def look(self, absent: Sequence[nn.Parameter]) -> None:
         """Checks, before a step, what was added since the last one, and the parameters that have no gradient."""

@@ -84,14 +84,7 @@ class Replicas:
     def open(self, *, search: bool, plain: bool = False) -> None:
         """Notes each DistributedDataParallel wrapper made from now on; `search` also finds those made before."""
         self._plain = plain
-        own = weakref.ref(self)
-
-        def registered(owner: nn.Module, name: str, module: nn.Module | None) -> None:
-            replicas = own()
-            if replicas is not None and isinstance(owner, DistributedDataParallel) and name == "module":
-                replicas._wrapped(owner, module)
-
-        self._undo.callback(on_registration(self, registered))
+        self._undo.callback(on_registration(self._registered))
         if search:
             self.search()
 
@@ -237,9 +230,11 @@ class Replicas:
     def _held(self, parameter: nn.Parameter) -> list[Tensor]:
         return self._state.held([parameter]) or [parameter]
 
-    def _wrapped(self, wrapper: DistributedDataParallel, module: nn.Module | None) -> None:
+    def _registered(self, wrapper: nn.Module, name: str, module: nn.Module | None) -> None:
         """Notes a new wrapper; if it broadcasts weights, first copies masters and optimizer states from process 0."""
-        shared = [] if module is None else self._shared(wrapper, module)
+        if not isinstance(wrapper, DistributedDataParallel) or name != "module" or module is None:
+            return
+        shared = self._shared(wrapper, module)
         if shared and not self._plain:
             self._attach(wrapper, shared)
         if shared and sends_weights(sys._getframe()):

@@ -77,12 +77,14 @@ from halfstep.train.scale.loss import (
 )
 from halfstep.train.scale.norm import read
 from halfstep.train.scale.scales import LossScales
+from halfstep.train.scale.scaling import Scale
 from halfstep.train.session.decide import (
     Decision,
     at_places,
     check_training,
     decide_for_copies,
     emulates_after,
+    modules_of,
     say_what_steps_itself,
 )
 from halfstep.train.session.parts import Part, StepFacts, memory_of, parts_to_step, updated_by
@@ -109,12 +111,9 @@ _LOG = logging.getLogger("halfstep")
 
 
 class Watcher(Protocol):
-    """An observer of each step of a session, such as the guardian.
+    """An observer of each step of a session, such as the guardian."""
 
-    `pending` is an error that is held back until all processes that step together have agreed to stop, else None.
-    """
-
-    pending: BaseException | None
+    pending: BaseException | None  # held back until all processes that step together have agreed to stop
 
     def carry(self, scale: Tensor) -> None:
         """Notes the loss scale of the next backward pass."""
@@ -188,17 +187,18 @@ class Session:
         self._names = {id(p): name for name, p in self._named_parameters() if is_sharded(p)}
         self._undo.callback(reshard, self._roots)  # after an evaluation they hold whole weights
         self._undo.callback(self._casting.open())
-        self._undo.callback(mark([module for root in self._roots for module in root.modules()], self))
+        self._undo.callback(mark(modules_of(self._roots), self))
         self._undo.callback(self._restore_weights)
         pairs = list(self.modules())
         self._untrained = {id(p): p for p in at_places(self._roots, self._decision.untrained)}
+        for parameter in self._decision.stored_low():
+            self._store.track(parameter, master=id(parameter) not in self._untrained)
         for module, formats in pairs:
             self._cast_module(module, formats)
         self._parts = [self._make_part(optimizer, self._undo) for optimizer in self._decision.optimizers]
-        self._stepping = [part for part in self._parts if not part.needs_closure]
         self._buffers = BufferGuard(self._roots if self._decision.updates else [])
         if self.plan.products != "plan":
-            named = zip(self.assignment.names(), self.assignment.modules, self._roots_modules(), strict=True)
+            named = zip(self.assignment.names(), self.assignment.modules, modules_of(self._roots), strict=True)
             by_recipe = [(name, module) for name, f, module in named if f.products == self.plan.products]
             self._undo.callback(self._casting.hold(Layers(by_recipe, self._device)))
         caps = self.plan.low.needs_scale and self._scales.active
@@ -254,7 +254,7 @@ class Session:
     def modules(self) -> Iterator[tuple[nn.Module, ModuleFormats]]:
         """Yields every module with its formats in the assignment; a module that several models share comes once."""
         seen: set[int] = set()
-        now, then = self._roots_modules(), self.assignment.modules
+        now, then = modules_of(self._roots), self.assignment.modules
         if len(now) != len(then):
             raise SessionError(f"the model has {len(now)} modules instead of {len(then)}: {REPLACED}")
         for module, formats in zip(now, then, strict=True):
@@ -267,19 +267,12 @@ class Session:
             self._undo.callback(keep_parameters(module))
         if formats.buffers is not None:
             self._undo.callback(keep_buffers_full(module, formats.buffers.dtype))
-        mine = [p for name, p in parameters_of(module).items() if p is not None and name not in formats.kept]
-        stores_low = formats.param is not None and formats.param is not FP32
-        # sharded ones are masters themselves, and arrive low
-        own = [p for p in mine if p.dtype is torch.float32 and not is_sharded(p)] if stores_low else []
-        if not own and not stores_low and not formats.kept:
-            if self.plan.param == "low" and is_parametrized(module):  # which gets parameters when that ends
-                self._undo.callback(keep_checkpoints_full(module, self._store, self._given))
-            return
-        for parameter in own:
-            self._store.track(parameter, master=id(parameter) not in self._untrained)
-        if isinstance(module, nn.RNNBase):
+        stores_low = formats.param not in (None, FP32)
+        if stores_low and isinstance(module, nn.RNNBase):
             module.flatten_parameters()  # cuDNN wants the new weights in one piece of memory
-        self._undo.callback(keep_checkpoints_full(module, self._store, self._given))
+        gets_some = self.plan.param == "low" and is_parametrized(module)  # once it is so no more
+        if stores_low or formats.kept or gets_some:
+            self._undo.callback(keep_checkpoints_full(module, self._store, self._given))
 
     def _joins(self, parameter: nn.Parameter) -> bool:
         """Tells whether a weight that an optimizer updates for the first time is now stored as trained weights are."""
@@ -291,11 +284,8 @@ class Session:
         del self._untrained[id(parameter)]
         left = self._untrained.values()
         self.assignment = resolve(self.plan, self._roots, made_low=[*self._store, parameter], untrained=left)
-        held = zip(self._roots_modules(), before.modules, strict=True)
+        held = zip(modules_of(self._roots), before.modules, strict=True)
         return any(p is parameter and name in f.kept for m, f in held for name, p in parameters_of(m).items())
-
-    def _roots_modules(self) -> list[nn.Module]:
-        return [module for root in self._roots for module in root.modules()]
 
     def _restore_weights(self) -> None:
         for parameter in list(self._store):
@@ -345,20 +335,17 @@ class Session:
         theirs = [p for group in optimizer.param_groups for p in group["params"]]
         low = [p for p in theirs if p in self._store]
         scaled = [p for p in theirs if id(p) in self._untrained and p.grad is not None] if self._scales.active else []
-        if scaled and not low:
-            raise SessionError(
-                f"{type(optimizer).__name__} is not an optimizer of this session, but would step "
-                f"{self._name_of(scaled[0])} with a gradient that carries the loss scale. Pass the optimizer to "
-                "halfstep.initialize, or use bf16, which needs no loss scale"
-            )
+        why = " with a gradient that carries the loss scale. Pass it to halfstep.initialize, or use bf16"
         if low:
-            raise SessionError(
-                f"{type(optimizer).__name__} is not an optimizer of this session, but would step "
-                f"{self._name_of(low[0])}, which the session stores in {self.plan.low}: its updates would be rounded "
-                "and would not reach the masters. Pass the optimizer to halfstep.initialize, or call session.close() "
-                "first. In a trainer, pass it by configure_optimizers, plugin.setup, prepare or "
-                "HalfstepTrainer(optimizers=...)"
+            why = (
+                f", which the session stores in {self.plan.low}: its updates would be rounded and would not reach the "
+                "masters. Pass the optimizer to halfstep.initialize, or call session.close() first. In a trainer, pass "
+                "it by configure_optimizers, plugin.setup, prepare or HalfstepTrainer(optimizers=...)"
             )
+        for parameter in (low or scaled)[:1]:
+            name = type(optimizer).__name__
+            named = self._name_of(parameter)
+            raise SessionError(f"{name} is not an optimizer of this session, but would step {named}{why}")
 
     def _count_own_step(self, *_: Any) -> None:
         """Counts a step that an optimizer with a closure has made without the session."""
@@ -408,8 +395,6 @@ class Session:
             SessionError: the session is closed or for inference, or `loss` is not a scalar that requires a gradient.
         """
         self._check_training()
-        if not self._parts:
-            raise SessionError(NO_OPTIMIZER)
         check_loss(loss, kwargs)
         with self._scaling((loss,), loss_id, unscale=True) as scale:
             sent = scaled(loss, scale) if self._scales.active or self._replicas.joining else loss
@@ -428,36 +413,30 @@ class Session:
             SessionError: the session is closed or for inference, or a loss is not a tensor.
         """
         self._check_training()
-        if not self._parts:
-            raise SessionError(NO_OPTIMIZER)
         check_losses(losses)
         return self._scaling(losses, loss_id, unscale=unscale)
 
     @contextmanager
     def _scaling(self, losses: Sequence[Tensor], loss_id: int, *, unscale: bool) -> Iterator[Tensor]:
-        scale = self._scales.of(loss_id)
-        if any(needs_scale(loss.dtype) for loss in losses):
-            scale.limit(FP16_LOSS_CEILING)
-        self._carry(scale.value, losses)
+        self._carry(loss_id, losses)
         detached = [loss.detach() for loss in losses]
         with self._training.scaling(detached, loss_id, unscale=unscale) as value:
             yield value
         for loss in detached:
-            self._add_loss(loss, loss_id)
+            if loss.numel() == 1:  # else its backward had a gradient of its own
+                self._first_losses.setdefault(loss_id, loss)
+                self._loss = loss if self._loss is None else self._loss.float() + loss.to(self._loss.device)
         self._awaiting = list(self._parts)
 
-    def _carry(self, scale: Tensor, losses: Sequence[Tensor]) -> None:
-        """Tells the watchers and probes the loss scale of the next backward pass, and the probes its `losses`."""
-        self._probes.carry(scale, losses)
+    def _carry(self, loss_id: int, losses: Sequence[Tensor]) -> Scale:
+        """Returns the scale of a loss for a backward pass from `losses`, after it has told watchers and probes."""
+        scale = self._scales.of(loss_id)
+        if any(needs_scale(loss.dtype) for loss in losses):
+            scale.limit(FP16_LOSS_CEILING)
+        self._probes.carry(scale.value, losses)
         for watcher in self.watchers:
-            watcher.carry(scale)
-
-    def _add_loss(self, loss: Tensor, loss_id: int) -> None:
-        if loss.numel() != 1:  # its backward had a gradient of its own
-            return
-        if loss_id not in self._first_losses:
-            self._first_losses[loss_id] = loss
-        self._loss = loss if self._loss is None else self._loss.float() + loss.to(self._loss.device)
+            watcher.carry(scale.value)
+        return scale
 
     def grad(
         self, outputs: Any, inputs: Any, *, loss_id: int = 0, grad_outputs: Any = None, **kwargs: Any
@@ -476,10 +455,7 @@ class Session:
         self._check_open()
         outputs, directions = pair_outputs(outputs, grad_outputs)
         inputs = grad_inputs(inputs)
-        scale = self._scales.of(loss_id)
-        if any(needs_scale(out.dtype) for out in outputs):
-            scale.limit(FP16_LOSS_CEILING)
-        self._carry(scale.value, outputs)
+        scale = self._carry(loss_id, outputs)
         value = scale.value.clone()
         if scale.active:
             directions = tuple(
@@ -551,10 +527,11 @@ class Session:
         self._awaiting = [part for part in self._awaiting if part not in step.made]
         if not self._awaiting:
             self._buffers.after_step()
+        stepping = [part for part in self._parts if not part.needs_closure]
         with ExitStack() as told:  # the last one first
             for watcher in reversed(self.watchers):
                 told.callback(watcher.after_step, step.record, step.made, scales, step.stopping)
-            told.callback(self._probes.stepped, step.record.step, step.made, self._stepping)
+            told.callback(self._probes.stepped, step.record.step, step.made, stepping)
             for sink in reversed(self._sinks):
                 told.callback(sink, step.record)
 
@@ -616,12 +593,8 @@ class Session:
         now = self._scales.read(loss_id)
         reshard(self._roots)
         names = {id(p): name for root in self._roots for name, p in root.named_parameters()}
-        bad = [
-            names.get(id(p), "a parameter")
-            for part in parts
-            for p in part.parameters()
-            if p.grad is not None and bool(read([local(p.grad)]).found)
-        ]
+        present = [p for part in parts for p in part.parameters() if p.grad is not None]
+        bad = [names.get(id(p), "a parameter") for p in present if p.grad is not None and read([local(p.grad)]).found]
         first = float(self._first_losses[loss_id]) if loss_id in self._first_losses else math.nan
         return StepFacts(
             scale=max(now, float(last.scales()[loss_id])) if last is not None and skipped else now,
@@ -659,7 +632,6 @@ class Session:
             widen_states(optimizer, self._store)
         say_what_steps_itself(self._decision, optimizers)
         self._parts += parts  # in place: those who step and scale hold the list
-        self._stepping += [part for part in parts if not part.needs_closure]
 
     def parameters(self) -> list[nn.Parameter]:
         """Returns the parameters of the session's models."""
@@ -748,7 +720,7 @@ class Session:
             SessionError: the session is closed, or makes no steps (inference, or an optimizer with a closure).
         """
         self._check_open()
-        if not self._stepping:
+        if all(part.needs_closure for part in self._parts):
             raise SessionError(
                 "observe() needs session.step(), which this session does not run (inference, or an optimizer with a "
                 "closure); to measure one tensor use halfstep.measure(tensor)"
@@ -851,18 +823,16 @@ class Session:
         self._check_open()
         check_state(state, to_dict(self.plan))
         self._scales.load_state_dict(state["scales"])
-        self._emulate(emulates_after(self._decision, state.get("emulate")))
+        emulate = emulates_after(self._decision, state.get("emulate"))
+        if emulate is not self._decision.emulate:
+            self._decision = replace(self._decision, emulate=emulate)
+            with ordinary_tensors():
+                self._casting.emulate(emulate)
         self._steps = state["steps"]
         if self._casting.layers is not None:
             self._casting.layers.step.fill_(self._steps)
         self._skips.fill_(state["skipped"])
         self._bad_losses.fill_(state.get("bad_losses", 0))
-
-    def _emulate(self, on: bool) -> None:
-        if on is not self._decision.emulate:
-            self._decision = replace(self._decision, emulate=on)
-            with ordinary_tensors():
-                self._casting.emulate(on)
 
     def close(self) -> None:
         """Undoes all changes of the session: the trained model is an ordinary fp32 model again. Idempotent."""
@@ -893,6 +863,8 @@ class Session:
             self._check_open()
         if self._rehearsing:
             raise SessionError(IN_A_CLOSURE)
+        if not self._parts:
+            raise SessionError(NO_OPTIMIZER)
 
     def __iter__(self) -> NoReturn:
         raise TypeError(
