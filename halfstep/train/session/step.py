@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,7 +17,7 @@ from halfstep.train.kernels.batch import Scratch
 from halfstep.train.processes.findings import LOSSES, NOT_FINITE, Findings
 from halfstep.train.processes.shards import shards
 from halfstep.train.scale.accumulator import Collected
-from halfstep.train.scale.norm import Reading, read
+from halfstep.train.scale.norm import read
 from halfstep.train.session.parts import Part
 from halfstep.train.session.replicas import Replicas
 from halfstep.validate import named
@@ -32,7 +32,7 @@ class Step:
 
     parts: list[Part]
     held: list[Collected] = field(default_factory=list)  # the gradients of each part; emptied once the step is made
-    readings: list[Reading] = field(default_factory=list)  # what was found in them
+    overflowed: list[Tensor] = field(default_factory=list)  # of each part: whether a gradient is not finite
     flags: list[tuple[list[nn.Parameter], Tensor]] = field(default_factory=list)  # which of these are not finite
     factors: list[Tensor | None] = field(default_factory=list)  # that make them true gradients; None: they are
     norm: Tensor | None = None  # of the true gradients of all
@@ -50,25 +50,24 @@ class Step:
         summing, sharded = replicas.summing(), replicas.sharded
         norms: list[tuple[int, Tensor]] = []  # with the number of different shards
         for held in self.held:
-            reading, own = _read_by_shards(held, device, scratch, sharded=sharded)
+            overflowed, flags, own = _read_by_shards(held, device, scratch, sharded=sharded)
             factor = held.inverse.to(device) if scaled else None
-            self.readings.append(reading)
+            self.overflowed.append(overflowed)
+            self.flags.append((held.params, flags))
             self.factors.append(factor)
             norms += own if factor is None else [(number, norm * factor) for number, norm in own]
-        norm = norms[0][1] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack([norm for _, norm in norms]))
+        self.norm = norms[0][1] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack([n for _, n in norms]))
         if summing:
-            square = _share_of_square(norms if sharded else [(1, norm)], replicas.size)
-            _agree(replicas, self, square, stop=stop)
-        else:
-            self.norm = norm
-            self.flags = [(held.params, reading.flags) for held, reading in zip(self.held, self.readings, strict=True)]
+            own = norms if sharded else [(1, self.norm)]
+            shares = [norm.double().square() * (number / replicas.size) for number, norm in own]
+            _agree(replicas, self, sum(shares[1:], shares[0]), stop=stop)
 
     def found(self, device: torch.device) -> Tensor:
         """Returns whether the step must be skipped (0-dim bool)."""
         bad = list({id(f): f for held in self.held if (f := held.flags.get(NOT_FINITE)) is not None}.values())
         if bad:  # several of them only if several optimizers had several backward passes
             self.bad_loss = bad[0].to(device) if len(bad) == 1 else torch.stack([f.to(device) for f in bad]).any()
-        first, *others = [reading.found for reading in self.readings]
+        first, *others = self.overflowed
         for flag in (*others, *(held.found for held in self.held)):
             if flag is not None:
                 first = first | (flag if flag.device == device else flag.to(device))
@@ -85,25 +84,19 @@ class Step:
 def _agree(replicas: Replicas, step: Step, square: Tensor, *, stop: bool) -> None:
     """Replaces what this process has found in a step, `square` of its norm, by what all that step together have."""
     params = [part.accumulator.parameters() for part in step.parts]
-    gradients = [
-        _of_all(own, held.params, reading.flags)
-        for own, held, reading in zip(params, step.held, step.readings, strict=True)
-    ]
-    bad = torch.cat(gradients)
+    bad = torch.cat([_of_all(own, *found) for own, found in zip(params, step.flags, strict=True)])
     losses = _losses(step.held, square.device)
     here = replicas.is_own(square.device)
     stops = here if stop else torch.zeros_like(here)
     spoils = losses.any() | bad.any() if replicas.staged else losses.any()
     scales = [held.scale for held in (step.held[:1] if replicas.staged else step.held)]
-    same = torch.stack((_number_of(scales, square.device), replicas.sampled(square.device)))
+    numbers = [(i + 1) * scale.to(square.device, torch.float64, non_blocking=True) for i, scale in enumerate(scales)]
+    same = torch.stack((torch.stack(numbers).sum(), replicas.sampled(square.device)))
     told = bad.any().view(1) if replicas.staged else bad
     own = Findings(square, told, losses, here & spoils, stops, torch.where(here, same.view(2, 1), 0.0))
     found = replicas.agree(own, [p for each in params for p in each])
     heard = torch.split(bad if replicas.staged else found.gradients, list(map(len, params)))
-    skips = [found.gradients.any() if replicas.staged else each.any() for each in heard]
-    step.readings = [
-        Reading(reading.norm, skip, each) for reading, skip, each in zip(step.readings, skips, heard, strict=True)
-    ]
+    step.overflowed = [found.gradients.any() if replicas.staged else each.any() for each in heard]
     bad_loss = found.losses[NOT_FINITE]
     for held in step.held:
         held.found = found.losses.any() | found.same[0].any()
@@ -114,13 +107,13 @@ def _agree(replicas: Replicas, step: Step, square: Tensor, *, stop: bool) -> Non
 
 def _read_by_shards(
     held: Collected, device: torch.device, scratch: Scratch, *, sharded: bool
-) -> tuple[Reading, list[tuple[int, Tensor]]]:
-    """Returns the reading of this process's gradients, and their norms, one for each number of shards."""
+) -> tuple[Tensor, Tensor, list[tuple[int, Tensor]]]:
+    """Returns whether and which gradients here are not finite, and their norms, one for each number of shards."""
     numbers = [shards(p) for p in held.params] if sharded else []
     kinds = sorted(set(numbers)) or [1]
     if len(kinds) == 1:
         reading = read(held.grads, device=device, scratch=scratch)
-        return reading, [(kinds[0], reading.norm)]
+        return reading.found, reading.flags, [(kinds[0], reading.norm)]
     norms: list[tuple[int, Tensor]] = []
     flags: dict[int, Tensor] = {}
     for kind in kinds:
@@ -129,15 +122,7 @@ def _read_by_shards(
         norms.append((kind, found.norm))
         flags |= zip(members, found.flags.unbind(), strict=True)
     all_flags = torch.stack([flags[i] for i in range(len(numbers))])
-    return Reading(
-        torch.linalg.vector_norm(torch.stack([norm for _, norm in norms])), all_flags.any(), all_flags
-    ), norms
-
-
-def _share_of_square(norms: Sequence[tuple[int, Tensor]], size: int) -> Tensor:
-    """Returns what this process adds to the squared norm over `size` processes (0-dim float64)."""
-    shares = [norm.double().square() * (number / size) for number, norm in norms]
-    return shares[0] if len(shares) == 1 else torch.stack(shares).sum()
+    return all_flags.any(), all_flags, norms
 
 
 class Hearing:
@@ -162,9 +147,20 @@ class Hearing:
         step.stopping, scales, weights = heard
         if weights:
             self._looks_at_weights = False
-            _say_that_weights_differ(self._replicas.parted())
+            parted = self._replicas.parted()
+            _LOG.warning(
+                "the replicas have diverged: weights in process %s differ from those in process 0 (%s); code that "
+                "loads or writes weights or optimizer states after DistributedDataParallel has wrapped the model must "
+                "do so in all processes",
+                ", ".join(map(str, sorted({rank for each in parted.values() for rank in each}))),
+                named(parted),
+            )
         if scales:
-            raise _scales_differ(scales)
+            raise SessionError(
+                f"gradients of process {', '.join(map(str, scales))} carry another loss scale than those of process 0, "
+                "so they do not fit together; the step was skipped. Use the same loss_id for a backward pass in all "
+                "processes, and load the same session state in all of them"
+            )
 
     def _due(self, flags: Tensor) -> list[int]:
         """Takes the flags of this step; returns the indices of the flags set in the step that is due to be read now."""
@@ -179,25 +175,6 @@ class Hearing:
         if found:
             self._coming.clear()  # who wanted it has been heard
         return found
-
-
-def _say_that_weights_differ(parted: Mapping[str, Sequence[int]]) -> None:
-    ranks = sorted({rank for each in parted.values() for rank in each})
-    _LOG.warning(
-        "the replicas have diverged: weights in process %s differ from those in process 0 (%s); code that loads or "
-        "writes weights or optimizer states after DistributedDataParallel has wrapped the model must do so in all "
-        "processes",
-        ", ".join(map(str, ranks)),
-        named(parted),
-    )
-
-
-def _scales_differ(ranks: Sequence[int]) -> SessionError:
-    return SessionError(
-        f"gradients of process {', '.join(map(str, ranks))} carry another loss scale than those of process 0, so they "
-        "do not fit together; the step was skipped. Use the same loss_id for a backward pass in all "
-        "processes, and load the same session state in all of them"
-    )
 
 
 def _of_all(parameters: Sequence[nn.Parameter], present: Sequence[nn.Parameter], flags: Tensor) -> Tensor:
@@ -222,9 +199,3 @@ def _losses(collected: Sequence[Collected], device: torch.device) -> Tensor:
         for loss_id, flag in held.flags.items():
             flags[loss_id] |= flag.to(device, non_blocking=True)
     return flags
-
-
-def _number_of(scales: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Returns a number (0-dim float64) that is the same in processes with the same loss scales."""
-    values = [(i + 1) * scale.to(device, torch.float64, non_blocking=True) for i, scale in enumerate(scales)]
-    return torch.stack(values).sum()

@@ -173,10 +173,9 @@ class MixedTraining:
         for part in step.made:
             part.accumulator.consumed()
         self.buffers.restore(found)
-        count = len(step.made)
         if self.scales.active:
-            found_in = [reading.found for reading in step.readings[:count]]
-            self.scales.update(step.held[:count], found_in, step.bad_loss if self.replicas.agreeing() else None)
+            count, void = len(step.made), step.bad_loss if self.replicas.agreeing() else None
+            self.scales.update(step.held[:count], step.overflowed[:count], void)
         self._hearing.hear(step)
 
 
