@@ -19,6 +19,7 @@ from halfstep import machine
 from halfstep.lab.bench import bench
 from halfstep.lab.bench.lane import Deal, Local
 from halfstep.train.session import decide
+from halfstep.train.session import open as opening
 from halfstep.train.session.session import Session
 
 # The examples of a property are the same in every run, and a busy machine fails none of them.
@@ -187,7 +188,7 @@ def sessions_closed(nothing_left_behind, monkeypatch):
 def said_before():
     """Has halfstep not say how products run, which it says once a process; `.undo()` lets a test see it said."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decide, "_say", lambda notice: None)
+        patch.setattr(opening, "say_how_products_run", lambda decision, told: None)
         yield patch
     decide._say.cache_clear()
 

@@ -6,7 +6,7 @@ from torch import nn
 
 import halfstep
 from halfstep import FULL, LOW, OpChange, OpChanges, PlanError, Rule, Scaling, SessionError, SetupError
-from halfstep.train.session.decide import _say_that_it_steps_itself
+from halfstep.train.session.decide import _say
 from tests.contracts.cases import Net, backward_and_step, batch, make, start
 from tests.contracts.test_close import fingerprint
 
@@ -299,7 +299,7 @@ def test_a_backward_that_did_not_happen_does_not_count(name):
 
 @pytest.fixture
 def nothing_said():
-    _say_that_it_steps_itself.cache_clear()
+    _say.cache_clear()
 
 
 @pytest.mark.usefixtures("nothing_said")

@@ -13,7 +13,7 @@ from halfstep.errors import SessionError, SetupError
 from halfstep.explain.diagnose import guardian
 from halfstep.explain.diagnose.counter import WINDOW
 from halfstep.train.probe.probe import LONGEST
-from halfstep.train.session.decide import _say_that_it_steps_itself
+from halfstep.train.session.decide import _say
 
 
 def several(count, on_failure="warn", plan="O1", low="fp16"):
@@ -288,7 +288,7 @@ class WithoutRow(torch.optim.RMSprop):
 
 @pytest.mark.parametrize("late", [True, False])
 def test_an_optimizer_that_steps_itself_resumes_from_a_session_that_got_it_early_or_late(late, caplog):
-    _say_that_it_steps_itself.cache_clear()
+    _say.cache_clear()
 
     def opened(late):
         torch.manual_seed(0)

@@ -14,8 +14,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from halfstep.errors import SetupError
-from halfstep.formats import FP32, Format
-from halfstep.machine import WORTH, DeviceFacts, Processor, emulation_notice, needs_emulation, units
+from halfstep.formats import FP32
+from halfstep.machine import DeviceFacts, emulation_notice, needs_emulation, units
 from halfstep.plan.compatibility import check_closures, check_models, check_optimizers, check_parameters, device_of
 from halfstep.plan.matching import match_parameters, unwrap
 from halfstep.plan.plan import Plan
@@ -67,7 +67,7 @@ class Decision:
         """Yields the fp32 parameters that the session will store in low precision."""
         for module, formats in zip(modules_of(self.roots), self.assignment.modules, strict=True):
             for name, p in parameters_of(module).items():
-                full = p is None or p.dtype is not torch.float32 or is_sharded(p)
+                full = p is None or p.dtype is not torch.float32 or is_sharded(p)  # which arrive low
                 if not full and formats.stored(name) not in (None, FP32):
                     yield p  # type: ignore[misc]  # not None
 
@@ -110,7 +110,7 @@ def decide(  # noqa: PLR0913  # all that it depends on
                 f"moments={plan.moments!r} works at {plan.name} only with the session's own step, not with "
                 'stepping="optimizer"; call session.step(), train at O1 to O3, or use moments="full"'
             )
-    untrained = places_untrained(roots, optimizers) if training else frozenset()
+    untrained = _untrained(roots, optimizers) if training else frozenset()
     resolved = functools.partial(resolve, made_low=made_low, untrained=at_places(roots, untrained))
     assignment = resolved(plan, roots)
     check_forwards(roots, plan)
@@ -148,13 +148,12 @@ def emulates_after(decision: Decision, saved: bool | None) -> bool:
             came, decision.asked, kinds[decision.emulate],
         )  # fmt: skip
         return decision.emulate
-    gain = decision.facts.processor.gain(low)
-    costs = f"; {_slower(low, decision.facts.processor)}" if not saved and gain is not None and gain < 1.0 else ""
-    _LOG.warning("%s, so they are here too; pass emulate=%s to change that%s", came, not saved, costs)
+    costs = "" if saved else _slower(decision)
+    _LOG.warning("%s, so they are here too; pass emulate=%s to change that%s", came, not saved, costs and f"; {costs}")
     return saved
 
 
-def places_untrained(roots: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> Places:
+def _untrained(roots: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> Places:
     """Returns the places of parameters that no optimizer updates; without optimizers, of the frozen ones."""
     held = [p for each in optimizers for group in each.param_groups for p in group["params"]]
     if not optimizers:
@@ -197,10 +196,9 @@ def say_what_stays_full(decision: Decision) -> None:
     if decision.plan.param == "full":
         return
     pairs = zip(modules_of(decision.roots), decision.assignment.modules, strict=True)
-    kept = {
-        id(p): p for module, formats in pairs for name in formats.kept if (p := parameters_of(module)[name]) is not None
-    }
-    saved = sum(p.numel() * (4 - decision.plan.low.dtype.itemsize) for p in kept.values()) / 2**20
+    held = [parameters_of(module)[name] for module, formats in pairs for name in formats.kept]
+    kept = {id(p): p.numel() for p in held if p is not None}
+    saved = sum(kept.values()) * (4 - decision.plan.low.dtype.itemsize) / 2**20
     if kept:
         _LOG.log(
             logging.WARNING if saved >= _WORTH_SAYING else logging.INFO,
@@ -217,7 +215,10 @@ def say_what_steps_itself(decision: Decision, optimizers: Sequence[Optimizer]) -
     if decision.plan.param == "low" or (decision.mixed and decision.device.type != "cpu"):
         for optimizer in optimizers:
             if row_of(optimizer) is None:
-                _say_that_it_steps_itself(_with_options(optimizer))
+                _say(
+                    f"halfstep has no update of its own for {_with_options(optimizer)}: its own step runs, on fp32 "
+                    "copies of low weights, and is waited for"
+                )
 
 
 def _with_options(optimizer: Optimizer) -> str:
@@ -228,27 +229,23 @@ def _with_options(optimizer: Optimizer) -> str:
 
 def say_how_products_run(decision: Decision, *, told: bool) -> None:
     """Logs, once per process, that products are emulated by default, or what the wish not to do so costs."""
-    low, processor = decision.plan.low, decision.facts.processor
-    gain = processor.gain(low)
+    low = decision.plan.low
     if decision.mixed and decision.facts.kind == "cuda" and units(low, decision.facts) is None and not told:
         _say(f"this device ({decision.facts}) has no {low} units: training at level O0 would be faster")
     if not decision.mixed or decision.facts.kind != "cpu":
         return
     if decision.asked is None and decision.emulate and not told:
         _say(emulation_notice(low, decision.facts))
-    elif decision.asked is False and gain is not None and gain < 1.0:
-        _say(f"emulate=False: {_slower(low, processor)}")
-    elif decision.asked and gain is not None and gain >= WORTH:
-        _say(
-            f"emulate=True: native {low} products are about {gain:.2g} times as fast as emulated ones on this "
-            f"processor ({processor.name})"
-        )
+    elif decision.asked is False and (costs := _slower(decision)):
+        _say(f"emulate=False: {costs}")
 
 
-def _slower(low: Format, processor: Processor) -> str:
-    gain = processor.gain(low)
-    times = f"about {1 / gain:.2g} times" if gain else "many times"
-    return f"native {low} products take {times} as long as emulated ones on this processor ({processor.name})"
+def _slower(decision: Decision) -> str:
+    """Returns how much slower native products are here than emulated ones; empty if they are not."""
+    low, processor = decision.plan.low, decision.facts.processor
+    gain = processor.gain(low) or 1.0
+    times = f"take about {1 / gain:.2g} times as long as emulated ones on this processor ({processor.name})"
+    return f"native {low} products {times}" if gain < 1.0 else ""
 
 
 @functools.cache
@@ -256,51 +253,42 @@ def _say(notice: str) -> None:
     _LOG.warning(notice)
 
 
-@functools.cache
-def _say_that_it_steps_itself(name: str) -> None:
-    """Warns, once per process and `name`, that halfstep has no update for such an optimizer, and what that costs."""
-    _LOG.warning(
-        "halfstep has no update of its own for %s: its own step runs, on fp32 copies of low weights, and is waited for",
-        name,
-    )
-
-
 def check_training(optimizers: Sequence[Optimizer], models: Sequence[nn.Module], plan: Plan) -> None:
     """Refuses optimizers that cannot train their parameters under a plan."""
     check_parameters(optimizers, models, plan)
-    _refuse_whole_rows(optimizers, plan)
-    _refuse_moments(optimizers, plan)
+    for optimizer in optimizers:
+        if plan.ops != "none":
+            _refuse_whole_rows(optimizer)
+        if plan.moments != "full":
+            _refuse_moments(optimizer, plan)
     check_closures([optimizer for optimizer in optimizers if needs_closure(optimizer)], plan)
 
 
-def _refuse_moments(optimizers: Sequence[Optimizer], plan: Plan) -> None:
-    """Refuses optimizers that cannot keep their states as the plan says."""
-    for optimizer in optimizers if plan.moments != "full" else ():
-        row, name = row_of(optimizer), _with_options(optimizer)
-        if row is None:
-            why = f"{name}, for which halfstep has no update of its own"
-        else:
-            states = sorted({s for group in optimizer.param_groups for s in uncoded(row, group)})
-            if not states and not row.coarse and plan.moments == "8bit":
-                raise SetupError(
-                    f'moments="8bit" is too coarse for {name}, which orthogonalizes its momentum; use moments="bf16"'
-                )
-            if not states:
-                continue
-            option = " with amsgrad=True" if "max_exp_avg_sq" in states else ""
-            why = f"{name}{option}, whose {' and '.join(states)} halfstep keeps in full only"
-        raise SetupError(f'moments={plan.moments!r} does not work with {why}; use moments="full"')
+def _refuse_moments(optimizer: Optimizer, plan: Plan) -> None:
+    """Refuses an optimizer that cannot keep its states as the plan says."""
+    row, name = row_of(optimizer), _with_options(optimizer)
+    states = [] if row is None else sorted({s for group in optimizer.param_groups for s in uncoded(row, group)})
+    if row is None:
+        why = f"{name}, for which halfstep has no update of its own"
+    elif states:
+        option = " with amsgrad=True" if "max_exp_avg_sq" in states else ""
+        why = f"{name}{option}, whose {' and '.join(states)} halfstep keeps in full only"
+    elif not row.coarse and plan.moments == "8bit":
+        raise SetupError(
+            f'moments="8bit" is too coarse for {name}, which orthogonalizes its momentum; use moments="bf16"'
+        )
+    else:
+        return
+    raise SetupError(f'moments={plan.moments!r} does not work with {why}; use moments="full"')
 
 
-def _refuse_whole_rows(optimizers: Sequence[Optimizer], plan: Plan) -> None:
-    """Refuses optimizers that have sharded parameters, if their update in halfstep needs whole weights."""
-    for optimizer in optimizers:
-        row = row_of(optimizer)
-        if plan.ops == "none" or row is None or not row.whole or row.gathers:
-            continue
-        if any(is_sharded(p) for group in optimizer.param_groups for p in group["params"]):
-            raise SetupError(
-                f"{type(optimizer).__name__} needs the norms of whole weights, and its parameters are sharded over "
-                "processes; use torch.optim.AdamW, Adam or SGD, or halfstep.Lion, or train replicas under "
-                "DistributedDataParallel"
-            )
+def _refuse_whole_rows(optimizer: Optimizer) -> None:
+    """Refuses an optimizer that has sharded parameters, if its update in halfstep needs whole weights."""
+    row = row_of(optimizer)
+    needs_whole = row is not None and row.whole and not row.gathers
+    if needs_whole and any(is_sharded(p) for group in optimizer.param_groups for p in group["params"]):
+        raise SetupError(
+            f"{type(optimizer).__name__} needs the norms of whole weights, and its parameters are sharded over "
+            "processes; use torch.optim.AdamW, Adam or SGD, or halfstep.Lion, or train replicas under "
+            "DistributedDataParallel"
+        )
