@@ -565,8 +565,6 @@ def test_tensors_whose_elements_cannot_be_read_are_named_once(caplog):
         ({"every": 2.5}, r"every is 2\.5"),
         ({"sample": 0}, "sample is 0"),
         ({"sample": 0.5}, r"sample is 0\.5"),
-        ({"absorbed": "yes"}, "absorbed is 'yes'; pass True"),
-        ({"precision": 1}, "precision is 1; pass True"),
         ({"log": "run.jsonl"}, "log is 'run.jsonl'; pass a function"),
         ({"modules": "type:ReLU", "tensors": ("weight", "update")}, "has a floating-point parameter"),
     ],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -67,7 +67,7 @@ def _children(value: Any) -> list[tuple[str, Any]]:
     return list(getattr(value, "__dict__", {}).items())
 
 
-Found = Sequence[tuple[str, Tensor]]  # the tensors of an output, each with its place in it
+Saw = Callable[[str, str, Tensor], None]  # takes the name of a module, a place in its output, and the tensor there
 
 
 class _ForwardHook:
@@ -88,13 +88,11 @@ class _ForwardHook:
 
 
 class StepHooks:
-    """Passes the outputs of modules to `saw(name, found)` and their gradients to `saw_grad(name, place, gradient)`."""
+    """Passes the tensors in the outputs of modules to `saw`, and their gradients to `saw_grad`."""
 
     # Not reported: forwards without gradients, a checkpoint's second run, what a module passes on from one inside it.
 
-    def __init__(
-        self, saw: Callable[[str, Found], None] | None, saw_grad: Callable[[str, str, Tensor], None] | None
-    ) -> None:
+    def __init__(self, saw: Saw | None, saw_grad: Saw | None) -> None:
         self._saw = saw
         self._saw_grad = saw_grad
         self._undo: list[Callable[[], None]] = []
@@ -118,21 +116,18 @@ class StepHooks:
         self.take_off()
 
     def _output(self, name: str, output: Any) -> None:
-        if not self.active or not torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return
-        if self._is_repeated(name):
+        if not self.active or not torch.is_grad_enabled() or torch.compiler.is_compiling() or self._is_repeated(name):
             return
         found = [(place, t) for place, t in tensors_in(output) if not self._is_known(t)]
         if not found:
             return
         self.saw_any = True
         self._newest = [(ref(t), version_of(t)) for _, t in found]
-        if self._saw is not None:
-            self._saw(name, found)
-        if self._saw_grad is not None:
-            for place, t in found:
-                if t.requires_grad:
-                    self._watch(name, place, t)
+        for place, t in found:
+            if self._saw is not None:
+                self._saw(name, place, t)
+            if self._saw_grad is not None and t.requires_grad:
+                self._watch(self._saw_grad, name, place, t)
 
     def _is_repeated(self, name: str) -> bool:
         """Tells whether a checkpoint recomputes the module `name` after its output has been reported."""
@@ -142,10 +137,7 @@ class StepHooks:
             return False
         return name in self._forward or self._again.setdefault(name, task) != task
 
-    def _watch(self, name: str, place: str, t: Tensor) -> None:
-        saw_grad = self._saw_grad
-        assert saw_grad is not None
-
+    def _watch(self, saw_grad: Saw, name: str, place: str, t: Tensor) -> None:
         def hook(gradient: Tensor) -> None:
             if self.active:
                 saw_grad(name, place, gradient)

@@ -19,7 +19,7 @@ from halfstep.records import TENSOR_KINDS, UPDATE, Observation
 from halfstep.train.kernels.stats import Updates
 from halfstep.train.probe.hooks import readable, undo_all
 from halfstep.train.probe.rows import Pending, check_sample
-from halfstep.train.probe.window import Operands, Overflows, Shadows, Window, owned
+from halfstep.train.probe.window import More, Window, owned
 from halfstep.validate import near_miss, short
 
 LONGEST = 8  # consecutive steps that are observed until each optimizer has made one
@@ -51,7 +51,7 @@ class Probe(AbstractContextManager["Probe"]):
     nothing is attached to the model. The statistics stay on the device; `flush()` reads them all at once.
     """
 
-    def __init__(  # noqa: PLR0913  # the settings of `observe`, and when it begins
+    def __init__(
         self,
         modules: Mapping[str, nn.Module],
         kinds: frozenset[str],
@@ -59,12 +59,10 @@ class Probe(AbstractContextManager["Probe"]):
         every: int,
         sample: int | None,
         deliver: Sequence[Callable[[Observation], object]],
-        absorbed: Overflows | None = None,
-        shadows: Shadows | None = None,
-        operands: Operands | None = None,
+        more: More,
         wait: int = 0,
     ) -> None:
-        self._more, self._wait = (absorbed, shadows, operands), wait
+        self._more, self._wait = more, wait
         self._modules, self._kinds, self._every, self._sample = modules, kinds, every, sample
         self._deliver = deliver
         self._waiting: deque[Pending] = deque()  # for `flush`
@@ -122,7 +120,7 @@ class Probe(AbstractContextManager["Probe"]):
 
     def _open(self, kinds: frozenset[str]) -> None:
         if kinds or any(self._more):
-            self.window = Window(self._modules, kinds, self._sample, self.undo, *self._more)
+            self.window = Window(self._modules, kinds, self._sample, self.undo, self._more)
 
     def _keep(self, pending: Pending) -> None:
         if not len(pending):
@@ -256,24 +254,25 @@ class Probes:
         return [probe.window for probe in self._attached if probe.window is not None]
 
 
-def make_probe(  # noqa: PLR0913  # what `Session.observe` takes
+def make_probe(
     roots: Sequence[nn.Module],
     *,
     every: int,
     modules: str | Iterable[str],
     tensors: str | Iterable[str],
     sample: int | None,
-    deliver: Sequence[Callable[[Observation], object]] = (),
-    absorbed: Overflows | None = None,
-    shadows: Shadows | None = None,
-    operands: Operands | None = None,
+    deliver: Sequence[Callable[[Observation], object]],
+    more: More,
 ) -> Probe:
     """Returns a probe on the modules that the patterns match and all modules inside them; see `Session.observe`."""
     whole = isinstance(every, int) and not isinstance(every, bool)
     if not whole or every < 1:
         raise ObserveError(f"every is {every!r}; pass an integer, 1 or more: every=10 observes one step in ten")
     check_sample(sample)
-    kinds = _kinds(tensors, may_be_none=bool(absorbed or shadows))
+    for take in deliver:
+        if not callable(take):
+            raise ObserveError(f"log is {short(take)}; pass a function that is called with each Observation, or None")
+    kinds = _kinds(tensors, may_be_none=any(more[:2]))
     chosen = _chosen(roots, _patterns(modules))
     parameters = owned(chosen).values()
     if UPDATE in kinds and any(p.device.type == "mps" for p, _, _ in parameters):
@@ -283,25 +282,7 @@ def make_probe(  # noqa: PLR0913  # what `Session.observe` takes
             f"tensors is {sorted(kinds)}, but none of the {len(chosen)} modules that {modules!r} matches has a "
             "floating-point parameter; name other modules, or observe their activations"
         )
-    return Probe(
-        chosen, kinds, every=every, sample=sample, deliver=deliver, absorbed=absorbed, shadows=shadows,
-        operands=operands,
-    )  # fmt: skip
-
-
-def check_delivery(
-    log: Callable[[Observation], object] | None, absorbed: object, precision: object
-) -> list[Callable[[Observation], object]]:
-    """Returns the function `log` in a list, which is empty if it is None; also checks two switches."""
-    for name, given, what in (
-        ("absorbed", absorbed, "look for overflows that a later operation hides"),
-        ("precision", precision, "compare one module a step with fp32"),
-    ):
-        if not isinstance(given, bool):
-            raise ObserveError(f"{name} is {short(given)}; pass True to {what}, or False")
-    if log is not None and not callable(log):
-        raise ObserveError(f"log is {short(log)}; pass a function that is called with each Observation, or None")
-    return [] if log is None else [log]
+    return Probe(chosen, kinds, every=every, sample=sample, deliver=deliver, more=more)
 
 
 def _listed(name: str, given: Any, what: str) -> list[Any]:

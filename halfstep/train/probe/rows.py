@@ -30,11 +30,7 @@ class Subject:
     scale: int = 0  # the number, from 1, of the loss scale that multiplies the elements; 0 if there is none
 
 
-@dataclass(frozen=True)
-class _Row:
-    subject: Subject
-    format: str
-    sampled: bool
+_Row = tuple[Subject, str, bool]  # with the name of the format, and whether the tensor was sampled
 
 
 class StepRows:
@@ -87,7 +83,7 @@ class StepRows:
     def _place(self, t: Tensor, subject: Subject) -> int:
         device = t.device
         places = self._places.setdefault(device, {})
-        row = _Row(subject, format_name(t.dtype), is_sampled(t, self._sample))
+        row = subject, format_name(t.dtype), is_sampled(t, self._sample)
         place = places.setdefault(row, len(places))
         buffer = self._buffers.get(device)
         if buffer is None:
@@ -119,9 +115,9 @@ class Pending:
         scales = given.tolist()
         found: dict[tuple[object, ...], Observation] = {}
         for rows, values in zip(self.rows, parts, strict=True):
-            for row, stats in zip(rows, read_rows(values), strict=True):
-                new = _observation(self.step, row, scales[row.subject.scale], stats)
-                key = new.module, new.kind, new.name, new.format, new.scale
+            for (of, fmt, sampled), stats in zip(rows, read_rows(values), strict=True):
+                key = of.module, of.kind, of.name, fmt, scales[of.scale]
+                new = Observation(self.step, *key, stats=stats, sampled=sampled)
                 old = found.get(key)
                 if old is not None:
                     new = replace(new, stats=old.stats + new.stats, sampled=old.sampled or new.sampled)
@@ -132,20 +128,6 @@ class Pending:
 def format_name(dtype: torch.dtype) -> str:
     """Returns halfstep's name of a dtype, or torch's name if halfstep has none."""
     return _NAMES.get(dtype, str(dtype).removeprefix("torch."))
-
-
-def _observation(step: int, row: _Row, scale: float, stats: TensorStats) -> Observation:
-    subject = row.subject
-    return Observation(
-        step=step,
-        module=subject.module,
-        kind=subject.kind,
-        name=subject.name,
-        format=row.format,
-        scale=scale,
-        stats=stats,
-        sampled=row.sampled,
-    )
 
 
 def measure(tensor: Tensor, *, sample: int | None = None) -> TensorStats:

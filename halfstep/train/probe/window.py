@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from halfstep.modes import run_uncompiled
 from halfstep.records import PRECISION, UPDATE, Observation
 from halfstep.torch_internals import parameters_of
 from halfstep.train.kernels.stats import Updates
-from halfstep.train.probe.hooks import Found, StepHooks, readable, undo_all
+from halfstep.train.probe.hooks import StepHooks, readable, undo_all
 from halfstep.train.probe.rows import Pending, StepRows, Subject
 
 Owners = dict[int, tuple[Parameter, str, str]]  # by id: a parameter, the first module that has it, and its name there
@@ -27,7 +27,7 @@ class OverflowWatch(Protocol):
     on: bool
 
     def end(self, losses: Sequence[Tensor]) -> None:
-        """Notes the overflows that the losses, from which a backward pass will start, depend on."""
+        """Notes the overflows that the losses of a backward pass depend on."""
 
     def observations(self, step: int) -> list[Observation]:
         """Returns what was found, as observations."""
@@ -43,11 +43,14 @@ Errors = Callable[[str, str, Tensor], None]  # takes a module, a place in its ou
 Shadows = Callable[[Mapping[str, nn.Module], Errors, list[Callable[[], None]]], Callable[[bool], None]]
 
 
-class Window:
-    """Measures tensors of some `kinds` in `modules`, a dict by name, from its creation until `close`.
+More = tuple[Overflows | None, Shadows | None, Operands | None]
+"""What a probe begins in a step beside statistics of tensors."""
 
-    What is added to `undo` refers to neither modules nor window, so that a finalizer may hold it.
-    """
+
+class Window:
+    """Measures tensors of some `kinds` in `modules`, a dict by name, from its creation until `close`."""
+
+    # What is added to `undo` refers to neither modules nor window, so that a finalizer may hold it.
 
     def __init__(
         self,
@@ -55,10 +58,9 @@ class Window:
         kinds: frozenset[str],
         sample: int | None,
         undo: list[Callable[[], None]],
-        absorbed: Overflows | None = None,
-        shadows: Shadows | None = None,
-        operands: Operands | None = None,
+        more: More,
     ) -> None:
+        absorbed, shadows, operands = more
         self.kinds = kinds
         self.hooks: StepHooks | None = None
         self.watch: OverflowWatch | None = None
@@ -72,8 +74,8 @@ class Window:
         if kinds & {"activation", "activation_grad"}:
             undo.append(run_uncompiled())
             self.hooks = StepHooks(
-                self._activations if "activation" in kinds else None,
-                self._activation_grad if "activation_grad" in kinds else None,
+                partial(self._saw, "activation") if "activation" in kinds else None,
+                partial(self._saw, "activation_grad") if "activation_grad" in kinds else None,
             )
             undo.append(self.hooks.take_off)
             self.hooks.put_on(modules)
@@ -83,7 +85,7 @@ class Window:
         self._shadow: Callable[[bool], None] | None = None
         if shadows is not None:
             undo.append(run_uncompiled())
-            self._shadow = shadows(modules, self._errors, undo)
+            self._shadow = shadows(modules, partial(self._saw, PRECISION), undo)
 
     @cached_property
     def owners(self) -> Owners:
@@ -140,14 +142,8 @@ class Window:
         owned = [self.owners.get(id(p)) for p in updates.params]
         self._rows.add_updates(updates, [owner and Subject(owner[1], UPDATE, owner[2]) for owner in owned])
 
-    def _errors(self, module: str, name: str, errors: Tensor) -> None:
-        self._add([(errors, Subject(module, PRECISION, name))])
-
-    def _activations(self, module: str, found: Found) -> None:
-        self._add([(t, Subject(module, "activation", place)) for place, t in found])
-
-    def _activation_grad(self, module: str, place: str, gradient: Tensor) -> None:
-        self._add([(gradient, Subject(module, "activation_grad", place, self._scale))])
+    def _saw(self, kind: str, module: str, place: str, t: Tensor) -> None:
+        self._add([(t, Subject(module, kind, place, self._scale if kind == "activation_grad" else 0))])
 
     def _add(self, pairs: Sequence[tuple[Tensor, Subject]]) -> None:
         if self._capturing():

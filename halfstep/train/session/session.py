@@ -60,7 +60,7 @@ from halfstep.train.optim.masters import MasterStore, full_state
 from halfstep.train.optim.moments import Moments
 from halfstep.train.optim.state import exact_state_loading, widen_states
 from halfstep.train.optim.steppers import make_stepper, needs_closure
-from halfstep.train.probe.probe import Probe, Probes, check_delivery, make_probe
+from halfstep.train.probe.probe import Probe, Probes, make_probe
 from halfstep.train.probe.window import Overflows, Shadows
 from halfstep.train.processes.shards import local, own_number, reshard
 from halfstep.train.scale.accumulator import GradientAccumulator
@@ -725,7 +725,9 @@ class Session:
                 "observe() needs session.step(), which this session does not run (inference, or an optimizer with a "
                 "closure); to measure one tensor use halfstep.measure(tensor)"
             )
-        deliver = [*check_delivery(log, absorbed, precision), *([self.tell] if self._recorders else [])]
+        deliver = [take for take in (log, self.tell if self._recorders else None) if take is not None]
+        layers = self._casting.layers
+        shadows = self.shadows() if precision and self.shadows else None
         probe = make_probe(
             self._roots,
             every=every,
@@ -733,9 +735,7 @@ class Session:
             tensors=tensors,
             sample=sample,
             deliver=deliver,
-            absorbed=self.overflows if absorbed else None,
-            shadows=self.shadows() if precision and self.shadows else None,
-            operands=None if self._casting.layers is None else self._casting.layers.watched,
+            more=(self.overflows if absorbed else None, shadows, None if layers is None else layers.watched),
         )
         self._probes.add(probe)
         return probe
@@ -752,9 +752,8 @@ class Session:
 
         first, every = ABSORBED_SAMPLE
         deliver = [say, *([self.tell] if self._recorders else [])]
-        rare = Probe(
-            {}, frozenset(), every=every, sample=None, deliver=deliver, absorbed=self.overflows, wait=first - 1
-        )
+        more = self.overflows, None, None
+        rare = Probe({}, frozenset(), every=every, sample=None, deliver=deliver, more=more, wait=first - 1)
         self._probes.add(rare)
         _LOG.info("overflows that a later operation hides are looked for at step %s and at every %sth", first, every)
 
