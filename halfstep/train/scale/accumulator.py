@@ -60,13 +60,15 @@ class Collected:
 class GradientAccumulator:
     """Lets backward passes add up in one optimizer's `p.grad`, even under different loss scales or after `unscale_`.
 
-    A first pass leaves its scaled gradients in `p.grad`; a second adds to them, with `full_accumulate` in fp32. Before
-    a pass under another loss's scale, or after `unscale_`, the gradients so far are unscaled and set aside; after the
-    pass they are added to it. Call `before_backward`, then `after_backward` or, if the pass raised, `undo_backward`. If
-    `reduced()` is true, gradients are all-reduced over processes, perhaps first by a later pass: they are not unscaled
-    between passes, and add up in the parameters' dtype, except those that the hook `sums` all-reduces. `left_over` is
-    True if the last pass added to the previous step's gradients, which were never zeroed. `params` is called each time.
+    Call `before_backward`, then `after_backward` or, if the pass raised, `undo_backward`. `left_over` is True if the
+    last pass added to the previous step's gradients, which were never zeroed.
     """
+
+    # A first pass leaves its scaled gradients in `p.grad`; a second adds to them, with `full_accumulate` in fp32.
+    # Before a pass under another scale, or after `unscale_`, the gradients so far are unscaled and set aside; after the
+    # pass they are added to it. If `reduced()` is true, gradients are all-reduced over processes, perhaps first by a
+    # later pass: they are not unscaled between passes, and add up in the parameters' dtype, except those that the hook
+    # `sums` all-reduces.
 
     def __init__(
         self,
@@ -109,20 +111,23 @@ class GradientAccumulator:
         self._present = self.parameters()
         self._left = None
         held = [param for param in self._present if param.grad is not None]
-        self.left_over = (
-            bool(held) and self._stale and self._mark is not None and self._mark == _mark_of(self._params())
-        )
+        self.left_over = bool(held) and self._stale and self._mark == _mark_of(held)
         if held and self._first is not None and self._stale and self._first() is not held[0].grad:
             self._forget()  # code made it that scales no loss
         if not held:
-            self._narrow()
+            self._narrow(self._widened)
             self._forget()
             self._carry(scale)
-        elif self._may_join(loss_id, scale):
+        elif self._stale or self._is_carried(scale) or self._reduced():
             self._drop_cleared_flags(held)
             self._join(held, scale)
         else:
-            self._set_apart(held)
+            self._drop_cleared_flags(held)
+            if not self._true:
+                self._make_true(held)
+            for param in held:
+                if param.grad is not None:
+                    self._stash[param], param.grad = param.grad, None
         if self._widened:
             self._sum_in(torch.float32)
         self._losses_before = self._losses
@@ -206,7 +211,7 @@ class GradientAccumulator:
     def close(self) -> None:
         """Leaves true gradients in `p.grad`; from then on autograd makes gradients in the parameter's dtype again."""
         self.unscale_()
-        self._narrow()
+        self._narrow(self._widened)
         for param in self._named:
             param.grad_dtype = None  # a fixed one would outlive the session and a later model.double()
         self._named.clear()
@@ -236,10 +241,6 @@ class GradientAccumulator:
     def _is_carried(self, scale: Tensor) -> bool:
         return self._source is not None and self._source[0] is scale and self._source[1] == version_of(scale)
 
-    def _may_join(self, loss_id: int, scale: Tensor) -> bool:
-        same_loss = self._losses == (loss_id,) and not self._true
-        return self._stale or same_loss or self._is_carried(scale) or self._reduced()
-
     def _join(self, held: list[Parameter], scale: Tensor) -> None:
         """Makes the gradients of `held` carry `scale`, so that the backward pass can add to them in place."""
         carried = self._is_carried(scale)
@@ -251,16 +252,15 @@ class GradientAccumulator:
             factor = scale.detach() if self._true else scale.detach() * _inverse(self._scale).to(scale.device)
             _multiply_(held, factor)
         if reduced:
-            self._hold(summed)
-            self._shrink(held)
+            for param in self._widened.intersection(summed):
+                self._sums.hold(param)
+                self._named.add(param)
+                self._widened.discard(param)
+            for param in self._widened.intersection(held):
+                grad, param.grad = param.grad, None
+                self._narrow([param])
+                param.grad = None if grad is None else grad.to(param.dtype)
         self._carry(scale)
-
-    def _hold(self, params: Iterable[Parameter]) -> None:
-        """Moves fp32 gradients from `p.grad` into the communication hook `sums`."""
-        for param in self._widened.intersection(params):
-            self._sums.hold(param)
-            self._named.add(param)
-            self._widened.discard(param)
 
     def _sum_in(self, dtype: torch.dtype | None) -> None:
         """Has a backward pass sum the uses of a weight that has an fp32 gradient in `dtype`; None: in that of each."""
@@ -273,18 +273,8 @@ class GradientAccumulator:
         param.grad = grad
         self._widened.add(param)
 
-    def _set_apart(self, held: list[Parameter]) -> None:
-        """Unscales the gradients of `held` in fp32 and takes them out of `p.grad` for the next backward pass."""
-        self._drop_cleared_flags(held)
-        if not self._true:
-            self._make_true(held)
-        for param in held:
-            if param.grad is not None:
-                self._stash[param] = param.grad
-                param.grad = None
-
     def _add_apart(self, loss_id: int, scale: Tensor) -> None:
-        """Unscales the new gradients in fp32 and adds those that `_set_apart` took out of `p.grad`."""
+        """Unscales the new gradients in fp32 and adds those that `before_backward` took out of `p.grad`."""
         new = self._held()
         self._flag(loss_id, self._widen_and_multiply(new, _inverse(scale.detach())))
         with torch.no_grad():
@@ -323,23 +313,15 @@ class GradientAccumulator:
                 if grad.shape == param.shape:  # else somebody reshaped its data; it fits nowhere
                     self._set_wide(param, grad.float())
 
-    def _shrink(self, params: Iterable[Parameter]) -> None:
-        """Converts gradients that `_widen` made fp32 back to the dtypes of their parameters."""
-        for param in self._widened.intersection(params):
-            grad, param.grad = param.grad, None
-            param.grad_dtype = param.dtype
-            self._named.add(param)
-            param.grad = None if grad is None else grad.to(param.dtype)
-            self._widened.discard(param)
-
-    def _narrow(self) -> None:
+    def _narrow(self, params: Iterable[Parameter]) -> None:
         """Makes autograd produce gradients in a parameter's own dtype again, if it has no fp32 gradient now."""
         # With None as `p.grad_dtype` a gradient would keep the dtype in which it is computed, which is fp32 for an
         # LSTM.
-        for param in [param for param in self._widened if param.grad is None or param.grad.dtype is param.dtype]:
-            param.grad_dtype = param.dtype
-            self._named.add(param)
-            self._widened.discard(param)
+        for param in self._widened.intersection(params):
+            if param.grad is None or param.grad.dtype is param.dtype:
+                param.grad_dtype = param.dtype
+                self._named.add(param)
+                self._widened.discard(param)
 
     def _flag(self, loss_id: int, found: Tensor) -> None:
         old = self._flags.get(loss_id)
