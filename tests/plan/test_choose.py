@@ -1,6 +1,5 @@
 """What is taken where the user named no format, or did not say whether to emulate it."""
 
-import sys
 from dataclasses import replace
 
 import pytest
@@ -8,7 +7,6 @@ import torch
 from torch import nn
 
 import halfstep
-from halfstep.errors import SetupError
 from halfstep.formats import BF16, FP16
 from halfstep.machine import (
     AMX_FP16,
@@ -153,12 +151,3 @@ def test_what_the_wish_to_emulate_costs_is_said_once(row, low, emulate, said, on
     assert [message.partition(" on this processor")[0] for message in caplog.messages] == (
         [] if said is None else [said]
     )
-
-
-def test_mps_is_refused_by_name_above_o0(monkeypatch):
-    model = nn.Linear(2, 2)
-    monkeypatch.setattr(sys.modules["halfstep.initialize"], "read_facts", lambda device: DeviceFacts("mps"))
-    for low in (None, "bf16", "fp16"):
-        with pytest.raises(SetupError, match=r"O2 is refused on MPS, the GPU of Apple silicon.*train at O0 there"):
-            halfstep.initialize(model, None, "O2", low=low)
-    halfstep.initialize(model, None, "O0").close()

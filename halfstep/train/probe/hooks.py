@@ -18,13 +18,22 @@ from halfstep.torch_internals import backward_task, is_functorch_wrapped, versio
 _LAYOUTS = (torch.strided, torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
-def tensors_in(output: Any) -> Iterator[tuple[str, Tensor]]:
+def tensors_in(output: Any, place: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, Tensor]]:
     """Yields (place, tensor) for each floating-point and complex tensor in an output, at any depth, once.
 
     >>> [place for place, _ in tensors_in({"logits": torch.ones(1), "hidden": (torch.ones(1), torch.ones(1).int())})]
     ['logits', 'hidden.0']
     """
-    return _walk(output, "", set())
+    seen = set() if seen is None else seen
+    leaf = isinstance(output, (str, bytes, int, float, complex, type(None), torch.dtype, torch.device))
+    if leaf or id(output) in seen:
+        return
+    seen.add(id(output))
+    if not isinstance(output, Tensor):
+        for key, child in _children(output):
+            yield from tensors_in(child, f"{place}.{key}" if place else key, seen)
+    elif output.is_floating_point() or output.is_complex():
+        yield place, output
 
 
 def readable(t: Tensor) -> Tensor | None:
@@ -39,19 +48,6 @@ def readable(t: Tensor) -> Tensor | None:
 def dense(grad: Tensor) -> Tensor:
     """Returns the values of a gradient; for a sparse gradient, the stored values."""
     return grad if grad.layout is torch.strided else grad.coalesce().values()
-
-
-def _walk(value: Any, place: str, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(value, Tensor):
-        if id(value) not in seen and (value.is_floating_point() or value.is_complex()):
-            seen.add(id(value))
-            yield place, value
-        return
-    if isinstance(value, (str, bytes, int, float, complex, type(None), torch.dtype, torch.device)) or id(value) in seen:
-        return
-    seen.add(id(value))
-    for key, child in _children(value):
-        yield from _walk(child, f"{place}.{key}" if place else key, seen)
 
 
 def _children(value: Any) -> list[tuple[str, Any]]:

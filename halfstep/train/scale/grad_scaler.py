@@ -82,8 +82,7 @@ class GradScaler(OpenGradScaler):
             )
         if type(hysteresis) is not int or hysteresis < 1:
             raise PlanError(f"hysteresis must be an integer of 1 or more, got {hysteresis!r}")
-        self._init_overflows_left = hysteresis
-        self._overflows_left: Tensor | None = None
+        self._overflows_left = torch.full((), hysteresis, dtype=torch.int32, device="cpu")
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divides the gradients of the optimizer by the scale; fp16 gradients become fp32.
@@ -150,7 +149,6 @@ class GradScaler(OpenGradScaler):
             max=self._max_scale,
             hysteresis=self._hysteresis,
         )
-        assert self._overflows_left is not None  # it is made together with the scale
         adapt_(scale, growth_tracker, self._overflows_left, overflowed, schedule)
         self.forget_found()
 
@@ -165,7 +163,7 @@ class GradScaler(OpenGradScaler):
         state = super().state_dict()
         if self.is_enabled() and (self._min_scale, self._max_scale, self._hysteresis) != (_MIN, _MAX, _HYSTERESIS):
             state["min_scale"], state["max_scale"] = self._min_scale, self._max_scale
-            state["hysteresis"], state["_overflows_left"] = self._hysteresis, self._get_overflows_left()
+            state["hysteresis"], state["_overflows_left"] = self._hysteresis, int(self._overflows_left)
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -183,22 +181,14 @@ class GradScaler(OpenGradScaler):
         self._min_scale = float(state_dict.get("min_scale", self._min_scale))
         self._max_scale = float(state_dict.get("max_scale", self._max_scale))
         self._hysteresis = int(state_dict.get("hysteresis", self._hysteresis))
-        self._init_overflows_left = int(state_dict.get("_overflows_left", self._hysteresis))
-        if self._overflows_left is not None:
-            self._overflows_left.fill_(self._init_overflows_left)
+        self._overflows_left.fill_(int(state_dict.get("_overflows_left", self._hysteresis)))
 
     def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()
-        if self.is_enabled():
-            state["_init_overflows_left"], state["_overflows_left"] = self._get_overflows_left(), None
-        return state
+        return super().__getstate__() | {"_overflows_left": self._overflows_left.to("cpu", copy=True)}
 
     def on_device(self, device: torch.device) -> None:
-        """Called when the scale is created on `device`: creates the count of overflows left before it backs off."""
-        self._overflows_left = torch.full((), self._init_overflows_left, dtype=torch.int32, device=device)
-
-    def _get_overflows_left(self) -> int:
-        return self._init_overflows_left if self._overflows_left is None else int(self._overflows_left)
+        """Called when the scale is created on `device`: moves the count of overflows left before it backs off."""
+        self._overflows_left = self._overflows_left.to(device)
 
 
 def _check_state(state: object) -> None:

@@ -59,8 +59,6 @@ class LossScales:
     def update(self, collected: Sequence[Collected], found: Sequence[Tensor], void: Tensor | None = None) -> None:
         """Adapts the scales to one step, given each optimizer's gradients and whether they overflowed."""
         # A step that is `void` (0-dim bool), because a loss was not finite at any scale, changes nothing.
-        if not self.active:
-            return
         overflowed: dict[int, Tensor] = {}
         for held, now in zip(collected, found, strict=True):
             for loss_id, flag in held.overflowed(now).items():

@@ -30,10 +30,6 @@ from halfstep.train.optim.table import row_of, unsupported_options
 from halfstep.train.processes.shards import reshard
 from halfstep.train.processes.wrappers import refuse_wrapped
 
-MPS = (
-    "{plan} is refused on MPS, the GPU of Apple silicon, where nothing of halfstep has been run: train at O0 there, or "
-    "move the model to the CPU"
-)
 _LOG = logging.getLogger("halfstep")
 _WORTH_SAYING = 1.0  # MiB
 Stepping = Literal["session", "optimizer"]
@@ -95,8 +91,6 @@ def decide(  # noqa: PLR0913  # all that it depends on
     """
     reshard(models)
     device = device_of(models, plan)
-    if facts.kind == "mps" and plan.ops != "none":
-        raise SetupError(MPS.format(plan=plan.name))
     roots = tuple(unwrap(model) for model in models)
     check_models(models, plan, made_low)
     if plan.param == "low":

@@ -73,7 +73,12 @@ def open_session(  # noqa: PLR0913  # what `initialize` was given
             )
             to_be_low = {id(p) for p in decision.stored_low()}
             _refuse_shared(models, others, lambda other: (p for p in other.parameters() if id(p) in to_be_low))
-        _close(earlier)
+        for session in earlier:
+            _LOG.warning(
+                "the model was still in a session (%s), which is closed now; the weights keep what they have learned",
+                session.plan.name,
+            )
+            session.close()
         if notice:
             _LOG.log(logging.INFO if units(plan.low, facts) else logging.WARNING, notice)
         say_how_products_run(decision, told=notice is not None)
@@ -97,9 +102,7 @@ def _widened(
     put_back: list[Callable[[], None]] = [partial(give_dtype, p, p.dtype) for p in loaded.values()]
     message = _what_became(list(loaded.values()), plan)
     if not optimizers:
-        message += (
-            "; for inference only, call model.requires_grad_(False) first, which keeps the parameters as they are"
-        )
+        message += "; for inference only, call model.requires_grad_(False) first, which keeps them as they are"
     try:
         for module in {id(module): module for root in roots for module in root.modules()}.values():
             own = [p for p in parameters_of(module).values() if p is not None and id(p) in loaded]
@@ -145,12 +148,3 @@ def _refuse_shared(
                 "would read and save rounded values. Pass all models that share parameters to one call of "
                 "halfstep.initialize, or close the first session before"
             )
-
-
-def _close(earlier: Iterable[Session]) -> None:
-    for session in earlier:
-        _LOG.warning(
-            "the model was still in a session (%s), which is closed now; the weights keep what they have learned",
-            session.plan.name,
-        )
-        session.close()

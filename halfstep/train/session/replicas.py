@@ -67,14 +67,9 @@ class Replicas:
             self._group, self.sharded = group_of(own_shards), True
             with naming_who_is_gone(self._group):
                 self._compare(list({id(p): p for root in self._roots for p in root.parameters()}.values()))
-                self._compare_policies()
-
-    def _compare_policies(self) -> None:
-        found = told_by_all(policies(self._roots), self._group)
-        first = found[0]
-        for rank, theirs in enumerate(found):
-            for name in (*first, *(name for name in theirs if name not in first)):
-                if theirs.get(name) != first.get(name):
+                first, *others = told_by_all(policies(self._roots), self._group)
+            for rank, theirs in enumerate(others, 1):
+                for name in [name for name in first | theirs if theirs.get(name) != first.get(name)][:1]:
                     raise SetupError(
                         f"the mp_policy of {name or 'the model'} differs between processes: process {rank} has "
                         f"{theirs.get(name)}, process 0 has {first.get(name)}; write "
