@@ -57,13 +57,11 @@ class Reader:
 
 def read(grads: list[Tensor], *, device: torch.device | None = None, scratch: Scratch | None = None) -> Reading:
     """Reads `grads` once with the first of `READERS` that supports them; the results are on `device`."""
-    if device is None:
-        device = grads[0].device if grads else torch.device("cpu")
     for reader in READERS.values():
         if reader.fits(grads):
             found = reader.read(grads, Scratch() if scratch is None else scratch)
             break
-    if found[0].device == device:
+    if device is None or found[0].device == device:
         return Reading(*found)
     return Reading(*(t.to(device, non_blocking=True) for t in found))
 
@@ -89,16 +87,10 @@ def read_with_torch(grads: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         for i, count in Counter(i for i, _ in pieces).items():
             flags[i] = bad[start : start + count].any()
             start += count
+    stacked = torch.stack(flags) if flags else torch.zeros(0, dtype=torch.bool, device=device)
     if not norms:
-        nothing = torch.zeros((), dtype=torch.float32, device=device)
-        return nothing, torch.zeros((), dtype=torch.bool, device=device), _stack(flags, device)
-    norm = norms[0] if len(norms) == 1 else _norm_of_norms(torch.stack(norms))
-    stacked = _stack(flags, device)
-    return norm, stacked.any(), stacked
-
-
-def _stack(flags: list[Tensor], device: torch.device) -> Tensor:
-    return torch.stack(flags) if flags else torch.zeros(0, dtype=torch.bool, device=device)
+        norms = [torch.zeros((), dtype=torch.float32, device=device)]
+    return norms[0] if len(norms) == 1 else _norm_of_norms(torch.stack(norms)), stacked.any(), stacked
 
 
 def elements(grad: Tensor) -> Tensor:

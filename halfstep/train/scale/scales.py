@@ -16,10 +16,7 @@ from halfstep.train.scale.scaling import Scale, make_scale
 
 
 class LossScales:
-    """The scale of each loss, made from `scaling` when its `loss_id` is first used.
-
-    All losses share one scale if it is constant, so that their gradients add up in place.
-    """
+    """The scale of each loss, made from `scaling` when its `loss_id` is first used; all share one if it is constant."""
 
     def __init__(self, scaling: Scaling, device: torch.device) -> None:
         self._scaling, self._device = scaling, device
@@ -91,9 +88,7 @@ class LossScales:
     def read(self, loss_id: int) -> float:
         """Returns the present scale of a loss, or the one that it would start with; waits for the device."""
         _check(loss_id)
-        if loss_id in self._scales:
-            return float(self._scales[loss_id].value)
-        return self._scaling.first
+        return float(self._scales[loss_id].value) if loss_id in self._scales else self._scaling.first
 
     def read_all(self) -> dict[int, float]:
         """Returns the scale of each loss seen so far, by `loss_id`; waits for the device."""

@@ -80,15 +80,8 @@ def decide(  # noqa: PLR0913  # all that it depends on
     training: bool = True,
     group: dist.ProcessGroup | None = None,
 ) -> Decision:
-    """Returns what a session for these models and optimizers will do; adapts the plan to what the optimizers support.
-
-    `emulate=None` decides by the `facts` of the device. Trainable parameters in a low format are refused, except those
-    that another session `made_low` until this one opens. `training=False` is for inference.
-
-    Raises:
-        PlanError: the plan fits no module.
-        SetupError: the models or optimizers cannot be trained under the plan.
-    """
+    """Returns what a session for these models will do; adapts the plan to what the optimizers support."""
+    # Trainable parameters in a low format are refused, except those that another session `made_low` until this opens.
     reshard(models)
     device = device_of(models, plan)
     roots = tuple(unwrap(model) for model in models)

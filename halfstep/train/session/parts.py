@@ -51,10 +51,9 @@ class StepFacts:
 
 
 def memory_of(
-    parameters: Iterable[nn.Parameter], optimizers: Iterable[Optimizer], *, masters: int = 0, moments: int = 0
+    parameters: Sequence[nn.Parameter], optimizers: Iterable[Optimizer], *, masters: int = 0, moments: int = 0
 ) -> dict[str, int]:
     """Returns the bytes of "weights", "masters" (as passed), "gradients" and "optimizer" state with `moments`."""
-    parameters = list(parameters)
     states = [value for optimizer in optimizers for state in optimizer.state.values() for value in state.values()]
     return {
         "weights": sum(map(_bytes, parameters)),

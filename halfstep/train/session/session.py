@@ -167,7 +167,7 @@ class Session:
         self._rehearsing = False
         self._lending = False
         self._trial: Session | None = None
-        self._stepped: Step | None = None  # the last one
+        self._stepped = Step([])  # the last one
         self._last: dict[int, Step] = {}  # by loss id: the last one that used its gradients
         self._first_losses: dict[int, Tensor] = {}  # likewise
         shared = SharedState(plan, self._store, self._scales, lambda: self.optimizers, self._name_of, self._replaced)
@@ -550,12 +550,7 @@ class Session:
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
-        """Returns a context to run a closure in, as blame and check do: nothing of it is observed or recorded.
-
-        Raises:
-            SessionError: the session is closed, or this was called inside such a closure. Inside the context, `step`
-                raises it too.
-        """
+        """Returns a context to run a closure in, as blame and check do: nothing of it is observed or recorded."""
         self._check_open()
         if self._rehearsing:
             raise SessionError(
@@ -652,9 +647,8 @@ class Session:
             for name, p in self._named_parameters()
             if p.is_floating_point() and not bool(torch.isfinite(local(p).detach()).all())
         ]
-        flags = [] if self._stepped is None else self._stepped.flags
+        flags, spoiled = self._stepped.flags, self._stepped.spoiled
         overflowed = {id(p) for ps, bad in flags for p, is_bad in zip(ps, bad.tolist(), strict=True) if is_bad}
-        spoiled = None if self._stepped is None else self._stepped.spoiled
         return Status(
             level=self.plan.name,
             low=self.plan.low.name,
@@ -844,10 +838,7 @@ class Session:
                 self.tell(finding)
 
     def forget(self) -> None:
-        """Closes the session and drops all that it refers to, so that models and optimizers are freed at once.
-
-        Only the session's owner calls this: nothing can be asked of the session afterwards.
-        """
+        """Closes the session and drops all that it refers to, so that models and optimizers are freed at once."""
         self.close()
         kept = {"plan": self.plan, "closed": True, "_steps": self._steps, "_undo": self._undo}
         vars(self).clear()
@@ -892,11 +883,7 @@ class Session:
 
 
 class Trial(Session):
-    """A session over copies of another session's models, under another plan.
-
-    `of` is the other session. The trial reports the last step and the optimizers of `of`, and passes records to its
-    sinks.
-    """
+    """A session over copies of another session's models, under another plan; it reports what that one `of` would."""
 
     def __init__(self, decision: Decision, of: Session) -> None:
         self._of = of
