@@ -147,13 +147,14 @@ class Session:
         self._sinks = tuple(sinks)
         self._recorders = [sink for sink in sinks if isinstance(sink, Recorder)]
         self._device = device
-        self._names: dict[int, str] = {}  # FSDP2 puts other parameters in the place of these for a while
+        # FSDP2 puts other parameters in the place of these for a while
+        self._names = {id(p): name for name, p in self._named_parameters() if is_sharded(p)}
         self._undo = ExitStack()
         self._probes = Probes()
         self._undo.callback(self._probes.detach)
         self._scratch = Scratch()
         self._store = MasterStore(plan.master, plan.low.dtype, self._joins)
-        self._untrained: dict[int, nn.Parameter] = {}  # by id: weights that no optimizer updates
+        self._untrained = {id(p): p for p in at_places(roots, decision.untrained)}  # that no optimizer updates
         self._given: Given = {}
         self._casting = Casting(
             plan, device, emulate=decision.emulate, wide_backward=decision.facts.processor.wide_backward
@@ -184,13 +185,11 @@ class Session:
             raise
 
     def _open(self) -> None:
-        self._names = {id(p): name for name, p in self._named_parameters() if is_sharded(p)}
         self._undo.callback(reshard, self._roots)  # after an evaluation they hold whole weights
         self._undo.callback(self._casting.open())
         self._undo.callback(mark(modules_of(self._roots), self))
-        self._undo.callback(self._restore_weights)
+        self._undo.callback(lambda: [self._store.restore(p) for p in list(self._store)])
         pairs = list(self.modules())
-        self._untrained = {id(p): p for p in at_places(self._roots, self._decision.untrained)}
         for parameter in self._decision.stored_low():
             self._store.track(parameter, master=id(parameter) not in self._untrained)
         for module, formats in pairs:
@@ -286,10 +285,6 @@ class Session:
         self.assignment = resolve(self.plan, self._roots, made_low=[*self._store, parameter], untrained=left)
         held = zip(modules_of(self._roots), before.modules, strict=True)
         return any(p is parameter and name in f.kept for m, f in held for name, p in parameters_of(m).items())
-
-    def _restore_weights(self) -> None:
-        for parameter in list(self._store):
-            self._store.restore(parameter)
 
     def _make_part(self, optimizer: Optimizer, undo: ExitStack) -> Part:
         replicas, updates = self._replicas, self._decision.updates
