@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -85,6 +86,7 @@ class BufferGuard:
         return seen[1] != version_of(buffer)
 
 
+@dataclass(eq=False, slots=True)
 class _Slot:
     """One buffer of one module, looked up by its name."""
 
@@ -92,11 +94,9 @@ class _Slot:
     # it. Restoring writes through it, since a write would move the buffer's version counter: BatchNorm saves its
     # statistics, and a later backward pass of another loss would raise an error.
 
-    __slots__ = ("alias", "buffers", "name")
-
-    def __init__(self, buffers: Buffers, name: str) -> None:
-        self.buffers, self.name = buffers, name
-        self.alias: Tensor | None = None
+    buffers: Buffers
+    name: str
+    alias: Tensor | None = None
 
     def holds(self, buffer: Tensor) -> bool:
         """Returns whether `buffer` has the address, shape and strides of the buffer last seen here."""

@@ -124,15 +124,14 @@ class Replacements:
             self._look_at_absent(absent)
         if self._added:
             self._look_at_added()
+            self._added.clear()
 
     def _look_at_added(self) -> None:
-        added = {module for root in self._roots for module in root.modules() if id(module) in self._added}
-        self._added.clear()
         updated = self._updated()
         for name, module in (each for root in self._roots for each in root.named_modules()):
             own = [p for p in module.parameters() if p.grad is not None and id(p) not in updated]
-            if module in added and own:
-                added.difference_update(module.modules())
+            if id(module) in self._added and own:
+                self._added.difference_update(map(id, module.modules()))
                 _LOG.warning(
                     f"{name} ({type(module).__name__}) was put into the model after halfstep.initialize, and no "
                     "optimizer of the session updates its parameters: add them with optimizer.add_param_group; if it "

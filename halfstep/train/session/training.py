@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import Parameter
 
 from halfstep.records import StepRecord
 from halfstep.sharded import is_sharded
+from halfstep.torch_internals import hooks_of, post_accumulate_hooks_of
 from halfstep.train.cast.casting import Casting
 from halfstep.train.kernels.batch import Scratch
 from halfstep.train.optim.gradients import check_gradients
@@ -23,13 +28,25 @@ from halfstep.train.processes.findings import NOT_FINITE
 from halfstep.train.processes.shards import Unreduced, reshard
 from halfstep.train.scale.accumulator import Collected
 from halfstep.train.scale.buffers import BufferGuard
-from halfstep.train.scale.habits import Habits
 from halfstep.train.scale.loss import overflowed
 from halfstep.train.scale.norm import Clip
 from halfstep.train.scale.scales import LossScales
 from halfstep.train.session.parts import Part, Replacements
 from halfstep.train.session.replicas import Replicas
 from halfstep.train.session.step import Hearing, Step
+
+_LOG = logging.getLogger("halfstep")
+_LIMITS = ("clamp", "clamp_", "clamp_max", "clamp_max_", "clip", "clip_", "clip_grad_norm_", "clip_grad_value_")
+_INSTEAD = "Clip by session.step(max_norm=...), or call session.unscale_() before your code limits gradients"
+_HOOK = (
+    "a hook on the gradient of %s calls %s, but gradients carry the loss scale in the backward pass: scaled values are "
+    f"limited, and updates become too small. Remove the hook. {_INSTEAD}"
+)
+_CHANGE = (
+    "the gradient of %s was changed between session.backward and session.step, while it carried the loss scale: a "
+    "limit, as of clip_grad_norm_, then acts on scaled values, and what a plain loss.backward() adds is too small (a "
+    f"mask or a factor is harmless). {_INSTEAD}, and pass each loss to session.backward"
+)
 
 
 @dataclass(eq=False)
@@ -200,3 +217,33 @@ def update_each(step: Step, found: Tensor, store: MasterStore, probes: Probes) -
         step.made.append(part)
         if failed is not None:  # after the update
             raise failed
+
+
+class Habits:
+    """Looks once at the hooks of all parameters, and at each step whether other code has changed a scaled gradient."""
+
+    def __init__(self, name_of: Callable[[Parameter], str]) -> None:
+        self._name_of = name_of
+        self._knows_hooks = self._knows_changes = False
+
+    def look_at_hooks(self, params: Iterable[Parameter]) -> None:
+        """Warns of a hook that limits gradients, at the first backward pass."""
+        if not self._knows_hooks:
+            self._knows_hooks = True
+            limits = ((self._name_of(p), name) for p in params for name in _names_in_hooks(p) if name in _LIMITS)
+            for limit in islice(limits, 1):
+                _LOG.warning(_HOOK, *limit)
+
+    def look_at_changes(self, held: Iterable[Collected]) -> None:
+        """Warns of the first gradient that has changed since the backward pass that left it scaled."""
+        for p in [each.changed for each in held if each.changed is not None and not self._knows_changes][:1]:
+            self._knows_changes = True
+            _LOG.warning(_CHANGE, self._name_of(p))
+
+
+def _names_in_hooks(p: Parameter) -> Iterator[str]:
+    """Yields the names that the code of a parameter's hooks uses; of a builtin its own name."""
+    for hook in (*(hooks_of(p) or {}).values(), *(post_accumulate_hooks_of(p) or {}).values()):
+        function: Any = getattr(hook, "func", hook)  # of a functools.partial
+        code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
+        yield from (getattr(function, "__name__", ""),) if code is None else code.co_names
