@@ -58,7 +58,6 @@ class Replicas:
         self._plain = False
         self._meeting = ""  # what the processes that compare what they train are known by
         self.sums = WideSums()
-        self._is_own: Tensor | None = None
         self._undo = ExitStack()
 
     def meet(self) -> None:
@@ -130,7 +129,7 @@ class Replicas:
                     "model; pass a group of all processes that hold a stage, each with its replicas and shards"
                 )
         if group is not None and group != self._group and dist.get_world_size(group) > 1:
-            self._stages, self._is_own = group, None
+            self._stages = group
 
     def _around(self, found: Sequence[dist.ProcessGroup]) -> dist.ProcessGroup | None:
         """Returns the group of all processes that hold a stage, a replica or a shard, given groups of stages."""
@@ -164,11 +163,9 @@ class Replicas:
         return wrapper is not None and is_joining(wrapper)
 
     def is_own(self, device: torch.device) -> Tensor:
-        """Returns a bool tensor with one entry per process, True only for this process; always the same tensor."""
-        if self._is_own is None or self._is_own.device != device:
-            numbers = torch.arange(dist.get_world_size(self._stepping), device=device)
-            self._is_own = numbers == dist.get_rank(self._stepping)
-        return self._is_own
+        """Returns a bool tensor with one entry per process, True only for this process."""
+        numbers = torch.arange(dist.get_world_size(self._stepping), device=device)
+        return numbers == dist.get_rank(self._stepping)
 
     def summing(self) -> bool:
         """Tells whether a step sums its findings over several processes."""
@@ -251,7 +248,7 @@ class Replicas:
                 "the models of one session are wrapped in DistributedDataParallel over different process groups; use "
                 "the same process_group for all of them, or a separate session for each model"
             )
-        self._group, self._is_own = wrapper.process_group, None
+        self._group = wrapper.process_group
         self._alike = list({id(p): p for p in (*self._alike, *shared) if p.is_floating_point()}.values())
         self.sums.add(wrapper, shared)
         self._undo.callback(_Join(wrapper, self).undo)
