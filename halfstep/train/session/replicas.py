@@ -68,7 +68,9 @@ class Replicas:
                 self._compare(list({id(p): p for root in self._roots for p in root.parameters()}.values()))
                 first, *others = told_by_all(policies(self._roots), self._group)
             for rank, theirs in enumerate(others, 1):
-                for name in [name for name in first | theirs if theirs.get(name) != first.get(name)][:1]:
+                differing = [name for name in first | theirs if theirs.get(name) != first.get(name)]
+                if differing:
+                    name = differing[0]
                     raise SetupError(
                         f"the mp_policy of {name or 'the model'} differs between processes: process {rank} has "
                         f"{theirs.get(name)}, process 0 has {first.get(name)}; write "

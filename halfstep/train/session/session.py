@@ -337,10 +337,11 @@ class Session:
                 "masters. Pass the optimizer to halfstep.initialize, or call session.close() first. In a trainer, pass "
                 "it by configure_optimizers, plugin.setup, prepare or HalfstepTrainer(optimizers=...)"
             )
-        for parameter in (low or scaled)[:1]:
-            name = type(optimizer).__name__
-            named = self._name_of(parameter)
-            raise SessionError(f"{name} is not an optimizer of this session, but would step {named}{why}")
+        if low or scaled:
+            raise SessionError(
+                f"{type(optimizer).__name__} is not an optimizer of this session, but would step "
+                f"{self._name_of((low or scaled)[0])}{why}"
+            )
 
     def _count_own_step(self, *_: Any) -> None:
         """Counts a step that an optimizer with a closure has made without the session."""
