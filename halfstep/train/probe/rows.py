@@ -71,25 +71,26 @@ class StepRows:
             if any(place is not None for place in places):
                 updates.add_to(self._buffers[updates.stored[0].device], places, sample=self._sample)
 
-    def pending(self, step: int) -> Pending:
-        """Starts copying the rows to the host and returns them; waits for nothing."""
+    def pending(
+        self, step: int, absorbed: Sequence[Observation] = (), operands: Callable[[], Sequence[Observation]] = tuple
+    ) -> Pending:
+        """Starts copying the rows to the host and returns them, with further observations; waits for nothing."""
         rows = [list(self._places[device]) for device in self._buffers]
         parts = [buffer[: len(self._places[device])] for device, buffer in self._buffers.items()]
         device = self._scales[0].device if self._scales else torch.device("cpu")
         one = torch.ones((), dtype=torch.float32, device=device)
         values = [one, *(scale.to(device, non_blocking=True) for scale in self._scales)]
-        return Pending(step, rows, Later([torch.stack(values), *parts]))
+        return Pending(step, rows, Later([torch.stack(values), *parts]), absorbed, operands)
 
     def _place(self, t: Tensor, subject: Subject) -> int:
-        device = t.device
-        places = self._places.setdefault(device, {})
+        places = self._places.setdefault(t.device, {})
         row = subject, format_name(t.dtype), is_sampled(t, self._sample)
         place = places.setdefault(row, len(places))
-        buffer = self._buffers.get(device)
+        buffer = self._buffers.get(t.device)
         if buffer is None:
-            self._buffers[device] = empty_rows(_FIRST, device)
+            self._buffers[t.device] = empty_rows(_FIRST, t.device)
         elif place >= len(buffer):
-            self._buffers[device] = torch.cat([buffer, torch.zeros_like(buffer)])
+            self._buffers[t.device] = torch.cat([buffer, torch.zeros_like(buffer)])
         return place
 
 
@@ -100,8 +101,8 @@ class Pending:
     step: int
     rows: list[list[_Row]]
     numbers: Later
-    absorbed: Sequence[Observation] = ()
-    operands: Callable[[], Sequence[Observation]] = tuple  # on their way since before the numbers
+    absorbed: Sequence[Observation]
+    operands: Callable[[], Sequence[Observation]]  # on their way since before the numbers
 
     def __len__(self) -> int:
         return sum(map(len, self.rows)) + len(self.absorbed)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property, partial
 from typing import Protocol
 
@@ -112,8 +111,7 @@ class Window:
     def pending(self, step: int) -> Pending:
         """Returns the measurements, with their copy to the host started."""
         operands = tuple if self._operands is None or self._capturing() else self._operands(step)
-        pending = replace(self._rows.pending(step), operands=operands)
-        return pending if self.watch is None else replace(pending, absorbed=self.watch.observations(step))
+        return self._rows.pending(step, () if self.watch is None else self.watch.observations(step), operands)
 
     def carry(self, scale: Tensor, losses: Sequence[Tensor]) -> None:
         if self.watch is not None:

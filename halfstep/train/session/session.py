@@ -583,9 +583,8 @@ class Session:
         parts = self._parts if last is None else last.parts_of(loss_id)
         now = self._scales.read(loss_id)
         reshard(self._roots)
-        names = {id(p): name for root in self._roots for name, p in root.named_parameters()}
-        present = [p for part in parts for p in part.parameters() if p.grad is not None]
-        bad = [names.get(id(p), "a parameter") for p in present if p.grad is not None and read([local(p.grad)]).found]
+        held = [(p, p.grad) for part in parts for p in part.parameters()]
+        bad = [self._name_of(p) for p, grad in held if grad is not None and read([local(grad)]).found]
         first = float(self._first_losses[loss_id]) if loss_id in self._first_losses else math.nan
         return StepFacts(
             scale=max(now, float(last.scales()[loss_id])) if last is not None and skipped else now,
