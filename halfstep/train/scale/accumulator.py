@@ -88,8 +88,6 @@ class GradientAccumulator:
         self._losses: tuple[int, ...] = ()
         self._losses_before: tuple[int, ...] = ()
         self._scales: dict[int, Tensor] = {}
-        self._source: tuple[Tensor, int] | None = None
-        self._copied: tuple[Tensor, int, Tensor] | None = None  # a scale, the count of writes to it, and what it was
         self._mark: tuple[int, int] | None = None
         self._present: list[Parameter] = []  # the parameters of the backward pass that runs
         self._turn = 0  # counts steps: each looks at another gradient
@@ -99,6 +97,7 @@ class GradientAccumulator:
         self._scratch = Scratch()
         self._alike = Alike()
         self._one = torch.ones((), dtype=torch.float32, device="cpu")
+        self._copied = self._one, 0, self._one  # a scale, the count of writes to it, and what it was
         self._forget()
         for param in self.parameters():
             narrow = param.grad is None or param.grad.dtype is param.dtype
@@ -118,7 +117,7 @@ class GradientAccumulator:
             self._narrow(self._widened)
             self._forget()
             self._carry(scale)
-        elif self._stale or self._is_carried(scale) or self._reduced():
+        elif self._stale or (self._carries and self._is_copied(scale)) or self._reduced():
             self._drop_cleared_flags(held)
             self._join(held, scale)
         else:
@@ -220,7 +219,7 @@ class GradientAccumulator:
     def _forget(self) -> None:
         """Forgets scales, losses and overflows; a gradient that a caller then puts into `p.grad` counts as true."""
         self._flags, self._losses, self._scales, self._stale = {}, (), {}, True
-        self._scale, self._source, self._true = self._one, None, False
+        self._scale, self._carries, self._true = self._one, False, False  # whether `p.grad` carries what was copied
         self._mark = None
 
     def parameters(self) -> list[Parameter]:
@@ -232,18 +231,17 @@ class GradientAccumulator:
 
     def _carry(self, scale: Tensor) -> None:
         """Notes that `p.grad` carries the present value of `scale`; keeps a copy, since `scale` changes in place."""
-        if not self._is_carried(scale):
-            if self._copied is None or self._copied[0] is not scale or self._copied[1] != version_of(scale):
-                self._copied = scale, version_of(scale), scale.clone()
-            self._source, self._scale = self._copied[:2], self._copied[2]
+        if not self._is_copied(scale):
+            self._copied = scale, version_of(scale), scale.clone()
+        self._scale, self._carries = self._copied[2], True
         self._true = self._stale = False
 
-    def _is_carried(self, scale: Tensor) -> bool:
-        return self._source is not None and self._source[0] is scale and self._source[1] == version_of(scale)
+    def _is_copied(self, scale: Tensor) -> bool:
+        return self._copied[0] is scale and self._copied[1] == version_of(scale)
 
     def _join(self, held: list[Parameter], scale: Tensor) -> None:
         """Makes the gradients of `held` carry `scale`, so that the backward pass can add to them in place."""
-        carried = self._is_carried(scale)
+        carried = self._carries and self._is_copied(scale)
         reduced = self._reduced()
         summed = [param for param in held if param in self._sums] if reduced else held
         if not carried or self._full_accumulate:
@@ -295,7 +293,7 @@ class GradientAccumulator:
         found = self._widen_and_multiply(held, _inverse(self._scale))
         for loss in self._losses:
             self._flag(loss, found)
-        self._true, self._source = True, None
+        self._true, self._carries = True, False
 
     def _widen_and_multiply(self, params: list[Parameter], factor: Tensor) -> Tensor:
         grads = [local(param.grad) for param in params if param.grad is not None]
