@@ -141,10 +141,7 @@ class Hearing:
             return
         stops, differs = step.reports
         told = (stops, *differs) if self._looks_at_weights else (stops, differs[0])
-        heard: list[list[int]] = [[], [], []]
-        for number in self._due(torch.cat(told)):
-            heard[number // len(stops)].append(number % len(stops))
-        step.stopping, scales, weights = heard
+        step.stopping, scales, weights = (*self._due(torch.stack(told)), [], [], [])[:3]
         if weights:
             self._looks_at_weights = False
             parted = self._replicas.parted()
@@ -162,8 +159,8 @@ class Hearing:
                 "processes, and load the same session state in all of them"
             )
 
-    def _due(self, flags: Tensor) -> list[int]:
-        """Takes the flags of this step; returns the indices of the flags set in the step that is due to be read now."""
+    def _due(self, flags: Tensor) -> list[list[int]]:
+        """Takes rows of flags of this step; returns which processes set those of the step that is due to be read now."""
         if flags.device.type == "cuda":
             if is_capturing():
                 return []
@@ -171,8 +168,8 @@ class Hearing:
             if len(self._coming) <= LAG:
                 return []
             (flags,) = self._coming.popleft().read()
-        found = [number for number, flag in enumerate(flags.tolist()) if flag]
-        if found:
+        found = [[rank for rank, flag in enumerate(row) if flag] for row in flags.tolist()]
+        if any(found):
             self._coming.clear()  # who wanted it has been heard
         return found
 
