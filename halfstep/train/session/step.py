@@ -160,7 +160,7 @@ class Hearing:
             )
 
     def _due(self, flags: Tensor) -> list[list[int]]:
-        """Takes rows of flags of this step; returns which processes set those of the step that is due to be read now."""
+        """Takes rows of flags of this step; returns who set those of the step that is due to be read now."""
         if flags.device.type == "cuda":
             if is_capturing():
                 return []
