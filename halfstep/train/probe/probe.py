@@ -98,7 +98,7 @@ class Probe(AbstractContextManager["Probe"]):
         self._hand_over(wait=True)
 
     def stepped(self, step: int, parts: Sequence[object], of: Sequence[object]) -> None:
-        """Ends step number `step`, made by the optimizers `parts` `of` all, and observes the next one if it is due."""
+        """Ends step number `step`, made by the optimizers `parts` of all (`of`), and observes the next if it is due."""
         window, self.window = self.window, None
         if window is not None:
             window.close()
@@ -233,7 +233,7 @@ class Probes:
                 window.update(updates)
 
     def stepped(self, step: int, parts: Sequence[object], of: Sequence[object]) -> None:
-        """Ends step number `step`, made by the optimizers `parts` `of` all."""
+        """Ends step number `step`, made by the optimizers `parts` of all (`of`)."""
         if not self._attached:
             return
         self._attached = [probe for probe in self._attached if probe.attached]
