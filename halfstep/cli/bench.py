@@ -105,14 +105,6 @@ LargestBatch = Annotated[
 ]
 
 
-def _gone(option: typer.CallbackParam, value: str | None) -> None:
-    if value is not None:
-        raise WorkloadError(f"--{option.name} is gone: keep the results that --json writes, and compare them with asv")
-
-
-Gone = Annotated[str | None, typer.Option(hidden=True, callback=_gone)]
-
-
 def bench(  # noqa: PLR0913  # each is an option of the command, described above
     workload: Name = None,
     levels: Levels = "O0,O1,O2,O3",
@@ -135,15 +127,9 @@ def bench(  # noqa: PLR0913  # each is an option of the command, described above
     page: PageFile = None,
     largest_batch: LargestBatch = None,
     quiet: Quiet = False,
-    against: Gone = None,
-    processes: Gone = None,
 ) -> None:
     """Train a workload under several levels and under torch.amp, one step of each in turn, and print one table."""
     place = device_of(device)
-    if workload in ("matmul", "memory"):
-        raise WorkloadError(
-            f"`halfstep bench {workload}` is gone: `halfstep doctor` prints products and memory by format"
-        )
     name = DEFAULT if workload is None else workload
     formats = [as_format(name) for name in names(low)]
     rows = entries(
@@ -192,7 +178,6 @@ def bench(  # noqa: PLR0913  # each is an option of the command, described above
 
 
 def _save(path: Path | None, results: Sequence[BenchResult], rows: Sequence[Entry]) -> None:
-    """Writes the plan of the cheapest run whose gradient is close to fp32's to a file, if one is asked for."""
     if path is None:
         return
     within = next((result.within for result in results if result.within is not None), WITHIN)
@@ -204,7 +189,6 @@ def _save(path: Path | None, results: Sequence[BenchResult], rows: Sequence[Entr
 
 
 def _sweep(asked: Asked, *, json: Path | None, page: Path | None, quiet: bool, plan: Path | None) -> None:
-    """Measures the points of a sweep that the file `json` does not have yet, and prints the whole sweep."""
     check_page(page, json)
     done = None if json is None else read_sweep(json)
     if done is not None:
@@ -226,7 +210,6 @@ def _sweep(asked: Asked, *, json: Path | None, page: Path | None, quiet: bool, p
 
 
 def _largest(asked: Asked, limit: int, *, json: Path | None, page: Path | None, quiet: bool) -> None:
-    """Finds and prints, for each model and row, the largest batch that fits into `limit` bytes."""
     check_page(page, json)
     with activity("starting", quiet=quiet) as now:
         found = largest_batches(asked, limit, progress=now)
@@ -240,7 +223,6 @@ def _largest(asked: Asked, limit: int, *, json: Path | None, page: Path | None, 
 
 
 def _first_line(name: str, rows: list[Entry], steps: int | None, seconds: float | None, device: torch.device) -> str:
-    """Returns what is run, where, and about how long it takes."""
     facts, machine = read_facts(device), read_machine(device)
     what = ", ".join(row.name for row in rows if row.refused is None) or "nothing"
     units = " and ".join(each for each in machine.fast if each != "fp32") or "no bf16 or fp16"
@@ -256,7 +238,6 @@ def _first_line(name: str, rows: list[Entry], steps: int | None, seconds: float 
 
 
 def _compiled(rows: list[Entry], compile: str) -> tuple[Entry, ...]:
-    """Returns the rows that the option --compile asks for: each without torch.compile, with it, or both."""
     if compile not in COMPILE:
         raise WorkloadError(f"--compile {compile!r} is unknown; choose one of {', '.join(COMPILE)}")
     return tuple(replace(row, compiled=on) for row in rows for on in COMPILE[compile])

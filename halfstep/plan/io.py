@@ -36,7 +36,6 @@ def to_dict(plan: Plan) -> dict[str, Any]:
 
 
 def _entries(value: Any) -> Any:
-    """Returns a value, such as a plan or a rule, as a plan file has it: as dicts, lists, names and numbers."""
     match value:
         case Format():
             return value.name
@@ -115,7 +114,6 @@ def from_dict(entries: Mapping[str, Any], *, low: Format | torch.dtype | str | N
 
 
 def _check_schema(schema: object) -> None:
-    """Raises a PlanError if the schema version is not the one that this halfstep reads."""
     # This is checked first, because another version may have other keys.
     if schema is None:
         raise PlanError(f"at `$.schema`: the plan has no schema version; add schema = {SCHEMA}")

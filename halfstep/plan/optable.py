@@ -347,7 +347,6 @@ def _obstacle(schema: FunctionSchema) -> str:
 
 
 def _unknown(public_name: str, name: str) -> str:
-    """Returns the error message for an op `name` that is not an aten op; `public_name` is what the user wrote."""
     for module, path in (
         (torch.nn.functional, "torch.nn.functional"),
         (torch, "torch"),

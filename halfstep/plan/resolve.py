@@ -268,7 +268,6 @@ def _decide(plan: Plan, site: Site, rule: Rule | None, above: _Decision, owner: 
 
 
 def _full_anyway(plan: Plan, module: nn.Module, owner: nn.Module | None) -> str | None:
-    """Returns why a module computes in fp32 although no rule says so; None if it does not."""
     if plan.param == "low" and isinstance(owner, ParametrizationList):
         return "parametrizations full"
     return "quantized: takes fp32" if type(module).__module__.startswith(QUANTIZED) else None
@@ -368,7 +367,6 @@ def _input(plan: Plan, decision: _Decision, *, root: bool) -> Format | None:
 
 
 def _own_fp32(module: nn.Module, fp32: Container[int]) -> list[tuple[str, nn.Parameter]]:
-    """Returns (name, parameter) for each of a module's own fp32 parameters."""
     own = [(name, p) for name, p in parameters_of(module).items() if p is not None]
     return [(name, p) for name, p in own if p.dtype is torch.float32 or id(p) in fp32]
 
@@ -384,7 +382,6 @@ def _check_borrowed(path: str, decision: _Decision, parent: str, owner: nn.Modul
 
 
 def _check_shared(sites: Sequence[Site], modules: Sequence[ModuleFormats]) -> None:
-    """Raises a PlanError if two models share a module that would get different formats in them."""
     first: dict[nn.Module, ModuleFormats] = {}
     for site, formats in zip(sites, modules, strict=True):
         other = first.setdefault(site.module, formats)
@@ -397,7 +394,6 @@ def _check_shared(sites: Sequence[Site], modules: Sequence[ModuleFormats]) -> No
 
 
 def _check_tied(sites: Sequence[Site], modules: Sequence[ModuleFormats], fp32: Container[int]) -> None:
-    """Raises a PlanError if modules hold the same parameter and would store it in different formats."""
     first: dict[nn.Parameter, tuple[str, ModuleFormats, Format | None]] = {}
     for site, formats in zip(sites, modules, strict=True):
         for name, parameter in _own_fp32(site.module, fp32):

@@ -12,7 +12,7 @@ from halfstep.errors import DataError, OpError, SetupError, WorkloadError
 from halfstep.formats import BF16, FP32
 from halfstep.lab.bench import bench as experiment
 from halfstep.lab.bench.bench import bench
-from halfstep.lab.bench.variants import Entry, Facts, entries
+from halfstep.lab.bench.variants import End, Entry, entries
 from halfstep.lab.workloads.imdb_lstm import ImdbLSTM
 from halfstep.lab.workloads.regression import Regression
 from halfstep.machine import AVX2, AVX512_BF16, DeviceFacts
@@ -41,8 +41,8 @@ class Recorder:
     def observe(self):
         pass
 
-    def facts(self):
-        return Facts(skipped=2, scale=8.0, memory={"weights": 72})
+    def end(self):
+        return End(skipped=2, scale=8.0, memory={"weights": 72})
 
     def close(self):
         self.closed = True

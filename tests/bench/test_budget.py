@@ -17,8 +17,7 @@ from halfstep.lab.bench.bench import bench
 from halfstep.lab.bench.budget import SLOW, Course, course, turn_of, warmup
 from halfstep.lab.bench.lane import Begun, Step
 from halfstep.lab.bench.remote import Origin, Remote, Task
-from halfstep.lab.bench.tally import End
-from halfstep.lab.bench.variants import AmpVariant, Entry
+from halfstep.lab.bench.variants import AmpVariant, End, Entry
 from halfstep.lab.workloads.regression import Regression
 
 CPU = torch.device("cpu")

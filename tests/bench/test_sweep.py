@@ -20,8 +20,7 @@ from halfstep.lab.bench.bench import bench
 from halfstep.lab.bench.lane import Begun, Step
 from halfstep.lab.bench.remote import OutOfMemory, Remote
 from halfstep.lab.bench.sweep import Asked, read_sweep, sweep
-from halfstep.lab.bench.tally import End
-from halfstep.lab.bench.variants import Entry
+from halfstep.lab.bench.variants import End, Entry
 from halfstep.lab.workloads.load import load_workload
 from halfstep.saved import replace_file
 

@@ -89,7 +89,6 @@ def _ratio(value: float | None) -> str | None:
 
 
 def _span(values: Sequence[float]) -> str | None:
-    """Returns the smallest and the largest of some figures, which differ by seed."""
     return "-".join(f"{each:g}" for each in dict.fromkeys((min(values), max(values)))) if values else None
 
 
@@ -208,7 +207,6 @@ def _compared(results: Sequence[BenchResult]) -> dict[str, list[LevelRun]]:
 
 
 def _beside(result: BenchResult, run: BenchRun) -> bool:
-    """Tells whether a run can be compared with O0."""
     full = _baseline(result)
     if full is None or full.error is not None or run == full or run.peer or run.vs_o0 is None:
         return False
@@ -216,7 +214,6 @@ def _beside(result: BenchResult, run: BenchRun) -> bool:
 
 
 def _without_o0(results: Sequence[BenchResult]) -> str:
-    """Returns the recommendation if no row can be compared with O0, for example because O0 ran out of memory."""
     runs = [run for result in results for run in result.runs if not run.peer]
     fulls = [_baseline(result) for result in results]
     speeds = {
@@ -231,7 +228,6 @@ def _without_o0(results: Sequence[BenchResult]) -> str:
 
 
 def _ran_out(results: Sequence[BenchResult], best: str, full: str) -> str:
-    """Returns text that says in how many results the row `best`, the row `full` or both ran out of memory."""
     out = [{run.name for run in result.runs if run.out_of_memory} & {best, full} for result in results]
     whose = {"both": {best, full}, f"{full} alone": {full}, f"{best} alone": {best}}
     counts = {who: out.count(names) for who, names in whose.items()}
@@ -274,7 +270,6 @@ def _steps(result: BenchResult, run: BenchRun) -> int:
 
 
 def _ends(run: BenchRun) -> Sequence[float]:
-    """Returns the final loss of each seed: the validation loss if there is one, or else the training loss."""
     return run.validation.get("loss") or run.train_loss
 
 

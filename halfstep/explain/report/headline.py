@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from statistics import median
 from typing import Any
 
@@ -69,6 +69,11 @@ class _Course:
     def last(self) -> int:
         return self.run.steps[-1].step
 
+    @property
+    def cause(self) -> Event | None:
+        """The last verdict on a problem that lowering a dynamic loss scale does not fix."""
+        return next((event for event in reversed(self.verdicts) if not _is_calibration(self, event)), None)
+
 
 def headline(run: Run, gathered: Gathered, now: float) -> Headline:
     """Returns how a run went, by the first of `_RULES` that applies; `now` is the time in seconds since 1970."""
@@ -84,11 +89,9 @@ def headline(run: Run, gathered: Gathered, now: float) -> Headline:
         verdicts=tuple(event for event in run.events if isinstance(event.record, Verdict)),
     )
     found = next(found for rule in _RULES if (found := rule(course)) is not None)
-    if found.verdict is None and (causes := _causes(course)):
-        event = causes[-1]
-        found = replace(
-            found, text=f"{found.text}; after step {event.step:,}: {_sentence(course, event)}", verdict=event
-        )
+    if found.verdict is None and (event := course.cause) is not None:
+        text = f"{found.text}; after step {event.step:,}: {_sentence(course, event)}"
+        found = replace(found, text=text, verdict=event)
     return replace(found, details=tuple(_details(course, found)))
 
 
@@ -124,16 +127,14 @@ def _without_steps(course: _Course) -> Headline | None:
         grave = [each.severity for each in course.findings]
         tone = "bad" if "error" in grave else "warning" if "warning" in grave else "good"
         counted = [_count(grave.count(name), name) for name in ("error", "warning", "note") if name in grave]
-        return Headline(tone, f"No step was logged: the check found {_list(counted)}")
-    if course.run.observed:
-        return Headline(
-            "warning", f"No step was logged: tensors were observed at {_count(len(course.run.observed), 'step')}"
-        )
+        listed = " and ".join(filter(None, [", ".join(counted[:-1]), counted[-1]]))
+        return Headline(tone, f"No step was logged: the check found {listed}")
+    if observed := len(course.run.observed):
+        return Headline("warning", f"No step was logged: tensors were observed at {_count(observed, 'step')}")
     return Headline("warning", "Nothing was logged: no step, no observation, no verdict")
 
 
 def _stopped(course: _Course) -> Headline | None:
-    """Returns the headline of a run that made no step after its last verdict; None for other runs."""
     if not course.verdicts or course.verdicts[-1].step < course.last:
         return None
     event = course.verdicts[-1]
@@ -148,18 +149,14 @@ def _stopped(course: _Course) -> Headline | None:
 
 
 def _diverged(course: _Course) -> Headline | None:
-    """Returns the headline of a run whose last unskipped steps have losses that are not finite; None for other runs."""
-    first = None
-    for values in reversed([each for each in course.run.steps if each.loss is not None and not each.skipped]):
-        assert values.loss is not None
-        if math.isfinite(values.loss):
-            break
-        first = values.step
-    return None if first is None else Headline("bad", f"Diverged: the loss is not finite from step {first:,} on")
+    losses = [
+        (each.step, each.loss) for each in reversed(course.run.steps) if each.loss is not None and not each.skipped
+    ]
+    broken = list(takewhile(lambda seen: not math.isfinite(seen[1]), losses))
+    return Headline("bad", f"Diverged: the loss is not finite from step {broken[-1][0]:,} on") if broken else None
 
 
 def _stuck(course: _Course) -> Headline | None:
-    """Returns the headline of a run that ends with too many skipped steps in a row (see `_streak`); None for others."""
     streak = _streak(course)
     if not streak:
         return None
@@ -169,17 +166,13 @@ def _stuck(course: _Course) -> Headline | None:
 
 
 def _lives_at_floor(course: _Course) -> Headline | None:
-    count = _at_floor(course, course.run.steps)
-    if not count:
+    if not (count := _at_floor(course, course.run.steps)):
         return None
-    return Headline(
-        "bad",
-        f"Skips even at the smallest loss scale, {course.floor:g}: {_skips(course)}, {count:,} of them at that scale",
-    )
+    skips = f"Skips even at the smallest loss scale, {course.floor:g}: {_skips(course)}"
+    return Headline("bad", f"{skips}, {count:,} of them at that scale")
 
 
 def _absorbed(course: _Course) -> Headline | None:
-    """Returns the headline of a run in which an operation turned infinities into finite, wrong values; else None."""
     if not course.gathered.absorbed:
         return None
     worst = max(course.gathered.absorbed, key=lambda each: len(each.steps))
@@ -196,7 +189,6 @@ def _absorbed(course: _Course) -> Headline | None:
 
 
 def _imprecise(course: _Course) -> Headline | None:
-    """Returns the headline of a run whose precision a check, or a probe, found to be lost; None for others."""
     judged = [each for each in course.findings if each.code in (Kind.PRECISION_LOST, COMPARED)]
     if judged and judged[-1].code == Kind.PRECISION_LOST and judged[-1].severity != "note":
         cure = judged[-1].advice.partition(", with which")[0]
@@ -231,44 +223,35 @@ def _lost_updates(course: _Course) -> Headline | None:
     share = _share(sums, "lost", "nonzero")
     if share[0] <= LOST_UPDATES:
         return None
-    stored = " and ".join(sorted(sums.formats))
-    return Headline(
-        "bad", f"{_percent(share[0])} of the updates are lost: weights in {stored} have no master{_mostly(sums, share)}"
-    )
+    lost = f"{_percent(share[0])} of the updates are lost: weights in {' and '.join(sorted(sums.formats))}"
+    return Headline("bad", f"{lost} have no master{_mostly(sums, share)}")
 
 
 def _lost_values(course: _Course) -> Headline | None:
     if course.is_plain:
         return None
-    low = course.gathered.low.name
-    for kind in GRADIENTS:
-        sums = course.gathered.kinds.get(kind)
-        share = np.zeros(1) if sums is None else _share(sums, "lost", "nonzero")
-        if sums is not None and share[0] > LOST:
-            lost = f"{_percent(share[0])} of the nonzero {kind.partition('_')[0]} gradients round to zero in {low}"
-            return Headline("warning", f"{lost}{_mostly(sums, share)}; {_skips(course)}")
-    sums = course.gathered.kinds.get("activation")
-    share = np.zeros(1) if sums is None else _share(sums, "saturated", "count")
-    if sums is not None and share[0] > 0:
-        beyond = f"{_percent(share[0])} of the activations are beyond {low}, or not finite"
-        return Headline("warning", f"{beyond}{_mostly(sums, share)}; {_skips(course)}")
+    kinds, low = course.gathered.kinds, course.gathered.low.name
+    lost = f"of the nonzero {{}} gradients round to zero in {low}"
+    judged = [(kind, "lost", "nonzero", LOST, lost.format(kind.partition("_")[0])) for kind in GRADIENTS]
+    judged += [("activation", "saturated", "count", 0.0, f"of the activations are beyond {low}, or not finite")]
+    for kind, measure, of, limit, what in judged:
+        share = _share(kinds[kind], measure, of) if kind in kinds else np.zeros(1)
+        if share[0] > limit:
+            where = _mostly(kinds[kind], share)
+            return Headline("warning", f"{_percent(share[0])} {what}{where}; {_skips(course)}")
     return None
 
 
 def _explained(course: _Course) -> Headline | None:
-    """Returns the headline of a run that continued after a verdict; None for other runs."""
-    causes = _causes(course)
-    if not causes:
+    event = course.cause
+    if event is None:
         return None
-    event = causes[-1]
-    since = [values for values in course.run.steps if values.step > event.step]
-    skipped = sum(values.skipped for values in since)
-    after = f"{_count(len(since), 'step')} since, {skipped or 'none'} skipped"
+    since = [values.skipped for values in course.run.steps if values.step > event.step]
+    after = f"{_count(len(since), 'step')} since, {sum(since) or 'none'} skipped"
     return Headline("warning", f"Went on after step {event.step:,}, where {_sentence(course, event)}: {after}", event)
 
 
 def _ended(course: _Course) -> Headline:
-    """Returns the headline of a run to which no other rule applies: it says how the log ends."""
     process, figures = course.run.processes[-1], f"{_skips(course)}{_lost(course)}"
     event = course.verdicts[-1] if course.verdicts else None
     if process.error == "KeyboardInterrupt":
@@ -280,7 +263,8 @@ def _ended(course: _Course) -> Headline:
             return Headline("good", f"Healthy: {figures}", event)
         well = "Few steps were skipped" if course.skipped else "No step was skipped and nothing overflowed"
         return Headline("good", f"{well}; precision was not compared: {figures}", event)
-    if course.now - process.end < max(QUIET, 20 * _pace(course.run.steps)):
+    pace = median([b.time - a.time for a, b in pairwise(course.run.steps[-100:])] or [0.0])
+    if course.now - process.end < max(QUIET, 20 * pace):
         return Headline("good", f"Running, at step {course.last:,}: {figures}", event)
     return Headline("warning", f"Cut off after step {course.last:,} (the log has no end): until then {figures}", event)
 
@@ -325,11 +309,6 @@ def _is_calibration(course: _Course, event: Event) -> bool:
     return down and event.record.kind == Kind.SCALE_TOO_HIGH
 
 
-def _causes(course: _Course) -> list[Event]:
-    """Returns the verdicts on problems that lowering a dynamic loss scale does not fix."""
-    return [event for event in course.verdicts if not _is_calibration(course, event)]
-
-
 def _streak(course: _Course) -> list[StepValues]:
     """Returns the consecutive skipped steps at the end of a run if they are not normal, or else an empty list."""
     steps = course.run.steps
@@ -340,12 +319,8 @@ def _streak(course: _Course) -> list[StepValues]:
 
 def _streak_before(steps: Sequence[StepValues], end: int) -> int | None:
     """Returns the number of the first step in the unbroken series of skipped steps that ends with step `end`."""
-    first = None
-    for values in reversed([each for each in steps if each.step <= end]):
-        if not values.skipped:
-            break
-        first = values.step
-    return first
+    streak = list(takewhile(lambda each: each.skipped, (each for each in reversed(steps) if each.step <= end)))
+    return streak[-1].step if streak else None
 
 
 def _at_floor(course: _Course, steps: Sequence[StepValues]) -> int:
@@ -383,34 +358,20 @@ def _lost(course: _Course) -> str:
 
 
 def _share(sums: Sums, measure: str, of: str) -> Array:
-    """Returns the count `measure` divided by the count `of`, over all steps, for each row of `sums`."""
-    totals = sums.shares.sum(1)
-    whole = totals[:, MEASURES.index(of)]
-    share: Array = totals[:, MEASURES.index(measure)] / np.maximum(1, whole)
-    return share
+    totals = dict(zip(MEASURES, sums.shares.sum(1).T, strict=True))
+    return np.asarray(totals[measure] / np.maximum(1, totals[of]))
 
 
 def _mostly(sums: Sums, share: Array) -> str:
-    """Returns a note such as " (31% in layer1)", which names the module with the largest share."""
     if len(share) < 3:
         return ""
     worst = 1 + int(share[1:].argmax())
     return f" ({_percent(share[worst])} in {sums.modules[worst]})"
 
 
-def _pace(steps: Sequence[StepValues]) -> float:
-    """Returns the median time between the last 100 steps, in seconds."""
-    return median([b.time - a.time for a, b in pairwise(steps[-100:])] or [0.0])
-
-
 def _percent(share: float) -> str:
-    """Returns a share in percent with two digits, such as "31%", or "under 0.01%"."""
     return "under 0.01%" if share < 0.0001 else f"{float(f'{100 * share:.2g}'):g}%"
 
 
 def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}" + "s" * (number != 1)
-
-
-def _list(parts: Sequence[str]) -> str:
-    return " and ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))

@@ -159,7 +159,6 @@ def _line(name: str, steps: Sequence[StepValues]) -> dict[str, Any]:
 
 
 def _some(steps: Sequence[float], points: int = POINTS // 2) -> list[int]:
-    """Returns the steps; if there are more than `points`, only that many of them, evenly spaced."""
     places = np.linspace(0, len(steps) - 1, min(len(steps), points)).astype(int)
     return [int(steps[place]) for place in places]
 
@@ -244,7 +243,6 @@ def _kind(kind: str, sums: Sums, formats: Sequence[Format], moves: Sequence[int]
 
 
 def _totals(sums: Sums) -> dict[str, Any]:
-    """Returns, for each row, the numbers of nonzero and of all values in all steps, and shares of these values."""
     counted = sums.shares.sum(1)
     shares = _shares(counted)
     shares["subnormal"] = shares["small"] - shares["lost"]
@@ -273,7 +271,6 @@ def _packed(values: npt.NDArray[Any], kind: str = "f8") -> str:
 
 
 def _rows(run: Run, gathered: Gathered) -> Iterator[TableRow]:
-    """Yields a table row for each verdict, finding, absorbed overflow and imprecise module, the most severe first."""
     rows = [_absorbed(each) for each in gathered.absorbed]
     rows += [_imprecise(each) for each in gathered.precision if max(each.off_by) > SUSPECT]
     for event in run.events:
@@ -366,7 +363,6 @@ def _plan(entries: dict[str, Any]) -> str:
 
 
 def _duration(seconds: float) -> str:
-    """Returns a duration in seconds as text, such as "3.2 s", "2 min 5 s" or "2 h 5 min"."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)

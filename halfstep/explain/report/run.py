@@ -110,15 +110,12 @@ def find_log(path: Path) -> Path:
     found = [usual] if usual.is_file() else sorted(path.glob("*.jsonl"))
     if len(found) != 1:
         names = ", ".join(file.name for file in found) or "none"
-        raise LogError(
-            f"the folder {path} has no {LOG_NAME} and not exactly one other .jsonl file (found: {names}); name the log "
-            "file"
-        )
+        what = f"has no {LOG_NAME} and not exactly one other .jsonl file (found: {names})"
+        raise LogError(f"the folder {path} {what}; name the log file")
     return found[0]
 
 
 def _lines(path: Path) -> Iterator[tuple[int, Line | str]]:
-    """Yields (number, line) for each line of a log, numbered from 1."""
     with path.open("rb") as file:
         for number, data in enumerate(file, start=1):
             if not data.strip():
@@ -227,18 +224,15 @@ class ProcessRow:
 
     process: int
     run: Run
-    steps: str
-    skipped: int
-    scale: float | None
     overflow: tuple[int, str] | None
 
 
 PROCESSES: Mapping[str, Callable[[ProcessRow], object]] = {  # the columns of their table
     "process": lambda row: row.process,
     "log": lambda row: shown(row.run.path),
-    "steps": lambda row: row.steps,
-    "skipped": lambda row: f"{row.skipped:,}",
-    "loss scale": lambda row: "" if row.scale is None else f"{row.scale:g}",
+    "steps": lambda row: f"{steps[0].step:,} to {steps[-1].step:,}" if (steps := row.run.steps) else "none",
+    "skipped": lambda row: f"{sum(values.skipped for values in row.run.steps):,}",
+    "loss scale": lambda row: f"{row.run.steps[-1].scale:g}" if row.run.steps else "",
     "first not finite": lambda row: "" if row.overflow is None else f"step {row.overflow[0]:,}: {row.overflow[1]}",
 }
 
@@ -251,27 +245,25 @@ def rows_of(runs: Sequence[Run]) -> tuple[ProcessRow, ...]:
             raise LogError(
                 f"{longest.path} and {run.path} are not of one run: {why}; pass one log of each process of the same run"
             )
-    rows = [_row(run, index if run.process is None else run.process) for index, run in enumerate(runs)]
-    numbers = [row.process for row in rows]
-    if len(set(numbers)) < len(numbers):
-        twice = next(number for number in numbers if numbers.count(number) > 1)
-        names = " and ".join(str(row.run.path) for row in rows if row.process == twice)
-        raise LogError(f"{names} are both of process {twice}; pass one log of each process of a run")
-    return tuple(sorted(rows, key=lambda row: row.process))
+    rows: dict[int, ProcessRow] = {}
+    for index, run in enumerate(runs):
+        number = index if run.process is None else run.process
+        if number in rows:
+            both = f"{rows[number].run.path} and {run.path}"
+            raise LogError(f"{both} are both of process {number}; pass one log of each process of a run")
+        overflow = min(_overflows(run), key=lambda seen: seen[0], default=None)
+        rows[number] = ProcessRow(number, run, overflow)
+    return tuple(rows[number] for number in sorted(rows))
 
 
 def first_overflow(rows: Sequence[ProcessRow]) -> str | None:
     """Returns which process first logged a value that is not finite, and where; None if no process did."""
-    seen = sorted((row.overflow[0], row.process, row.overflow[1]) for row in rows if row.overflow)
-    if not seen:
-        return None
-    earliest = [each for each in seen if each[0] == seen[0][0]]
-    said = "; ".join(f"process {process}: {place}" for _, process, place in earliest)
-    return f"first not finite, at step {earliest[0][0]:,}: {said}"
+    first = min((row.overflow[0] for row in rows if row.overflow), default=None)
+    said = [f"process {row.process}: {row.overflow[1]}" for row in rows if row.overflow and row.overflow[0] == first]
+    return f"first not finite, at step {first:,}: {'; '.join(said)}" if said else None
 
 
 def _apart(first: Run, second: Run) -> str | None:
-    """Returns why two logs cannot be of one run, None if they can."""
     if first.path.resolve() == second.path.resolve():
         return "they are the same file"
     if first.plan != second.plan:
@@ -291,18 +283,6 @@ def _apart(first: Run, second: Run) -> str | None:
         if mine[step].scale != theirs[step].scale:
             return f"step {step:,} had a loss scale of {mine[step].scale:g} in one, {theirs[step].scale:g} in the other"
     return None
-
-
-def _row(run: Run, process: int) -> ProcessRow:
-    steps = run.steps
-    return ProcessRow(
-        process,
-        run,
-        f"{steps[0].step:,} to {steps[-1].step:,}" if steps else "none",
-        sum(values.skipped for values in steps),
-        steps[-1].scale if steps else None,
-        min(_overflows(run), key=lambda seen: seen[0], default=None),
-    )
 
 
 def _overflows(run: Run) -> Iterator[tuple[int, str]]:

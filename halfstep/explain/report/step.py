@@ -67,7 +67,6 @@ def _counted(names: Sequence[str]) -> str:
 
 
 def _modules(found: Inspection) -> Iterator[str]:
-    """Yields a line for each group of modules that have the same type, formats and reason for these formats."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for each in found.modules:
         groups.setdefault((each.type, each.param, each.compute, each.output, each.reason), []).append(each.name)
@@ -77,7 +76,6 @@ def _modules(found: Inspection) -> Iterator[str]:
 
 
 def _kernels(found: Inspection) -> Iterator[str]:
-    """Yields a line for each kind of work that CUDA kernels do, such as "convolution"."""
     for work in dict.fromkeys(row.work for row in found.kernels):
         rows = [row for row in found.kernels if row.work == work]
         rest = [row for row in rows if not row.tensor_cores]

@@ -65,12 +65,10 @@ FIGURES: Mapping[str, tuple[Figure, str]] = {
 
 
 def _throughput(point: Point, run: BenchRun) -> float | None:
-    """Returns the number of examples that a run trains per second; None if its steps were not timed."""
     return None if run.step_ms is None else 1e3 * point.batch / run.step_ms.median
 
 
 def _epoch_minutes(point: Point, run: BenchRun) -> float | None:
-    """Returns the minutes that an epoch takes; None if the workload has no epochs or the steps were not timed."""
     rate = _throughput(point, run)
     return None if rate is None or point.examples is None else point.examples / rate / 60
 
@@ -124,7 +122,6 @@ def _notes(sweep: Sweep, seen: Sequence[Seen]) -> Iterator[str]:
 
 
 def _sweep_charts(sweep: Sweep, seen: Sequence[Seen]) -> Iterator[Chart]:
-    """Yields charts of speed, throughput and memory by model and batch, and a chart of each model's losses."""
     places = [[point.model for point in sweep.points], [f"batch {point.batch}" for point in sweep.points]]
     for name, header, title, axis in (
         ("speed", "speed\nx O0", "Speed, times that of O0", "x O0"),
@@ -184,7 +181,6 @@ def _baselines(found: Sequence[Largest]) -> dict[str, Largest]:
 
 
 def _largest_headline(found: Sequence[Largest]) -> str:
-    """Returns one sentence that names the configuration whose batch is largest relative to O0."""
     full = _baselines(found)
     shares = [
         (each.batch / taken, each, full[each.model].name)
@@ -200,7 +196,6 @@ def _largest_headline(found: Sequence[Largest]) -> str:
 
 
 def _without_o0(found: Sequence[Largest]) -> str:
-    """Returns the headline for results in which no model has a batch at O0 to compare with."""
     best = max((each for each in found if each.batch), key=lambda each: each.batch or 0, default=None)
     if best is None:
         return "No batch fits at any level."

@@ -42,8 +42,6 @@ class _Row:
 
 
 class _Told:
-    """Counts steps and tells them to a `Progress`."""
-
     def __init__(self, progress: Progress) -> None:
         self._progress, self.done, self.total = progress, 0, 0
 
@@ -138,7 +136,6 @@ def bench(  # noqa: PLR0913  # what one experiment is; all of it stands in the r
 
 
 def _most(steps: int | None, seconds: float | None, seeds: Sequence[int]) -> int:
-    """Returns how many steps a row makes at most."""
     most = STEPS if steps is None and seconds is None else MOST if steps is None else steps
     if most < 1 or not seeds:
         raise WorkloadError(f"expected at least one step and one seed, got steps={most} and {len(seeds)} seeds")
@@ -222,7 +219,6 @@ def _course(
     most: int,
     told: _Told,
 ) -> Course:
-    """Returns what the rows do in the time that is left, after their trial."""
     trials = {number: took for number, took in spent.items() if rows[number].tally.error is None}
     if not trials:
         return Course(most, warmup(most))
@@ -242,7 +238,6 @@ def _course(
 
 
 def _train(rows: Sequence[_Row], taken: Course, seed: int, told: _Told, clock: Callable[[], float]) -> Course:
-    """Trains all rows from one seed, then evaluates each row."""
     trained = [row for row in rows if row.tally.slow is None]
     for row in trained:
         row.losses = []

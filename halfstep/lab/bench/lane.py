@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 
 import torch
 
 from halfstep.lab.bench.gradients import gradient_error
 from halfstep.lab.bench.memory import CpuBytes, CudaBytes, counting, limit_memory
-from halfstep.lab.bench.tally import End, next_batch
-from halfstep.lab.bench.variants import Entry, Variant, timed_step
+from halfstep.lab.bench.tally import next_batch
+from halfstep.lab.bench.variants import End, Entry, Variant, timed_step
 from halfstep.lab.workloads.workload import Batch, Workload, to_device_of
 
 COUNTED = 2  # steps: the first makes the optimizer's state, the second has the peak
@@ -102,22 +102,21 @@ class Local:
     def gauge(self) -> float:
         """Returns about how many seconds a validation takes, from the time of its first batch."""
         model = self._running().model
-        sizes, first = [], None
-        for batch in self._workload.validation():
-            first = first or batch
-            sizes.append(len(batch[0]))
+        batches = iter(self._workload.validation())
+        first = next(batches, None)
         if first is None:
             return 0.0
-        inputs, _ = to_device_of(model, *first)
+        (inputs,) = to_device_of(model, first[0])
         was_training = model.training
         model.eval()
         try:
             with torch.no_grad():
                 start = perf_counter()
                 float(model(inputs).sum())
-                return (perf_counter() - start) * sum(sizes) / max(1, sizes[0])
+                took = perf_counter() - start
         finally:
             model.train(was_training)
+        return took * (1 + sum(len(each) for each, _ in batches) / max(1, len(inputs)))
 
     def gradient_error(self, seed: int) -> float | None:
         """Returns how far the gradient of a first batch is from fp32's, over the noise of batches; None of a peer."""
@@ -131,7 +130,7 @@ class Local:
         with torch.compiler.set_stance("force_eager") if self._entry.compiled else nullcontext():
             figures = self._workload.evaluate(variant.model) if validate else {}
         peak = None if self._count is None else self._count.peak
-        return End(**vars(variant.facts()), peak=peak, validation={name: float(v) for name, v in figures.items()})
+        return replace(variant.end(), peak=peak, validation={name: float(v) for name, v in figures.items()})
 
     def close(self) -> None:
         """Ends the run, if there is one."""

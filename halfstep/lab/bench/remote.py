@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,8 +17,7 @@ from typing import Any
 import torch
 
 from halfstep.errors import WorkloadError
-from halfstep.lab.bench.lane import Begun, Step
-from halfstep.lab.bench.tally import End, settings_of
+from halfstep.lab.bench.tally import settings_of
 from halfstep.lab.bench.variants import Entry
 from halfstep.lab.workloads.load import WORKLOADS, load_workload
 from halfstep.lab.workloads.workload import Workload
@@ -86,30 +86,16 @@ class Remote:
             self._answer()
             self._is_ready = True
 
-    def begin(self, seed: int, *, counted: bool = False, limit: int | None = None) -> Begun:
-        """Builds the model of a seed, in the place of an earlier one."""
-        self._is_limited = limit is not None
-        begun: Begun = self._ask("begin", seed, counted=counted, limit=limit)
-        return begun
+    def __getattr__(self, what: str) -> Callable[..., Any]:
+        """Returns a function that calls this method of the process's `Local`."""
 
-    def step(self, number: int, steps: int) -> Step:
-        """Makes one training step."""
-        made: Step = self._ask("step", number, steps)
-        return made
+        def ask(*given: object, **named: object) -> Any:
+            self.ready()
+            self._is_limited |= named.get("limit") is not None
+            self._send((what, given, named))
+            return self._answer()
 
-    def gauge(self) -> float:
-        """Returns about how many seconds a validation takes."""
-        return float(self._ask("gauge"))
-
-    def gradient_error(self, seed: int) -> float | None:
-        """Returns how far the gradient of a first batch is from fp32's, over the noise of batches; None of a peer."""
-        error: float | None = self._ask("gradient_error", seed)
-        return error
-
-    def end(self, *, validate: bool) -> End:
-        """Returns what the run has come to."""
-        end: End = self._ask("end", validate=validate)
-        return end
+        return ask
 
     def close(self) -> None:
         """Ends the process."""
@@ -119,11 +105,6 @@ class Remote:
             assert each is not None
             with suppress(BrokenPipeError):  # a line that a dead process never took
                 each.close()
-
-    def _ask(self, what: str, *given: object, **named: object) -> Any:
-        self.ready()
-        self._send((what, given, named))
-        return self._answer()
 
     def _send(self, asked: object) -> None:
         assert self._process.stdin is not None

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 
 import msgspec
@@ -57,25 +58,29 @@ class Asked:
             )
         if "batch" in self.settings and self.batches:
             raise WorkloadError("--set batch and --batch-size both set the batch size; pass only one of them")
-        return [point for model in self.models for point in self._points(*model.partition("@"))]
-
-    def _points(self, name: str, at: str, own: str) -> Iterator[tuple[str, Workload]]:
-        if at and not own.isdecimal():
-            raise WorkloadError(f"model {name}: @{own} is not a batch size; write for example {name}@16")
-        batches = [own] if at else [str(batch) for batch in self.batches]
-        for size in [{"batch": batch} for batch in batches] or [{}]:
-            yield name, load_workload(name, {**self.settings, **size}, data=self.data)
+        found = []
+        for model in self.models:
+            name, at, own = model.partition("@")
+            if at and not own.isdecimal():
+                raise WorkloadError(f"model {name}: @{own} is not a batch size; write for example {name}@16")
+            batches = [own] if at else [str(batch) for batch in self.batches]
+            for size in [{"batch": batch} for batch in batches] or [{}]:
+                found.append((name, load_workload(name, {**self.settings, **size}, data=self.data)))
+        return found
 
     def words(self) -> dict[str, str]:
         """Returns what was asked as a dict of texts; a saved sweep can be continued if its texts are the same."""
-        machine = read_machine(self.device)
+        machine, data = read_machine(self.device), "none"
+        if self.data is not None:  # a digest of the full path, so that no home folder is disclosed
+            path = self.data.resolve()
+            data = f"{path.name} ({hashlib.sha256(str(path).encode()).hexdigest()[:12]})"
         return {
             "models": ", ".join(self.models),
             "batch sizes": ", ".join(map(str, self.batches)) or "the models' own",
             "rows": ", ".join(row.name for row in self.rows),
             "steps": str(self.steps),
             "settings": ", ".join(f"{key}={value}" for key, value in sorted(self.settings.items())) or "none",
-            "data": "none" if self.data is None else _data_name(self.data.resolve()),
+            "data": data,
             "seed": str(self.seed),
             "device": machine.device,
             "processor": machine.processor,
@@ -96,11 +101,6 @@ class Asked:
         """Returns the task for the process that trains one row of a point."""
         settings = {**self.settings, "batch": str(workload.batch)}
         return Task(Origin(model, settings, self.data), row, self.device)
-
-
-def _data_name(path: Path) -> str:
-    """Returns the data's file name and a digest of its full path, so that no home folder is disclosed."""
-    return f"{path.name} ({hashlib.sha256(str(path).encode()).hexdigest()[:12]})"
 
 
 def sweep(
@@ -184,7 +184,6 @@ def check_same(before: Mapping[str, str], now: Mapping[str, str]) -> None:
 
 
 def _measure(asked: Asked, model: str, workload: Workload, tick: Callable[[str], None]) -> Point:
-    """Measures a point: starts one process for each row, then makes one training step in each in turn."""
     tallies = [Tally(row, error=row.refused) for row in asked.rows]
     built, total = Begun(0, None), UNTIMED + asked.steps
     with ExitStack() as stack:
@@ -235,31 +234,33 @@ def largest_batches(
     if limit < 1:
         raise WorkloadError(f"expected a memory limit of at least 1 byte, got {limit}; pass for example 2GiB")
     found: list[Largest] = []
+    points = asked.points()
     with suppress(KeyboardInterrupt):
-        for each in _rows(asked, limit, progress):
-            found.append(each)  # one by one, so that those before an interrupt are there
+        for (model, workload), row in product(points, asked.rows):
+            most = workload.examples() or MOST
+            found.append(
+                _search(asked.task(model, workload, row), asked.seed, limit, most, progress)
+                if row.refused is None
+                else Largest(model, row.name, limit, error=row.refused)
+            )
     return tuple(found)
 
 
-def _rows(asked: Asked, limit: int, progress: Callable[[str], None]) -> Iterator[Largest]:
-    for model, workload in asked.points():
-        most = workload.examples() or MOST
-        for row in asked.rows:
-            if row.refused is not None:
-                yield Largest(model, row.name, limit, error=row.refused)
-            else:
-                yield _search(asked.task(model, workload, row), asked.seed, limit, most, progress)
-
-
 def _search(task: Task, seed: int, limit: int, most: int, progress: Callable[[str], None]) -> Largest:
-    """Finds the largest batch, up to `most` examples, with which a task fits into `limit` bytes."""
     tried: dict[int, bool] = {}
     name = task.entry.name
 
     def fits(batch: int) -> bool:
         progress(f"{task.origin.model} {name}: batch {batch}")
         origin = replace(task.origin, settings=task.origin.settings | {"batch": str(batch)})
-        tried[batch] = _trains(replace(task, origin=origin), seed, limit)
+        tried[batch] = True
+        try:  # the first steps, which reach its peak memory
+            with closing(Remote(replace(task, origin=origin))) as remote:
+                remote.begin(seed, counted=True, limit=limit)
+                for number in range(COUNTED):
+                    remote.step(number, COUNTED)
+        except OutOfMemory:
+            tried[batch] = False
         return tried[batch]
 
     found, error = None, None
@@ -268,18 +269,6 @@ def _search(task: Task, seed: int, limit: int, most: int, progress: Callable[[st
     except WorkloadError as failed:
         error = str(failed)
     return Largest(task.origin.model, name, limit, found, tuple(tried.items()), error)
-
-
-def _trains(task: Task, seed: int, limit: int) -> bool:
-    """Tells whether a configuration's first steps, which reach its peak memory, fit into `limit` bytes."""
-    try:
-        with closing(Remote(task)) as remote:
-            remote.begin(seed, counted=True, limit=limit)
-            for number in range(COUNTED):
-                remote.step(number, COUNTED)
-    except OutOfMemory:
-        return False
-    return True
 
 
 def largest(fits: Callable[[int], bool], *, most: int) -> int:

@@ -14,7 +14,7 @@ import torch
 
 from halfstep.errors import HalfstepError, WorkloadError
 from halfstep.lab.bench.memory import PEAK_METHOD
-from halfstep.lab.bench.variants import Entry, Facts
+from halfstep.lab.bench.variants import End, Entry
 from halfstep.lab.workloads.workload import Batch, Workload
 from halfstep.machine import read_machine
 from halfstep.measurements import BenchResult, BenchRun
@@ -32,14 +32,6 @@ NOTES: tuple[tuple[Callable[[Entry], bool], str], ...] = (
         " process of its own, as an open session slows torch.autocast beside it",
     ),
 )
-
-
-@dataclass(frozen=True)
-class End(Facts):
-    """What a run has come to: also its peak memory, None if its steps were not counted, and validation figures."""
-
-    peak: int | None
-    validation: dict[str, float]
 
 
 @dataclass
@@ -65,7 +57,7 @@ class Tally:
         try:
             yield
         except Exception as error:  # whatever a user's workload raises is the row's own
-            self.error = f"{where}{': ' if where else ''}{reason(error)}"
+            self.error = ": ".join(filter(None, [where, reason(error)]))
 
     def add_losses(self, losses: Sequence[float]) -> None:
         """Adds the training losses of one seed's run, which may have ended early."""

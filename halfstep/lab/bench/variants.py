@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 
 import torch
@@ -23,12 +23,14 @@ PEER = "torch.amp"
 
 
 @dataclass(frozen=True)
-class Facts:
-    """Facts about a training run so far."""
+class End:
+    """What a training run has come to so far; its lane adds the peak memory, if it was counted, and a validation."""
 
     skipped: int
     scale: float
     memory: dict[str, int]  # bytes held between steps: weights, masters, gradients, optimizer state
+    peak: int | None = None
+    validation: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -133,10 +135,9 @@ class SessionVariant:
     def observe(self) -> None:
         """Does nothing: a session counts its skipped steps itself."""
 
-    def facts(self) -> Facts:
-        """Returns the session's skipped steps, scale and memory."""
+    def end(self) -> End:
         status = self._session.status()
-        return Facts(status.skipped, status.scales.get(0, 1.0), dict(status.memory))
+        return End(status.skipped, status.scales.get(0, 1.0), dict(status.memory))
 
     def close(self) -> None:
         """Closes the session."""
@@ -174,9 +175,8 @@ class AmpVariant:
         before, self._scale = self._scale, self._scaler.get_scale()
         self._skipped += self._scale < before
 
-    def facts(self) -> Facts:
-        """Returns skipped steps, the scaler's scale and the bytes of parameters, gradients and optimizer state."""
-        return Facts(self._skipped, self._scale, memory_of(self._parameters, [self.optimizer]))
+    def end(self) -> End:
+        return End(self._skipped, self._scale, memory_of(self._parameters, [self.optimizer]))
 
     def close(self) -> None:
         """Does nothing: autocast and the GradScaler leave nothing to restore."""

@@ -109,7 +109,6 @@ def _vs_fp32(rates: Rates, work: str, fmt: str, how: str) -> float:
 
 
 def _words(rates: Rates, low: str) -> str:
-    """Returns a format's speed in words, such as "bf16 runs matrix products at 1.9 and convolutions at 1.2 ..."."""
     gains = {f"{work}s": _gain(rates, low, work) for work in (PRODUCT, CONVOLUTION)}
     timed = " and ".join(f"{works} at {gain:.2g}" for works, gain in gains.items() if gain)
     none = " and ".join(works for works, gain in gains.items() if not gain)
@@ -163,7 +162,6 @@ def _gain_of_wide(width: int, length: int, seconds: float) -> float:
 
 
 def _backward(operands: list[Tensor], grad: Tensor) -> Callable[[], tuple[Tensor, ...]]:
-    """Returns a function that runs the backward pass of causal attention and can be called repeatedly."""
     leaves = query, key, value = [each.detach().requires_grad_() for each in operands]
     out = F.scaled_dot_product_attention(query, key, value, is_causal=True)
     return lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True)

@@ -143,7 +143,6 @@ def _call(work: Work, fmt: str, how: str) -> Callable[[], object]:
 
 @contextmanager
 def _tf32(on: bool) -> Iterator[None]:
-    """Returns a context manager that switches TF32 on or off for fp32 products, and restores the user's setting."""
     backends: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn.conv)  # type: ignore[attr-defined]
     kept = [backend.fp32_precision for backend in backends]
     for backend in backends:
@@ -164,13 +163,11 @@ def _rate(work: Work, fmt: str, how: str, times: list[float], base: list[float])
 
 
 def _copied(source: Tensor, dtype: torch.dtype) -> Callable[[], object]:
-    """Returns a function that copies `source` into a tensor of `dtype`, which is allocated beforehand."""
     target = torch.empty_like(source, dtype=dtype)
     return lambda: target.copy_(source)
 
 
 def _measure_casts(numbers: Tensor, device: torch.device, seconds: float) -> list[Rate]:
-    """Times casts to and from each low format, in turn with an fp32 copy of the same number of values."""
     calls = {"copy": _copied(numbers, FP32.dtype)}
     for low in _LOW:
         calls[f"{CAST_DOWN}/{low}"] = _copied(numbers, _DTYPES[low])

@@ -28,7 +28,6 @@ def read_settings(device: torch.device, *, seconds: float) -> tuple[Setting, ...
 
 
 def _threads(seconds: float) -> Setting:
-    """Returns torch's number of threads as a setting, with what it costs if it is not the number of available cores."""
     taken, cores = torch.get_num_threads(), _cores()
     name, value = "threads", f"{taken} of {cores} cores"
     if taken == cores:
@@ -58,7 +57,6 @@ def _cores() -> int:
 
 
 def _subnormals(seconds: float) -> Setting:
-    """Returns what the CPU does with subnormal numbers as a setting; its cost is timed against normal numbers."""
     tiny = torch.full((512, 512), _TINY, dtype=torch.float32, device="cpu")
     flushed = bool((tiny * 0.5 == 0).all())
     name, value = "subnormal numbers", "flushed to 0" if flushed else "kept"
@@ -126,6 +124,5 @@ def read_tools(device: torch.device) -> dict[str, str]:
 
 
 def _driver() -> str:
-    """Returns the version of the GPU driver, and of the CUDA that torch was built with."""
     found = get_nvidia_driver_version(run)  # type: ignore[no-untyped-call]
     return f"{found or 'unknown, as nvidia-smi did not report it'}; torch is built with CUDA {torch.version.cuda}"

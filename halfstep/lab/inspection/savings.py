@@ -52,7 +52,6 @@ def savings(step: Step, again: Again) -> tuple[Saving, ...]:
 
 
 def _full(step: Step) -> Iterator[Saving]:
-    """Yields a saving for the products of each heavy module that ran in fp32 or fp64 instead of a faster format."""
     known: dict[tuple[torch.dtype, torch.dtype], dict[str, float]] = defaultdict(dict)
     for module, calls in step.heavy().items():
         for name, wide in _WIDE.items():
@@ -110,7 +109,6 @@ def _slow(step: Step) -> Iterator[Saving]:
 
 
 def _cast_again(step: Step) -> Iterator[Saving]:
-    """Yields a saving for each parameter that is cast to the low format more than once in a forward pass."""
     casts: dict[str, list[Call]] = defaultdict(list)
     for call in step.meter.calls:
         if call.is_cast and call.parameter and call.note.phase == "forward" and is_low(call.outputs[0]):
@@ -124,7 +122,6 @@ def _cast_again(step: Step) -> Iterator[Saving]:
 
 
 def _not_aligned(step: Step) -> Iterator[Saving]:
-    """Yields a saving for low products with unaligned sizes: devices run multiples of `_ALIGNED` fastest."""
     known: dict[str, float] = {}
     for calls in step.heavy().values():
         low = [call for call in calls if any(is_low(dtype) for dtype in call.inputs)]
