@@ -48,11 +48,11 @@ def names(text: str) -> list[str]:
 def sizes(text: str) -> tuple[int, ...]:
     """Returns the sizes in a comma-separated list, such as "16, 32"."""
     found = names(text)
-    wrong = [each for each in found or [text] * bool(text) if not each.isdecimal() or int(each) < 1]
-    if wrong:
-        raise WorkloadError(
-            f"{text!r} holds {wrong[0]!r}, which is not a size; pass whole numbers above 0, for example 16,32"
-        )
+    for each in found or [text] * bool(text):
+        if not each.isdecimal() or int(each) < 1:
+            raise WorkloadError(
+                f"{text!r} holds {each!r}, which is not a size; pass whole numbers above 0, for example 16,32"
+            )
     return tuple(dict.fromkeys(map(int, found)))
 
 

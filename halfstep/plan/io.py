@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, fields
 from pathlib import Path
+from types import ModuleType
 from typing import Any, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -36,18 +37,17 @@ def to_dict(plan: Plan) -> dict[str, Any]:
 
 
 def _entries(value: Any) -> Any:
-    match value:
-        case Format():
-            return value.name
-        case Policy() if value in _SHORT.values():
-            return next(name for name, each in _SHORT.items() if each == value)
-        case Policy(products="plan"):  # as the files of versions that had no such field
-            return {each.name: getattr(value, each.name) for each in fields(value) if each.name != "products"}
-        case tuple():
-            return [_entries(each) for each in value]
-    return (
-        {each.name: _entries(getattr(value, each.name)) for each in fields(value)} if type(value) in _TABLES else value
-    )
+    if isinstance(value, Format):
+        return value.name
+    if isinstance(value, tuple):
+        return [_entries(each) for each in value]
+    if type(value) not in _TABLES:
+        return value
+    short = next((name for name, each in _SHORT.items() if each == value), None)
+    found = {each.name: _entries(getattr(value, each.name)) for each in fields(value)}
+    if isinstance(value, Policy) and value.products == "plan":  # as the files of versions that had no such field
+        del found["products"]
+    return short or found
 
 
 def edit_to_dict(edit: Edit) -> dict[str, Any]:
@@ -76,12 +76,10 @@ def edit_from_dict(entries: Mapping[str, Any]) -> Edit:
         name = given.pop("edit", None)
         one_of("its entry `edit`", name, tuple(_EDITS))
         edit: Edit = _made(_EDITS[name], given, "$")
+        return edit
     except PlanError as error:
-        raise PlanError(
-            f"{entries!r:.80} is not an edit ({error}); pass one entry of a `cure`, as `halfstep check --json` and run "
-            "logs hold them"
-        ) from None
-    return edit
+        use = "pass one entry of a `cure`, as `halfstep check --json` and run logs hold them"
+        raise PlanError(f"{entries!r:.80} is not an edit ({error}); {use}") from None
 
 
 def from_dict(entries: Mapping[str, Any], *, low: Format | torch.dtype | str | None = None) -> Plan:
@@ -208,7 +206,8 @@ def load_plan(path: str | os.PathLike[str], *, low: Format | torch.dtype | str |
     except OSError as error:
         raise PlanError(f"plan file {str(file)!r} cannot be read: {error.strerror}; check the path") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise PlanError(f"plan file {str(file)!r} is not valid {codec.name} ({error}); was it cut short?") from None
+        language = file.suffix[1:].upper()
+        raise PlanError(f"plan file {str(file)!r} is not valid {language} ({error}); was it cut short?") from None
     try:
         return from_dict(entries, low=low)
     except PlanError as error:
@@ -223,7 +222,9 @@ def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
     """
     instance("plan", plan, Plan, "halfstep.level('O2', 'bf16')")
     file = file_path("plan file", path)
-    data = _codec(file).encode(to_dict(plan))
+    codec = _codec(file)
+    data = codec.encode(to_dict(plan))
+    data = msgspec.json.format(data) if codec is msgspec.json else data
     try:
         replace_file(file, data)
     except OSError as error:
@@ -267,21 +268,8 @@ def choose_low(facts: DeviceFacts) -> tuple[Format, str]:
     )
 
 
-@dataclass(frozen=True)
-class _Codec:
-    name: str
-    decode: Callable[[bytes], Any]
-    encode: Callable[[dict[str, Any]], bytes]
-
-
-_CODECS: Mapping[str, _Codec] = {
-    ".toml": _Codec("TOML", msgspec.toml.decode, msgspec.toml.encode),
-    ".json": _Codec("JSON", msgspec.json.decode, lambda entries: msgspec.json.format(msgspec.json.encode(entries))),
-}
-
-
-def _codec(file: Path) -> _Codec:
-    codec = _CODECS.get(file.suffix.lower())
-    if codec is None:
-        raise PlanError(f"plan file {str(file)!r} has suffix {file.suffix!r}; expected {' or '.join(_CODECS)}")
-    return codec
+def _codec(file: Path) -> ModuleType:
+    codecs = {".toml": msgspec.toml, ".json": msgspec.json}
+    if file.suffix.lower() not in codecs:
+        raise PlanError(f"plan file {str(file)!r} has suffix {file.suffix!r}; expected {' or '.join(codecs)}")
+    return codecs[file.suffix.lower()]

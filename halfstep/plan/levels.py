@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from numbers import Real
 from types import MappingProxyType
@@ -16,9 +17,7 @@ from halfstep.formats import BF16, FORMATS, FP16, LOW_FORMATS, Format, as_format
 from halfstep.plan.plan import Plan, narrow
 from halfstep.validate import as_tuple, near_miss, real, with_near_misses
 
-_OFF = Scaling("none")
-_DYNAMIC = Scaling("dynamic")
-_ONE = Scaling("static", init=1.0)
+_OFF, _DYNAMIC, _ONE = Scaling("none"), Scaling("dynamic"), Scaling("static", init=1.0)
 _NAMED_SCALES = MappingProxyType({"dynamic": _DYNAMIC, "none": _OFF})
 
 
@@ -147,27 +146,20 @@ def as_scaling(value: str | float | Scaling) -> Scaling:
     """Returns a Scaling for "dynamic", "none", a number, a number as text, or a Scaling."""
     if isinstance(value, Scaling):
         return value
-    if isinstance(value, str):
-        return _scaling_from_text(value)
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise PlanError(f"loss_scale is {value!r}; expected 'dynamic', 'none', a number or a Scaling")
-    return Scaling("static", init=loss_scale_of(value))
+    if isinstance(value, str) and value in _NAMED_SCALES:
+        return _NAMED_SCALES[value]
+    number: object = value
+    with suppress(ValueError):
+        number = float(value) if isinstance(value, str) else value
+    if isinstance(number, bool) or not isinstance(number, Real):
+        hint = near_miss(value, _NAMED_SCALES)
+        raise PlanError(f"loss_scale is {value!r}; expected 'dynamic', 'none', a number or a Scaling{hint}")
+    return Scaling("static", init=loss_scale_of(number))
 
 
 def loss_scale_of(value: object) -> float:
     """Returns a number that was passed as `loss_scale`, as a float."""
     return real("loss_scale", value, low=SMALLEST_SCALE, high=LARGEST_SCALE)
-
-
-def _scaling_from_text(value: str) -> Scaling:
-    if value in _NAMED_SCALES:
-        return _NAMED_SCALES[value]
-    try:
-        number = float(value)
-    except ValueError:
-        hint = near_miss(value, _NAMED_SCALES)
-        raise PlanError(f"loss_scale is {value!r}; expected 'dynamic', 'none', a number or a Scaling{hint}") from None
-    return Scaling("static", init=loss_scale_of(number))
 
 
 def _op_edits(ops: OpChanges | Mapping[str, Iterable[str]] | None) -> list[OpChange]:

@@ -76,14 +76,9 @@ def together(name: str, model: nn.Module) -> tuple[str, ...]:
     modules = {uncompiled(known): module for known, module in model.named_modules()}
     if name not in modules:
         return (name,)
-    own = {id(parameter) for parameter in modules[name].parameters()}
-    others = (
-        known
-        for known, module in modules.items()
-        if any(parameter is not None and id(parameter) in own for parameter in parameters_of(module).values())
-        and not f"{known}.".startswith(f"{name}.")
-    )
-    return (name, *others)
+    own = set(modules[name].parameters())
+    outside = ((known, module) for known, module in modules.items() if not f"{known}.".startswith(f"{name}."))
+    return (name, *(known for known, module in outside if not own.isdisjoint(parameters_of(module).values())))
 
 
 def match_rules(rules: Sequence[Rule], sites: Sequence[Site]) -> Mapping[Site, Rule]:
@@ -125,11 +120,8 @@ def nearest(rule: Rule, sites: Iterable[Site]) -> str:
     names = [name for site in sites for name in site.names if name]
     types = list(dict.fromkeys(name for site in sites for name in site.type_names))
     if rule.pattern.startswith(TYPE_PREFIX):
-        wanted = rule.pattern.removeprefix(TYPE_PREFIX)
-        return (
-            near_miss(wanted, types).replace("mean '", f"mean '{TYPE_PREFIX}")
-            or f"; the model has the classes {_some(types)}"
-        )
+        hint = near_miss(rule.pattern.removeprefix(TYPE_PREFIX), types)
+        return hint.replace("mean '", f"mean '{TYPE_PREFIX}") or f"; the model has the classes {_some(types)}"
     deeper = Rule(f"*.{rule.pattern}", rule.policy)
     if any(deeper.matches(site.names, ()) for site in sites):
         return f"; did you mean {deeper.pattern!r}?"

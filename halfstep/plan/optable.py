@@ -156,9 +156,7 @@ _TABLE: tuple[tuple[Source, OpList, str, str], ...] = (
 def _registered(overload: str, key: str | None = None) -> bool:
     name = f"aten::{overload}"
     try:
-        if key is None:
-            return bool(has_kernel(name))
-        return bool(has_kernel_for(name, key))
+        return bool(has_kernel(name) if key is None else has_kernel_for(name, key))
     except RuntimeError:  # this torch has no such op, or no such device
         return False
 

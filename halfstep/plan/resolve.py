@@ -120,10 +120,9 @@ class Assignment:
 
 
 def _row(formats: ModuleFormats, *, several: bool, products: bool) -> tuple[str, ...]:
-    name = (f"{formats.model}:" if several else "") + (formats.name or "(model)")
-    cells = (formats.param, formats.compute, formats.output, *([formats.products] if products else []))
-    shown = ("-" if word is None else str(word) for word in cells)
-    return (name, formats.type_name, *shown, formats.reason)
+    name = f"{formats.model}:" * several + (formats.name or "(model)")
+    cells = (formats.param, formats.compute, formats.output, *[formats.products] * products)
+    return (name, formats.type_name, *("-" if word is None else str(word) for word in cells), formats.reason)
 
 
 @dataclass(frozen=True)
@@ -251,12 +250,16 @@ def _decide(plan: Plan, site: Site, rule: Rule | None, above: _Decision, owner: 
                 "or both fp32; use param 'low' with buffers 'low', or param 'full' with buffers 'keep'"
             )
         return _Decision(rule.policy, rule.buffers, f"rule {rule.pattern!r}", rule.input, ruled=True)
-    full = _full_anyway(plan, site.module, owner)
+    full = None  # why it computes in fp32 although no rule says so
+    if plan.param == "low" and isinstance(owner, ParametrizationList):
+        full = "parametrizations full"
+    elif type(site.module).__module__.startswith(QUANTIZED):
+        full = "quantized: takes fp32"
+    kind = norm_kind(site.module) if plan.param == "low" and above.policy.compute == "low" else None
+    if full is None and kind == "own" and plan.norms == "full":
+        full = "norms full: own class"
     if full is not None and above.policy.compute == "low":
         return _Decision(FULL, above.buffers, full, ruled=True)
-    kind = norm_kind(site.module) if plan.param == "low" and above.policy.compute == "low" else None
-    if kind == "own" and plan.norms == "full":
-        return _Decision(FULL, above.buffers, "norms full: own class", ruled=True)
     decision = above
     if kind == "torch" and plan.norms == "full":
         decision = replace(above, stored_full=True, reason="norms full")
@@ -265,12 +268,6 @@ def _decide(plan: Plan, site: Site, rule: Rule | None, above: _Decision, owner: 
     if statistics and decision.param == "full" and above.buffers == "low":
         decision = replace(decision, buffers="keep")
     return decision
-
-
-def _full_anyway(plan: Plan, module: nn.Module, owner: nn.Module | None) -> str | None:
-    if plan.param == "low" and isinstance(owner, ParametrizationList):
-        return "parametrizations full"
-    return "quantized: takes fp32" if type(module).__module__.startswith(QUANTIZED) else None
 
 
 def _formats(

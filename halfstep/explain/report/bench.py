@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import exp, inf, isfinite, log
-from statistics import fmean, mean, stdev
+from statistics import fmean, stdev
 
 from rich.console import RenderableType
 from rich.text import Text
@@ -13,11 +13,11 @@ from halfstep.explain.report.tables import ABSENT, MIB, Columns, Shown, cells, d
 from halfstep.measurements import BenchResult, BenchRun
 
 BEFORE: Columns = {
-    "step ms\n(quartiles)": lambda run: _step(run),
+    "step ms\n(quartiles)": lambda run: (ms := run.step_ms) and f"{ms.median:.1f} ({ms.low:.1f}-{ms.high:.1f})",
     "speed\nx O0": lambda run: _ratio(run.vs_o0),
     "speed x\ntorch.amp": lambda run: _ratio(run.vs_amp),
     "peak\nMiB": lambda run: None if run.peak_bytes is None else f"{run.peak_bytes / MIB:,.1f}",
-    "bytes a\nparameter": lambda run: _bytes(run.bytes_per_parameter),
+    "bytes a\nparameter": lambda run: f"{sum(parts.values()):.2f}" if (parts := run.bytes_per_parameter) else None,
     "gradient\nerror": lambda run: None if run.gradient_error is None else f"{run.gradient_error:.1%}",
     "train\nloss": lambda run: over_seeds(run.train_loss),
 }
@@ -55,33 +55,20 @@ def _width(column: Sequence[str]) -> int:
     return 2 + max(len(line) for cell in column for line in cell.split("\n"))
 
 
-def over_seeds(values: Sequence[float], digits: int = 4) -> str:
+def over_seeds(values: Sequence[float]) -> str:
     """Returns the mean over seeds as text, with the standard deviation if there are several, or how many diverged.
 
     >>> over_seeds([1.0, 3.0]), over_seeds([2.0]), over_seeds([])
     ('2.0000 ± 1.4142', '2.0000', '-')
     """
-    if not values:
-        return ABSENT
-    lost = sum(not isfinite(value) for value in values)
-    if lost:
+    if lost := sum(not isfinite(value) for value in values):
         return f"{lost} of {len(values)} diverged"
-    if len(values) == 1:
-        return f"{values[0]:.{digits}f}"
-    return f"{mean(values):.{digits}f} ± {stdev(values):.{digits}f}"
+    spread = f" ± {stdev(values):.4f}" if len(values) > 1 else ""
+    return f"{fmean(values):.4f}{spread}" if values else ABSENT
 
 
 def _validation(name: str) -> Callable[[BenchRun], str]:
     return lambda run: over_seeds(run.validation.get(name, ()))
-
-
-def _step(run: BenchRun) -> str | None:
-    ms = run.step_ms
-    return None if ms is None else f"{ms.median:.1f} ({ms.low:.1f}-{ms.high:.1f})"
-
-
-def _bytes(parts: Mapping[str, float]) -> str | None:
-    return f"{sum(parts.values()):.2f}" if parts else None
 
 
 def _ratio(value: float | None) -> str | None:
@@ -143,13 +130,10 @@ def headlines(results: Sequence[BenchResult], *, losses: bool = False) -> Iterat
     within = results[0].within if results else None
     if within is not None:
         name = cheapest(results, within)
-        seen = [run for result in results for run in result.runs if run.name == name]
+        seen = (run for result in results for run in result.runs if run.name == name)
         worst = max((run.gradient_error or 0.0 for run in seen), default=0.0)
-        yield (
-            UNJUDGED.format(within=within)
-            if name is None
-            else (f"Cheapest with a gradient error under {within:.0%} of the noise of batches: {name}, {worst:.1%}.")
-        )
+        best = f"Cheapest with a gradient error under {within:.0%} of the noise of batches: {name}, {worst:.1%}."
+        yield UNJUDGED.format(within=within) if name is None else best
 
 
 def cheapest(results: Sequence[BenchResult], within: float) -> str | None:
@@ -175,19 +159,22 @@ def recommendation(results: Sequence[BenchResult], *, losses: bool = False) -> s
     if not rows:
         return _without_o0(results)
     speeds = {name: exp(fmean(log(run.vs_o0 or 1.0) for _, run in seen)) for name, seen in rows.items()}
-    best = max(list(speeds)[1:], key=lambda name: (not any(_is_risky(*each) for each in rows[name]), speeds[name]))
+    early = {run.name for seen in rows.values() for at, run in seen if run.level == "O3" and _steps(at, run) < JUDGED}
+    best = max(list(speeds)[1:], key=lambda name: (name not in early, speeds[name]))
     full = max((name for name in speeds if name.split()[0] == "O0" and name != best), key=lambda name: speeds[name])
     pairs = [(run, other) for (_, run), (_, other) in zip(rows[best], rows[full], strict=True)]
     fast = _range([(run.vs_o0 or 1.0) / (other.vs_o0 or 1.0) for run, other in pairs])
-    shares = [share for pair in pairs if (share := _share(*pair)) is not None]
+    shares = [share for pair in pairs if (share := memory_share(*pair)) is not None]
     costs = f", with {_range(shares)} of its peak memory" if shares else ""
-    costs += (_end(*pairs[0]) if losses else "") + _ran_out(results, best, full)
+    costs += _end(*pairs[0]) if losses else ""
     speed = speeds[best] / speeds[full]
     if speed >= 1 + ALIKE:
         return f"Train at {best}: {fast} times as fast as {full}{costs}."
     slower = f"about as fast as {full}{costs}"
     if speed < 1 - ALIKE:
-        slower = f"{fast} times as fast as {full}{_units(*rows[best][0])}{costs}"
+        (machine, low) = rows[best][0][0].machine, rows[best][0][1].low
+        units = "" if low in machine.fast else f" (this {machine.device} has no fast {low} units)"
+        slower = f"{fast} times as fast as {full}{units}{costs}"
     where = " if its memory is available" if min(shares, default=1.0) < 1 else ""
     return f"Train at {full}{where}: the fastest other, {best}, is {slower}."
 
@@ -198,7 +185,7 @@ def _compared(results: Sequence[BenchResult]) -> dict[str, list[LevelRun]]:
     judged = [result for result in results if any(_beside(result, run) for run in result.runs)]
     rows: dict[str, list[LevelRun]] = {}
     for result in judged:
-        full = _baseline(result)
+        full = baseline(result)
         for run in result.runs:
             if run == full or (_beside(result, run) and run.name not in failed):
                 rows.setdefault(run.name, []).append((result, run))
@@ -207,7 +194,7 @@ def _compared(results: Sequence[BenchResult]) -> dict[str, list[LevelRun]]:
 
 
 def _beside(result: BenchResult, run: BenchRun) -> bool:
-    full = _baseline(result)
+    full = baseline(result)
     if full is None or full.error is not None or run == full or run.peer or run.vs_o0 is None:
         return False
     return _learns(result, run)
@@ -215,7 +202,7 @@ def _beside(result: BenchResult, run: BenchRun) -> bool:
 
 def _without_o0(results: Sequence[BenchResult]) -> str:
     runs = [run for result in results for run in result.runs if not run.peer]
-    fulls = [_baseline(result) for result in results]
+    fulls = [baseline(result) for result in results]
     speeds = {
         name: fmean(log(run.step_ms.median) for run in runs if run.name == name and run.step_ms)
         for name in dict.fromkeys(run.name for run in runs)
@@ -227,42 +214,25 @@ def _without_o0(results: Sequence[BenchResult]) -> str:
     return NOTHING
 
 
-def _ran_out(results: Sequence[BenchResult], best: str, full: str) -> str:
-    out = [{run.name for run in result.runs if run.out_of_memory} & {best, full} for result in results]
-    whose = {"both": {best, full}, f"{full} alone": {full}, f"{best} alone": {best}}
-    counts = {who: out.count(names) for who, names in whose.items()}
-    return "".join(f"; at {n} of {len(out)} points {who} ran out of memory" for who, n in counts.items() if n)
-
-
-def memory_share(result: BenchResult, run: BenchRun) -> float | None:
+def memory_share(run: BenchRun, full: BenchRun | None) -> float | None:
     """Returns a run's peak memory divided by that of O0; None if either is unknown."""
-    full = _baseline(result)
-    return None if full is None else _share(run, full)
+    return None if not full or not full.peak_bytes or run.peak_bytes is None else run.peak_bytes / full.peak_bytes
 
 
-def _share(run: BenchRun, full: BenchRun) -> float | None:
-    return None if not full.peak_bytes or run.peak_bytes is None else run.peak_bytes / full.peak_bytes
-
-
-def _baseline(result: BenchResult) -> BenchRun | None:
+def baseline(result: BenchResult) -> BenchRun | None:
     """Returns the first O0 run of a result, with which its other runs are compared; None if there is no O0 run."""
     return next((run for run in result.runs if run.level == "O0"), None)
 
 
 def _learns(result: BenchResult, run: BenchRun) -> bool:
     """Tells whether a run completed with finite losses that are not clearly higher than O0's."""
-    full, ends = _baseline(result), _ends(run)
+    full, ends = baseline(result), _ends(run)
     if run.error is not None or not all(map(isfinite, (*run.losses, *ends))):
         return False
     if full is None or not ends or not _ends(full) or _steps(result, run) < JUDGED:
         return True
     wanted = fmean(_ends(full))
     return fmean(ends) <= wanted + WORSE_LOSS * abs(wanted)
-
-
-def _is_risky(result: BenchResult, run: BenchRun) -> bool:
-    """Tells whether a run trained at O3, without masters, for too few steps to show how that affects the loss."""
-    return run.level == "O3" and _steps(result, run) < JUDGED
 
 
 def _steps(result: BenchResult, run: BenchRun) -> int:
@@ -281,10 +251,6 @@ def _end(run: BenchRun, full: BenchRun) -> str:
     apart = mine - theirs
     word = "the same" if abs(apart) <= SAME_LOSS * abs(theirs) else "a higher" if apart > 0 else "a lower"
     return f"; it ended at {word} loss ({mine:.3f} against {theirs:.3f})"
-
-
-def _units(result: BenchResult, run: BenchRun) -> str:
-    return "" if run.low in result.machine.fast else f" (this {result.machine.device} has no fast {run.low} units)"
 
 
 def _range(values: Sequence[float]) -> str:

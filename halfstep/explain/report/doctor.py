@@ -9,13 +9,13 @@ from rich.console import Group
 from rich.text import Text
 
 from halfstep.explain.report.tables import Columns, disturbed, numbered, table
-from halfstep.measurements import Examination, Spread
+from halfstep.measurements import Examination
 
 RATES: Columns = {
     "work": lambda rate: rate.work,
     "format": lambda rate: rate.format if rate.how == "native" else f"{rate.format} {rate.how}",
     "rate": lambda rate: f"none: {rate.error}"[:60] if rate.rate is None else f"{rate.rate:,.4g} {rate.unit}",
-    "quartiles ms": lambda rate: _milliseconds(rate.seconds),
+    "quartiles ms": lambda rate: f"{1e3 * took.low:.3g} to {1e3 * took.high:.3g}" if (took := rate.seconds) else "",
     "speed x fp32": lambda rate: "" if rate.vs_fp32 is None else f"{rate.vs_fp32:.3g}",
 }
 
@@ -41,10 +41,6 @@ def doctor_report(found: Examination) -> Group:
     columns = numbered(("AdamW, bytes a parameter", "format", *uses, "sum"))
     shown = (table(rates, RATES, words=("work", "format")), table(memory, columns, words=("format",)))
     return Group(Text(head), *(part for each in shown for part in (Text(), each)), Text(), *map(Text, _lines(found)))
-
-
-def _milliseconds(seconds: Spread | None) -> str:
-    return "" if seconds is None else f"{1e3 * seconds.low:.3g} to {1e3 * seconds.high:.3g}"
 
 
 def _lines(found: Examination) -> Iterator[str]:

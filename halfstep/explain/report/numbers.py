@@ -114,12 +114,10 @@ def name_of(seen: Observation) -> str:
 def shares_of(seen: Observation, low: Format) -> dict[str, float]:
     """Returns the shares of an observed tensor's values that `low` cannot represent, by name."""
     shares: dict[str, float] = {}
-    if seen.stats.nonzero:
-        own = LIMITS.get(seen.kind)
-        below = None if own is None else seen.stats.below(own.zero) / seen.stats.nonzero
-        shares[f"lost/{name_of(seen)}"] = seen.stats.lost(low) if below is None else below
-    if seen.kind == OPERAND:
-        shares[f"saturated/{name_of(seen)}"] = seen.stats.exponents[BIAS + 2] / seen.stats.count
-    elif seen.kind != UPDATE:
-        shares[f"saturated/{name_of(seen)}"] = seen.stats.saturated(low)
+    stats, own, name = seen.stats, LIMITS.get(seen.kind), name_of(seen)
+    if stats.nonzero:
+        shares[f"lost/{name}"] = stats.lost(low) if own is None else stats.below(own.zero) / stats.nonzero
+    if seen.kind != UPDATE:
+        beyond = stats.exponents[BIAS + 2] / stats.count if seen.kind == OPERAND else stats.saturated(low)
+        shares[f"saturated/{name}"] = beyond
     return shares

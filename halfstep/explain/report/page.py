@@ -187,9 +187,8 @@ def _focus(gathered: Gathered, event: Event | None) -> dict[str, Any] | None:
 
 
 def _saturated(sums: Sums, module: str | None) -> bool:
-    if module is None:
-        return False
-    return bool(sums.shares[sums.modules.index(module), :, MEASURES.index("saturated")].any())
+    at = MEASURES.index("saturated")
+    return module is not None and bool(sums.shares[sums.modules.index(module), :, at].any())
 
 
 def _nearest(name: str, modules: Sequence[str]) -> tuple[int, str | None]:
@@ -226,6 +225,9 @@ def _kind(kind: str, sums: Sums, formats: Sequence[Format], moves: Sequence[int]
     limits = (
         {UPDATE: UPDATE_LIMITS} if kind == UPDATE else {fmt.name: LIMITS.get(kind) or limits_of(fmt) for fmt in formats}
     )
+    counted = sums.shares.sum(1)  # in all steps
+    totals = _shares(counted)
+    totals["subnormal"] = totals["small"] - totals["lost"]
     return {
         "modules": sums.modules,
         "formats": sorted(sums.formats),
@@ -237,19 +239,10 @@ def _kind(kind: str, sums: Sums, formats: Sequence[Format], moves: Sequence[int]
             name: _packed(np.stack([sums.judge(each, scale) for scale in scales], axis=1), "f4")
             for name, each in limits.items()
         },
-        **_totals(sums),
-        "maps": {name: _packed(values, "f4") for name, values in _shares(sums.shares[1:]).items()},
-    }
-
-
-def _totals(sums: Sums) -> dict[str, Any]:
-    counted = sums.shares.sum(1)
-    shares = _shares(counted)
-    shares["subnormal"] = shares["small"] - shares["lost"]
-    return {
         "nonzero": counted[:, MEASURES.index("nonzero")].tolist(),
         "count": counted[:, MEASURES.index("count")].tolist(),
-        "run": {name: np.nan_to_num(values).tolist() for name, values in shares.items()},
+        "run": {name: np.nan_to_num(values).tolist() for name, values in totals.items()},
+        "maps": {name: _packed(values, "f4") for name, values in _shares(sums.shares[1:]).items()},
     }
 
 
@@ -306,10 +299,8 @@ def _parted(advice: str, cure: Sequence[Edit]) -> tuple[str, str]:
     >>> _parted("plan.edit(Rule('a', FULL)); tried: it trains", [Rule("a", FULL)]), _parted("take less", [])
     (("plan = plan.edit(Rule('a', FULL))", 'tried: it trains'), ('', 'take less'))
     """
-    if not cure:
-        return "", advice
     code = spell(cure)
-    return f"plan = {code}", advice.replace(code, "", 1).strip(" ,;")
+    return (f"plan = {code}", advice.replace(code, "", 1).strip(" ,;")) if cure else ("", advice)
 
 
 def _facts(run: Run, judge: Format) -> Iterator[tuple[str, str]]:
@@ -363,8 +354,6 @@ def _plan(entries: dict[str, Any]) -> str:
 
 
 def _duration(seconds: float) -> str:
-    if seconds < 60:
-        return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+    short = f"{seconds:.1f} s" if seconds < 60 else f"{minutes} min {rest} s"
+    return short if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"

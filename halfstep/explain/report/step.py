@@ -101,9 +101,7 @@ def _of_inspection(found: Inspection) -> Iterator[str]:
         saved = "no gain measured"
         if saving.seconds is not None:
             saved = f"would save {1e3 * saving.seconds:,.2f} ms, {saving.seconds / found.seconds:.0%} of the step"
-        yield f"{saving.code} at {saving.place}: {saved}"
-        yield f"  seen: {saving.evidence}"
-        yield f"  do:   {saving.advice}"
+        yield f"{saving.code} at {saving.place}: {saved}\n  seen: {saving.evidence}\n  do:   {saving.advice}"
         yield from (f"  edit: {edit!r}" for edit in saving.cure)
 
 
@@ -111,7 +109,7 @@ def _of_inspection(found: Inspection) -> Iterator[str]:
 
 SCALES: Columns = {
     "loss scale": lambda row: row.format,
-    "smallest safe": lambda row: _smallest(row.smallest),
+    "smallest safe": lambda row: (least := row.smallest) and (f"{least:.8g}" if least > 1 else "1 or less"),
     "largest safe": lambda row: f"{row.largest:.4g}",
     "recommended": lambda row: "none needed" if row.recommended == 1 else f"{row.recommended:.8g}",
     "dynamic settles at": lambda row: _settles(row),
@@ -196,10 +194,6 @@ def _of_whatif(result: WhatIf) -> Iterator[str]:
     )
 
 
-def _smallest(scale: float | None) -> str | None:
-    return None if scale is None else "1 or less" if scale <= 1 else f"{scale:.8g}"
-
-
 def _settles(row: ScaleRange) -> str | None:
     low, high = row.settles
     return None if row.recommended == 1 else f"{low:.8g}" if low == high else f"{low:.8g} to {high:.8g}"
@@ -210,9 +204,8 @@ def _worst(group: Sequence[Rounded]) -> Rounded:
 
 
 def _mean(rows: Sequence[Rounded], name: str) -> float:
-    weights = [row.stats.nonzero if name == "lost" else row.stats.count for row in rows]
-    total = sum(weights)
-    return sum(getattr(row, name) * weight for row, weight in zip(rows, weights, strict=True)) / total if total else 0.0
+    counts = [(getattr(row, name), row.stats.nonzero if name == "lost" else row.stats.count) for row in rows]
+    return float(sum(share * count for share, count in counts) / max(1, sum(count for _, count in counts)))
 
 
 def _share(rows: Sequence[Foreseen], name: str) -> float:

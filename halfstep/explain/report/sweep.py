@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from math import isfinite
 from typing import Any
 
 from rich.console import Group
 from rich.text import Text
 
-from halfstep.explain.report.bench import headlines, memory_share
+from halfstep.explain.report.bench import baseline, headlines, memory_share
 from halfstep.explain.report.tables import MIB, Columns, cells, disturbed, numbered, table
 from halfstep.measurements import BenchRun, Largest, Point, Sweep
 
 COLOURS = ("#7d8b99", "#4f7cac", "#5b8f5b", "#e08600", "#8e5ea2", "#c62828", "#2a9d8f", "#6d4c41")
 DASHES = ("solid", "dash", "dot", "dashdot")
+ACROSS = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": 1.0, "y1": 1.0, "line": {"dash": "dot"}}
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ FIGURES: Mapping[str, tuple[Figure, str]] = {
     "examples\nper s": (lambda point, run: _throughput(point, run), ",.1f"),
     "minutes\nan epoch": (lambda point, run: _epoch_minutes(point, run), ",.1f"),
     "peak\nMiB": (lambda _, run: None if run.peak_bytes is None else run.peak_bytes / MIB, ",.1f"),
-    "memory\nx O0": (lambda point, run: memory_share(point.result, run), ".2f"),
+    "memory\nx O0": (lambda point, run: memory_share(run, baseline(point.result)), ".2f"),
     "gradient\nerror": (lambda _, run: run.gradient_error, ".1%"),
     "last\nloss": (lambda _, run: run.losses[-1] if run.losses else None, ".4f"),
 }
@@ -134,7 +136,7 @@ def _sweep_charts(sweep: Sweep, seen: Sequence[Seen]) -> Iterator[Chart]:
             key: [found.get((id(point), key)) for point in sweep.points]
             for key in dict.fromkeys(run.name for _, run in seen)
         }
-        yield bars(name, title, places, values, axis=axis, line=1.0 if name == "speed" else None)
+        yield bars(name, title, places, values, axis, [ACROSS] if name == "speed" else ())
     for model in dict.fromkeys(point.model for point in sweep.points):
         given = [(run.name, f"batch {at.batch}", run.losses) for at, run in seen if at.model == model and run.losses]
         yield lines(f"loss-{model}", f"Training loss of {model}, step by step", given)
@@ -170,7 +172,7 @@ def largest_sheet(found: Sequence[Largest], asked: Mapping[str, str], command: s
             f"Largest batch whose first steps fit into {limit}, weights included, in a separate process.",
             *(f"{each.model}, {each.name}: {each.error}" for each in found if each.error is not None),
         ],
-        charts=[bars("largest", f"Largest batch that fits into {limit}", [models], values, axis="examples per batch")],
+        charts=[bars("largest", f"Largest batch that fits into {limit}", models, values, "examples per batch")],
         facts={**asked, "commands": command},
     )
 
@@ -208,35 +210,23 @@ def _without_o0(found: Sequence[Largest]) -> str:
 
 
 def bars(
-    name: str,
-    title: str,
-    places: Sequence[Sequence[str]],
-    values: Mapping[str, Sequence[float | None]],
-    *,
-    axis: str,
-    line: float | None = None,
+    name: str, title: str, places: object, values: Mapping[str, Sequence[float | None]], axis: str, shapes: object = ()
 ) -> Chart:
     """Returns a chart of grouped bars: at each place on the x axis, one bar for each name in `values`."""
     traces = [
-        {
-            "type": "bar",
-            "name": key,
-            "x": list(places) if len(places) > 1 else list(places[0]),
-            "y": _drawn(row),
-            "marker": {"color": _colour(at)},
-        }
-        for at, (key, row) in enumerate(values.items())
+        {"type": "bar", "name": key, "x": places, "y": _drawn(row), "marker": {"color": colour}}
+        for colour, (key, row) in zip(cycle(COLOURS), values.items(), strict=False)
     ]
-    layout: dict[str, Any] = {"barmode": "group", "yaxis": {"title": {"text": axis}, "rangemode": "tozero"}}
-    if line is not None:
-        across = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": line, "y1": line, "line": {"dash": "dot"}}
-        layout["shapes"] = [across]
-    return Chart(name, title, traces, layout)
+    axes = {"yaxis": {"title": {"text": axis}, "rangemode": "tozero"}}
+    return Chart(name, title, traces, {"barmode": "group", "shapes": shapes, **axes})
 
 
 def lines(name: str, title: str, given: Sequence[tuple[str, str, Sequence[float]]]) -> Chart:
     """Returns a chart of losses by step from (name, kind, losses): a colour for each name, dashes for each kind."""
-    names, kinds = (list(dict.fromkeys(each[at] for each in given)) for at in (0, 1))
+    colours, dashes = (
+        dict(zip(dict.fromkeys(each[at] for each in given), cycle(styles), strict=False))
+        for at, styles in enumerate((COLOURS, DASHES))
+    )
     traces = [
         {
             "type": "scatter",
@@ -244,15 +234,11 @@ def lines(name: str, title: str, given: Sequence[tuple[str, str, Sequence[float]
             "name": f"{key}, {kind}",
             "x": list(range(1, len(values) + 1)),
             "y": _drawn(values),
-            "line": {"color": _colour(names.index(key)), "dash": DASHES[kinds.index(kind) % len(DASHES)]},
+            "line": {"color": colours[key], "dash": dashes[kind]},
         }
         for key, kind, values in given
     ]
     return Chart(name, title, traces, {"xaxis": {"title": {"text": "step"}}, "yaxis": {"title": {"text": "loss"}}})
-
-
-def _colour(at: int) -> str:
-    return COLOURS[at % len(COLOURS)]
 
 
 def _drawn(values: Sequence[float | None]) -> list[float | None]:

@@ -114,11 +114,8 @@ def bench(  # noqa: PLR0913  # what one experiment is; all of it stands in the r
             running = _running(running)
             if until is None:
                 told.total = (len(seeds) * most + COUNTED * memory) * len(running)
-            spent: dict[int, float] = {}
-            if memory or until is not None:
-                spent = {
-                    number: _trial(row, seeds[0], told, left, counted=memory) for number, row in enumerate(running)
-                }
+            tried = running if memory or until is not None else ()
+            spent = {number: _trial(row, seeds[0], told, left, counted=memory) for number, row in enumerate(tried)}
             if until is not None:
                 taken = _course(running, spent, left, seeds=len(seeds), most=most, told=told)
             if any(row.tally.entry in apart for row in running):
@@ -148,7 +145,7 @@ def _apart(rows: Sequence[Entry]) -> list[Entry]:
     """Returns the rows that have a process of their own: torch.amp's, and those beyond the op tables of a process."""
     apart = [row for row in rows if row.peer]
     tables: set[Any] = set()
-    for row in rows if len(rows) > len(MARKERS) else ():
+    for row in rows:
         actions = frozenset() if row.peer else frozenset(effective(row.plan).items())
         table = actions, row.emulated, row.products
         if actions and table not in tables and len(tables) == len(MARKERS):
@@ -258,12 +255,10 @@ def _train(rows: Sequence[_Row], taken: Course, seed: int, told: _Told, clock: C
 
 def _take_turns(rows: Sequence[_Row], taken: Course, seed: int, told: _Told, clock: Callable[[], float]) -> int:
     """Makes the steps of all rows, a turn of each after the other, and returns how many each has made."""
-    until = None if taken.seconds is None else clock() + taken.seconds
+    until = math.inf if taken.seconds is None else clock() + taken.seconds
     for first in range(0, taken.steps, taken.turn):
         running = _running(rows)
-        if not running:
-            return first
-        if until is not None and first and clock() >= until:
+        if not running or (first and clock() >= until):
             return first
         ahead = first // taken.turn % len(running)  # so that none always follows the same other
         for row in running[ahead:] + running[:ahead]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import datetime, timezone
+from itertools import takewhile
 from time import perf_counter
 
 import torch
@@ -133,13 +134,9 @@ def wide_backward(*, seconds: float) -> tuple[tuple[int, int], ...]:
     share = seconds / (len(_WIDTHS) * len(_LENGTHS))
     found = []
     for width in _WIDTHS:
-        longest = 0
-        for length in _LENGTHS:
-            if _gain_of_wide(width, length, share) <= _FASTER:
-                break
-            longest = length
-        if longest:
-            found.append((width, longest))
+        gains = ((length, _gain_of_wide(width, length, share)) for length in _LENGTHS)
+        faster = [length for length, _ in takewhile(lambda each: each[1] > _FASTER, gains)]
+        found += [(width, faster[-1])] if faster else []
     return tuple(found)
 
 
@@ -177,16 +174,11 @@ def compare(
 
 
 def _said(row: Processor) -> list[tuple[str, str]]:
+    gains = {f"{low} products": row.gain(low) for low in (BF16, FP16)}
     return [
-        *((f"{low} products", _how(row.gain(low))) for low in (BF16, FP16)),
+        *((what, "not measured" if g is None else "native" if g >= WORTH else "emulated") for what, g in gains.items()),
         ("attention's backward pass in fp32 up to length", _lengths(row.wide_backward)),
     ]
-
-
-def _how(gain: float | None) -> str:
-    if gain is None:
-        return "not measured"
-    return "native" if gain >= WORTH else "emulated"
 
 
 def _lengths(wide: tuple[tuple[int, int], ...]) -> str:

@@ -131,14 +131,12 @@ def _call(work: Work, fmt: str, how: str) -> Callable[[], object]:
                 return plain()
 
         return emulated
-    if not work.operations or fmt != "fp32" or work.operands[0].device.type != "cuda":
-        return plain
 
     def at_precision() -> object:
         with _tf32(how == "TF32"):
             return plain()
 
-    return at_precision
+    return at_precision if work.operations and fmt == "fp32" and operands[0].device.type == "cuda" else plain
 
 
 @contextmanager
@@ -155,8 +153,7 @@ def _tf32(on: bool) -> Iterator[None]:
 
 
 def _rate(work: Work, fmt: str, how: str, times: list[float], base: list[float]) -> Rate:
-    size = torch.finfo(_DTYPES[fmt]).bits // 8
-    amount = work.operations or 2.0 * work.numbers * size
+    amount = work.operations or 2.0 * work.numbers * _DTYPES[fmt].itemsize
     unit = "GFLOP/s" if work.operations else "GB/s"
     vs_fp32 = None if (fmt, how) == ("fp32", NATIVE) else speedup(base, times)
     return Rate(f"{work.name}, {work.size}", fmt, how, spread(times), amount / median(times) / GIGA, unit, vs_fp32)

@@ -80,11 +80,9 @@ def _onednn() -> Setting:
 
 
 def _deterministic() -> Setting:
-    name = "deterministic algorithms"
-    if not torch.are_deterministic_algorithms_enabled():
-        return Setting(name, "off")
-    costs = "speed: the deterministic forms of some kernels are slower"
-    return Setting(name, "on", costs, "torch.use_deterministic_algorithms(False)")
+    name, costs = "deterministic algorithms", "speed: the deterministic forms of some kernels are slower"
+    on = Setting(name, "on", costs, "torch.use_deterministic_algorithms(False)")
+    return on if torch.are_deterministic_algorithms_enabled() else Setting(name, "off")
 
 
 def _cuda_settings() -> Iterator[Setting]:
@@ -93,36 +91,28 @@ def _cuda_settings() -> Iterator[Setting]:
         ("TF32 in matrix products", matmul, "torch.backends.cuda.matmul.fp32_precision = 'tf32'"),
         ("TF32 in convolutions", cudnn.conv, "torch.backends.cudnn.conv.fp32_precision = 'tf32'"),  # type: ignore[attr-defined]
     ):
-        if backend.fp32_precision == "tf32":
-            costs = "accuracy of what runs in fp32: operands keep 10 bits of 23"
-            yield Setting(name, "on", costs, advice.replace("tf32'", "ieee'"))
-        else:
-            yield Setting(name, "off", "speed of what runs in fp32; the TF32 rows show how much", advice)
+        costs = "accuracy of what runs in fp32: operands keep 10 bits of 23"
+        on = Setting(name, "on", costs, advice.replace("tf32'", "ieee'"))
+        off = Setting(name, "off", "speed of what runs in fp32; the TF32 rows show how much", advice)
+        yield on if backend.fp32_precision == "tf32" else off
     name, costs = "cuDNN benchmark", "speed of convolutions whose sizes repeat"
-    if cudnn.benchmark:
-        yield Setting(name, "on")
-    else:
-        yield Setting(name, "off", costs, "torch.backends.cudnn.benchmark = True")
+    off = Setting(name, "off", costs, "torch.backends.cudnn.benchmark = True")
+    yield Setting(name, "on") if cudnn.benchmark else off
     costs = "accuracy: parts of a split sum are rounded, and may overflow in fp16"
     for low in ("bf16", "fp16"):
         option, name = f"allow_{low}_reduced_precision_reduction", f"sums of {low} products in {low}"
-        if getattr(matmul, option):
-            yield Setting(name, "allowed", costs, f"torch.backends.cuda.matmul.{option} = False")
-        else:
-            yield Setting(name, "not allowed")
+        on = Setting(name, "allowed", costs, f"torch.backends.cuda.matmul.{option} = False")
+        yield on if getattr(matmul, option) else Setting(name, "not allowed")
 
 
 def read_tools(device: torch.device) -> dict[str, str]:
     """Returns a dict from the name of each tool that halfstep's fast kernels need to a text on what was found."""
     # The compiled loops and Triton; for a CUDA device the dict also has its driver.
-    loops = library.find()
-    driver = {} if device.type != "cuda" else {"CUDA driver": _driver()}
+    loops, driver = library.find(), {}
+    if device.type == "cuda":
+        found = get_nvidia_driver_version(run) or "unknown, as nvidia-smi did not report it"  # type: ignore[no-untyped-call]
+        driver = {"CUDA driver": f"{found}; torch is built with CUDA {torch.version.cuda}"}
     return driver | {
         "compiled loops": loops.name if loops is not None else f"none: {library.SLOWER}; {library.MEND}",
         "Triton": "found" if find_spec("triton") else "none: the update on CUDA runs as torch operations",
     }
-
-
-def _driver() -> str:
-    found = get_nvidia_driver_version(run)  # type: ignore[no-untyped-call]
-    return f"{found or 'unknown, as nvidia-smi did not report it'}; torch is built with CUDA {torch.version.cuda}"

@@ -26,7 +26,6 @@ from halfstep.train.session.session import Session
 from halfstep.validate import with_near_misses
 
 _PASSES, _SECONDS = 7, 2.0  # that are metered: at most, and two at least
-_WARM = 1  # steps before the one that is metered: kernels are chosen and memory is taken there
 
 
 @with_near_misses
@@ -52,8 +51,7 @@ def inspect(session: Session, closure: Callable[[], Any]) -> Inspection:
                 pass
             rehearsal.rewind()  # no part of the step
 
-        for _ in range(_WARM):
-            run()
+        run()  # kernels are chosen and memory is taken here
 
         def metered(low_at: Collection[Place] = ()) -> Meter:
             meter = Meter(rehearsal.roots, device, low_at)
@@ -97,27 +95,14 @@ def _least(metered: Callable[[], Meter]) -> tuple[Meter, float]:
 def _rows(meter: Meter, seconds: float) -> tuple[OpRow, ...]:
     groups: dict[tuple[str, str, str], list[Call]] = defaultdict(list)
     for call in meter.calls:
+        operator = call.note.aten if call.func.namespace == "aten" else str(schema_of(call.func).name)
         formats = f"{_names(call.inputs)} -> {_names(call.outputs)}"
-        groups[_operator(call), call.note.phase, formats].append(call)
-    rows = [
-        OpRow(
-            operator,
-            phase,
-            formats,
-            len(calls),
-            sum(call.flops for call in calls),
-            sum(call.bytes for call in calls),
-            sum(call.seconds for call in calls),
-            sum(call.seconds for call in calls) / seconds,
-        )
-        for (operator, phase, formats), calls in groups.items()
-    ]
+        groups[operator, call.note.phase, formats].append(call)
+    rows = []
+    for key, calls in groups.items():
+        flops, size, took = (sum(getattr(call, name) for call in calls) for name in ("flops", "bytes", "seconds"))
+        rows.append(OpRow(*key, len(calls), flops, size, took, took / seconds))
     return tuple(sorted(rows, key=lambda row: -row.seconds))
-
-
-def _operator(call: Call) -> str:
-    """Returns an operation's name in torch's dispatcher; with its namespace if the operation is not torch's own."""
-    return call.note.aten if call.func.namespace == "aten" else str(schema_of(call.func).name)
 
 
 def _module(name: str, given: ModuleFormats) -> ModuleRow:

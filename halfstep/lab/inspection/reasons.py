@@ -103,14 +103,11 @@ def _rules_over(step: Step, module: str | None) -> list[Rule]:
     above = [here.get(".".join(parts[:i])) for i in range(len(parts), -1, -1)]
     hits = ([rule for rule in step.plan.rules if _matches(rule, site)] for site in above if site is not None)
     found = [rule for rule in next(filter(None, hits), []) if rule.policy.compute == "full"]  # the nearest decide
+    full = [rule for rule in step.plan.rules if rule.policy.compute == "full"]
     for rule in found:  # which grows: two rules that match one module must agree
         met = [site for site in sites if _matches(rule, site)]
-        found += [other for other in _full(step.plan.rules, met) if other not in found]
+        found += [other for other in full if other not in found and any(_matches(other, site) for site in met)]
     return found
-
-
-def _full(rules: Sequence[Rule], sites: Sequence[Site]) -> list[Rule]:
-    return [rule for rule in rules if rule.policy.compute == "full" and any(_matches(rule, site) for site in sites)]
 
 
 def _matches(rule: Rule, site: Site) -> bool:

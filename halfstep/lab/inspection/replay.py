@@ -10,7 +10,6 @@ from statistics import median, quantiles
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch import autocast as TorchAutocast  # also where torch.autocast is a drop-in
 
 from halfstep.lab.inspection.meter import Call, Shape
@@ -38,12 +37,12 @@ def gain_of_casts(call: Call, dtype: torch.dtype) -> float:
     def cast_first(*args: Any, **kwargs: Any) -> object:
         return call.func(*cast_floats(args, dtype), **cast_floats(kwargs, dtype))
 
-    return _gain(call, lambda: _again(replace(call, func=cast_first, autocast=None), _same))
+    return _gain(call, lambda: _again(replace(call, func=cast_first, autocast=None)))
 
 
 def _gain(call: Call, make: Callable[[], Callable[[], object]]) -> float:
     device = _device(call)
-    made = {"now": _again(call, _same), "then": make()}
+    made = {"now": _again(call), "then": make()}
     for each in made.values():
         each()
     least = 2 if call.seconds > LONG else TURNS
@@ -54,7 +53,7 @@ def _gain(call: Call, make: Callable[[], Callable[[], object]]) -> float:
 
 def taken(call: Call) -> float:
     """Returns the median seconds of a call that is repeated many times."""
-    return median(take_turns({"now": _again(call, _same)}, device=_device(call), seconds=SECONDS)["now"])
+    return median(take_turns({"now": _again(call)}, device=_device(call), seconds=SECONDS)["now"])
 
 
 def _device(call: Call) -> torch.device:
@@ -63,11 +62,7 @@ def _device(call: Call) -> torch.device:
 
 def narrowed(wide: torch.dtype, dtype: torch.dtype) -> Change:
     """Returns a change that converts tensors of dtype `wide` to `dtype`."""
-
-    def change(given: Shape) -> Shape:
-        return Shape(given.shape, given.stride, dtype if given.dtype is wide else given.dtype, given.device)
-
-    return change
+    return lambda given: replace(given, dtype=dtype) if given.dtype is wide else given
 
 
 def padded(multiple: int) -> Change:
@@ -79,20 +74,23 @@ def padded(multiple: int) -> Change:
         stride, step = [0] * len(shape), 1
         for i in order:
             stride[i], step = step if given.stride[i] else 0, step * (shape[i] if given.stride[i] else 1)
-        return Shape(shape, tuple(stride), given.dtype, given.device)
+        return replace(given, shape=shape, stride=tuple(stride))
 
     return change
 
 
-def _same(given: Shape) -> Shape:
-    return given
-
-
-def _again(call: Call, change: Change) -> Callable[[], object]:
-    generator: dict[str, Any] = {}
+def _again(call: Call, change: Change = lambda given: given) -> Callable[[], object]:
+    generators: dict[torch.device, torch.Generator] = {}
 
     def tensor(each: Any) -> Any:
-        return _tensor(change(each), generator) if isinstance(each, Shape) else each
+        if not isinstance(each, Shape):
+            return each
+        given = change(each)
+        made = torch.empty_strided(given.shape, given.stride, dtype=given.dtype, device=given.device)
+        if not made.is_floating_point():
+            return made.zero_()
+        generator = generators.setdefault(given.device, torch.Generator(device=given.device).manual_seed(0))
+        return made.normal_(generator=generator)
 
     args, kwargs = tree_map(tensor, call.args), tree_map(tensor, call.kwargs)
     low = call.autocast
@@ -103,12 +101,3 @@ def _again(call: Call, change: Change) -> Callable[[], object]:
             return call.func(*args, **kwargs)
 
     return run
-
-
-def _tensor(given: Shape, generators: dict[str, Any]) -> Tensor:
-    made = torch.empty_strided(given.shape, given.stride, dtype=given.dtype, device=given.device)
-    if not made.is_floating_point():
-        return made.zero_()
-    key = str(given.device)
-    generator = generators.setdefault(key, torch.Generator(device=given.device).manual_seed(0))
-    return made.normal_(generator=generator)

@@ -7,6 +7,7 @@ import inspect
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from statistics import median
 from time import perf_counter
 from types import FunctionType, ModuleType
@@ -20,7 +21,7 @@ from halfstep.explain.diagnose.words import place_of
 from halfstep.formats import as_format, is_low
 from halfstep.lab.inspection.meter import Call, Meter, Shape, place_in
 from halfstep.lab.inspection.reasons import AS_CALLED, Reason, Step, kept_full
-from halfstep.lab.inspection.replay import Change, gain, gain_of_casts, narrowed, padded, taken
+from halfstep.lab.inspection.replay import gain, gain_of_casts, narrowed, padded, taken
 from halfstep.measurements import Saving
 from halfstep.modes import is_custom
 from halfstep.torch_internals import CUSTOM_OPERATIONS, FLASH_ATTENTION_CPU_BACKWARD, schema_of, tree_leaves
@@ -66,7 +67,7 @@ def _full(step: Step) -> Iterator[Saving]:
             if wide is torch.float64:  # no plan casts it; what it is once it is fp32 is the plan's
                 why, advice, cure = _DOUBLE
                 then = torch.float32 if kept else then
-            saved = _saved(full, _under(narrowed(wide, then)), known[wide, then])
+            saved = _saved(full, partial(gain, change=narrowed(wide, then)), known[wide, then])
             count = f"{len(full)} product{'s' if len(full) > 1 else ''}"
             evidence = f"{count} in {name}, {sum(c.flops for c in full) / 1e9:,.3g} GFLOP: {why}"
             yield Saving("ran full", _place(full), evidence, advice, saved, cure)
@@ -127,7 +128,7 @@ def _not_aligned(step: Step) -> Iterator[Saving]:
         low = [call for call in calls if any(is_low(dtype) for dtype in call.inputs)]
         sizes = sorted({size for call in low for size in _sizes(call) if size > _ALIGNED and size % _ALIGNED})
         if sizes:
-            saved = _saved(low, _under(padded(_ALIGNED)), known)
+            saved = _saved(low, partial(gain, change=padded(_ALIGNED)), known)
             up = ", ".join(f"{size} to {-(-size // _ALIGNED) * _ALIGNED}" for size in sizes)
             evidence = f"products with sizes {', '.join(map(str, sizes))}, which are not multiples of {_ALIGNED}"
             yield Saving("not aligned", _place(low), evidence, f"pad {up}", saved)
@@ -140,19 +141,18 @@ def _wide_streams(step: Step, again: Again) -> Iterator[Saving]:
     by_source: dict[str, list[Stream]] = defaultdict(list)
     for stream in step.meter.streams.wide():
         by_source[str(stream.source)].append(stream)
-    costliest = sorted(by_source.values(), key=lambda streams: -_casting(step, streams))[:_SOURCES]
+
+    def casting(streams: Sequence[Stream]) -> float:
+        modules = {name for stream in streams for name in stream.casts}
+        return sum(call.seconds for call in step.meter.calls if call.is_cast and call.note.module in modules)
+
+    costliest = sorted(by_source.values(), key=casting, reverse=True)[:_SOURCES]
     rest = len(by_source) - len(costliest)
     unmeasured = f"; {rest} more sources were not measured: remove these first, then inspect again" if rest else ""
     for streams, saved in zip(costliest, _without(costliest, again), strict=True):
         first = streams[0]
         place = place_of(first.note.module, first.note.line)
         yield Saving("wide stream", place, first.evidence() + unmeasured, first.advice(), saved)
-
-
-def _casting(step: Step, streams: Sequence[Stream]) -> float:
-    """Returns the total seconds of all casts in those modules that cast values of these fp32 streams to low."""
-    modules = {name for stream in streams for name in stream.casts}
-    return sum(call.seconds for call in step.meter.calls if call.is_cast and call.note.module in modules)
 
 
 def _without(sources: Sequence[Sequence[Stream]], again: Again) -> list[float]:
@@ -185,10 +185,6 @@ def _sizes(call: Call) -> Iterator[int]:
             yield from each.shape[-2:] if len(each.shape) < 4 else each.shape[:2]
 
 
-def _under(change: Change) -> Callable[[Call], float]:
-    return lambda call: gain(call, change)
-
-
 def _saved(calls: Sequence[Call], gain_of: Callable[[Call], float], known: dict[str, float]) -> float:
     # `known` caches the saving for each operation and its shapes, so that equal calls are timed once.
     keys = [f"{call.func} {call.args} {call.kwargs}" for call in calls]
@@ -208,8 +204,9 @@ def custom_full(step: Step) -> Iterator[Saving]:
         return
     groups: dict[tuple[str | None, Any], list[Call]] = defaultdict(list)
     for call in step.meter.calls:
-        first = step.custom_of(call)
-        if first is not None and (call.flops or is_custom(call.func)) and _is_full(call):
+        first, formats = step.custom_of(call), {*call.inputs, *call.outputs}
+        is_full = torch.float32 in formats and not any(map(is_low, formats))
+        if first is not None and (call.flops or is_custom(call.func)) and is_full:
             groups[first.note.module, first.func].append(call)
     for (module, func), calls in groups.items():
         share = sum(call.seconds for call in calls) / step.seconds
@@ -229,11 +226,6 @@ def custom_full(step: Step) -> Iterator[Saving]:
                     advice, cure = f"compute in {step.plan.low} inside it", ()
             evidence += f"; the gain was not measured: {refused}" if refused else ""
             yield Saving("ran full", place_of(module, calls[0].note.line), evidence, advice, saved, cure)
-
-
-def _is_full(call: Call) -> bool:
-    formats = {*call.inputs, *call.outputs}
-    return torch.float32 in formats and not any(map(is_low, formats))
 
 
 def _reason(step: Step, module: str | None, func: Any, call: Call) -> Reason:

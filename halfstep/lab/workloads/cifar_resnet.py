@@ -234,9 +234,8 @@ def _read_batches(folder: Path) -> Images:
     if missing:
         raise DataError(f"cifar_resnet: {folder} lacks {', '.join(missing)}; {HOW_TO_GET}")
     *train, test = (_read_pickle(folder / name) for name in names)
-    x_train = np.concatenate([x for x, _ in train])
-    y_train = np.concatenate([y for _, y in train])
-    return _images(folder, (x_train, y_train), test, (3, 32, 32))
+    pixels, labels = map(np.concatenate, zip(*train, strict=True))
+    return _images(folder, (pixels, labels), test, (3, 32, 32))
 
 
 class _ArraysOnly(pickle.Unpickler):
@@ -260,7 +259,6 @@ def _read_pickle(path: Path) -> Split:
 
 
 def _images(path: Path, train: Split, test: Split, shape: tuple[int, ...]) -> Images:
-    """Returns arrays of images and labels as tensors, after checking their dtypes, shapes and values."""
     return Images(*_tensors(path, "train", train, shape), *_tensors(path, "test", test, shape))
 
 

@@ -137,11 +137,8 @@ def encode(tokens: Iterable[list[str]], ids: dict[str, int], length: int) -> Ten
     >>> encode([["a", "x"], ["x", "x", "a", "a"]], {"a": 2}, 3).tolist()
     [[0, 2, 1], [1, 2, 2]]
     """
-    rows = []
-    for words in tokens:
-        row = [ids.get(word, UNKNOWN) for word in words[-length:]]
-        rows.append([PAD] * (length - len(row)) + row)
-    return torch.tensor(rows)
+    rows = ([ids.get(word, UNKNOWN) for word in words[-length:]] for words in tokens)
+    return torch.tensor([[PAD] * (length - len(row)) + row for row in rows])
 
 
 def read_reviews(path: Path | None) -> tuple[list[Review], list[Review]]:

@@ -31,7 +31,13 @@ class Regression(Workload):
     layers: int = 2
 
     def build(self, seed: int) -> nn.Module:
-        return seeded(seed, self._network)
+        hidden, out = (self.d_in, self.d_in), (self.d_in, self.d_out)
+
+        def network() -> nn.Module:
+            parts = [part for _ in range(self.layers - 1) for part in (nn.Linear(*hidden), nn.ReLU())]
+            return nn.Sequential(*parts, nn.Linear(*out)) if parts else nn.Linear(*out)
+
+        return seeded(seed, network)
 
     def optimizer(self, model: nn.Module, *, fused: bool) -> torch.optim.Optimizer:
         return torch.optim.SGD(model.parameters(), lr=self.lr, fused=fused)
@@ -48,11 +54,6 @@ class Regression(Workload):
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return F.mse_loss(outputs, targets)
-
-    def _network(self) -> nn.Module:
-        hidden = [part for _ in range(self.layers - 1) for part in (nn.Linear(self.d_in, self.d_in), nn.ReLU())]
-        last = nn.Linear(self.d_in, self.d_out)
-        return nn.Sequential(*hidden, last) if hidden else last
 
     def _draw(self, seed: int) -> Batch:
         generator = torch.Generator().manual_seed(seed)

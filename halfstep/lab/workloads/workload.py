@@ -78,37 +78,30 @@ class Workload(ABC):
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """Returns the mean validation loss of `model` and, if the job has one, the accuracy between 0 and 1."""
-        losses: list[Tensor] = []
-        rights: list[Tensor] = []
-        weights: list[int] = []
-        was_training = model.training
+        sums: dict[str, float] = {}
+        count, was_training = 0, model.training
         model.eval()
         try:
             with torch.no_grad():
-                for inputs, targets in self.validation():
-                    inputs, targets = to_device_of(model, inputs, targets)
+                for batch in self.validation():
+                    inputs, targets = to_device_of(model, *batch)
                     outputs = model(inputs)
-                    losses.append(self.loss(outputs, targets))
-                    right = self.correct(outputs, targets)
-                    rights += [] if right is None else [right]
-                    weights.append(len(inputs))
+                    found = {"loss": self.loss(outputs, targets), "accuracy": self.correct(outputs, targets)}
+                    for name, value in found.items():
+                        if value is not None:
+                            sums[name] = sums.get(name, 0.0) + float(value) * len(inputs)
+                    count += len(inputs)
         finally:
             model.train(was_training)
-        if not weights:
+        if not sums:
             raise WorkloadError(f"{self.name}: validation() yielded no batch; it must yield at least one")
-        figures = {"loss": weighted_mean(losses, weights)}
-        return {**figures, "accuracy": weighted_mean(rights, weights)} if rights else figures
+        return {name: total / count for name, total in sums.items()}
 
 
 def to_device_of(model: nn.Module, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Returns the tensors on the device of the model's first parameter."""
     device = next(model.parameters()).device
     return tuple(t.to(device) for t in tensors)
-
-
-def weighted_mean(values: list[Tensor], weights: list[int]) -> float:
-    """Returns the weighted mean of 0-dim tensors, computed in float64."""
-    return float(sum(float(v) * w for v, w in zip(values, weights, strict=True)) / sum(weights))
 
 
 def seeded(seed: int, make: Callable[[], nn.Module]) -> nn.Module:
