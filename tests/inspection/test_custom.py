@@ -13,7 +13,7 @@ from halfstep import FULL, OpChange, Rule
 from halfstep.explain.report.step import inspection_report
 from halfstep.lab.inspection import meter, savings
 from halfstep.lab.inspection.meter import Call, Shape
-from halfstep.lab.inspection.replay import gain_of_casts
+from halfstep.lab.inspection.savings import gain_of_casts
 
 
 def kept(ctx, inputs, output):

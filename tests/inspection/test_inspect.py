@@ -18,10 +18,10 @@ import halfstep
 from halfstep import FULL, OpChange, Rule
 from halfstep.explain.report.lines import to_json
 from halfstep.explain.report.step import _of_inspection, inspection_report
-from halfstep.lab.inspection import meter, replay, savings
-from halfstep.lab.inspection.kernels import kernel_rows
+from halfstep.lab.inspection import meter, savings
+from halfstep.lab.inspection.inspect import kernel_rows
 from halfstep.lab.inspection.meter import Call, Shape
-from halfstep.lab.inspection.replay import gain, narrowed, padded
+from halfstep.lab.inspection.savings import gain, narrowed, padded
 from halfstep.machine import AVX2, AVX512_BF16
 from tests.models.zoo import TASKS
 
@@ -392,7 +392,7 @@ def test_a_gain_is_the_seconds_that_a_change_saves(monkeypatch):
     ],
 )
 def test_a_gain_is_what_nine_in_ten_turns_save(then, expected, monkeypatch):
-    monkeypatch.setattr(replay, "take_turns", lambda calls, **_: {"now": [1.0] * len(then), "then": list(then)})
+    monkeypatch.setattr(savings, "take_turns", lambda calls, **_: {"now": [1.0] * len(then), "then": list(then)})
     made = Call(torch.neg, None, (), (), 1, 0, 1.0, args=(Shape.of(torch.ones(3)),), kwargs={})
     assert gain(made, narrowed(torch.float32, torch.bfloat16)) == pytest.approx(expected)
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import halfstep
-from halfstep.lab.inspection.kernels import kernel_rows, work_of
+from halfstep.lab.inspection.inspect import kernel_rows, work_of
 from halfstep.measurements import KernelRow
 
 PRODUCT, CONVOLUTION, ATTENTION = "matrix product", "convolution", "attention"

@@ -62,7 +62,6 @@ class _Course:
 
     @property
     def compared(self) -> bool:
-        """Whether precision was compared with fp32, by a check or by a probe."""
         return bool(self.gathered.precision) or any(each.code == COMPARED for each in self.findings)
 
     @property

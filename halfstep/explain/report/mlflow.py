@@ -36,7 +36,6 @@ class MLflow(NumbersSink):
         self._run_id = run.info.run_id
 
     def write_numbers(self, numbers: Mapping[str, float], step: int, time: float | None) -> None:
-        """Queues metrics for MLflow's background thread."""
         mlflow.log_metrics(dict(numbers), step=step, run_id=self._run_id, synchronous=False)
 
     def write_text(self, name: str, text: str, step: int) -> None:

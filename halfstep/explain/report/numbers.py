@@ -77,7 +77,6 @@ class NumbersSink(AbstractContextManager["NumbersSink"]):
         raise NotImplementedError
 
     def write_text(self, name: str, text: str, step: int) -> None:
-        """Writes a verdict or a finding."""
         raise NotImplementedError
 
     def write_observation(self, seen: Observation) -> None:

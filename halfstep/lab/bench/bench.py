@@ -46,11 +46,9 @@ class _Told:
         self._progress, self.done, self.total = progress, 0, 0
 
     def now(self, what: str) -> None:
-        """Says what is done now."""
         self._progress(what, self.done, self.total)
 
     def made(self, what: str) -> None:
-        """Says that a step was made."""
         self.done += 1
         self.now(what)
 

@@ -8,12 +8,16 @@ from dataclasses import dataclass, replace
 from time import perf_counter
 
 import torch
+from torch import Tensor
 
-from halfstep.lab.bench.gradients import gradient_error
+from halfstep.edits import Scaling
+from halfstep.initialize import initialize
 from halfstep.lab.bench.memory import CpuBytes, CudaBytes, counting, limit_memory
 from halfstep.lab.bench.tally import next_batch
 from halfstep.lab.bench.variants import End, Entry, Variant, timed_step
 from halfstep.lab.workloads.workload import Batch, Workload, to_device_of
+from halfstep.plan.levels import level
+from halfstep.plan.plan import Plan
 
 COUNTED = 2  # steps: the first makes the optimizer's state, the second has the peak
 
@@ -86,7 +90,6 @@ class Local:
         return Begun(sum(p.numel() for p in self._variant.model.parameters()), self._workload.examples())
 
     def step(self, number: int, steps: int) -> Step:
-        """Makes training step `number`, from 0, of `steps`."""
         variant = self._running()
         with self._closed_by_errors():
             batch = self._deal.batch(self._seed, number)
@@ -133,7 +136,6 @@ class Local:
         return replace(variant.end(), peak=peak, validation={name: float(v) for name, v in figures.items()})
 
     def close(self) -> None:
-        """Ends the run, if there is one."""
         self._counting.close()
         self._open.close()
         self._variant = None
@@ -149,3 +151,32 @@ class Local:
         except BaseException:
             self.close()  # memory is counted in one run at a time
             raise
+
+
+SCALE = 1024.0  # of the loss, in formats that need one: far from both ends of a gradient at initialization
+
+
+def gradient_error(workload: Workload, plan: Plan, seed: int, device: torch.device) -> float | None:
+    """Returns |g - g32| / |g_a - g_b|: of the first batch under the plan and in fp32, and of two batches in fp32.
+
+    Weights are those at initialization: the error of what a plan rounds, as a share of what a short run sees anyway.
+    None if both batches are the same.
+    """
+    batches = workload.batches(seed)
+    one, other = (
+        (inputs.to(device), targets.to(device)) for inputs, targets in (next_batch(batches), next_batch(batches))
+    )
+    full = level("O0", "bf16")
+    exact = _gradient(workload, full, one, seed, device)
+    noise = (_gradient(workload, full, other, seed, device) - exact).norm()
+    plan = plan.edit(Scaling("static", init=SCALE)) if plan.scale.active else plan
+    return float((_gradient(workload, plan, one, seed, device) - exact).norm() / noise) if noise else None
+
+
+def _gradient(workload: Workload, plan: Plan, batch: Batch, seed: int, device: torch.device) -> Tensor:
+    model = workload.build(seed).to(device)
+    with initialize(model, torch.optim.SGD(model.parameters(), lr=0.0), plan) as session:
+        torch.manual_seed(seed)  # the same dropout
+        session.backward(workload.loss(model(batch[0]), batch[1]))
+        scale = plan.scale.init if plan.scale.active else 1.0
+        return torch.cat([p.grad.float().flatten() for p in model.parameters() if p.grad is not None]) / scale

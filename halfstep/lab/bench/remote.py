@@ -34,7 +34,6 @@ class Origin:
     data: Path | None = None
 
     def load(self) -> Workload:
-        """Returns the workload."""
         return load_workload(self.model, self.settings, data=self.data)
 
 
@@ -98,7 +97,6 @@ class Remote:
         return ask
 
     def close(self) -> None:
-        """Ends the process."""
         self._process.kill()
         self._process.wait()
         for each in (self._process.stdin, self._process.stdout, self._errors):

@@ -98,7 +98,6 @@ class Asked:
         return any(run.error and not run.out_of_memory and run.name not in refused for run in point.result.runs)
 
     def task(self, model: str, workload: Workload, row: Entry) -> Task:
-        """Returns the task for the process that trains one row of a point."""
         settings = {**self.settings, "batch": str(workload.batch)}
         return Task(Origin(model, settings, self.data), row, self.device)
 

@@ -74,7 +74,6 @@ class Tally:
         self.peak = end.peak if self.peak is None else self.peak
 
     def record(self, parameters: int) -> BenchRun:
-        """Returns this row's record, without speed-ups."""
         return BenchRun(
             name=self.entry.name,
             level=self.entry.level,

@@ -68,7 +68,6 @@ class Entry:
         return customize(plan, moments=self.moments, products=self.products)
 
     def start(self, workload: Workload, seed: int, device: torch.device) -> Variant:
-        """Builds the workload's model from a seed on a device and prepares it for training."""
         model = workload.build(seed).to(device)
         if self.compiled:
             model.compile()
@@ -140,7 +139,6 @@ class SessionVariant:
         return End(status.skipped, status.scales.get(0, 1.0), dict(status.memory))
 
     def close(self) -> None:
-        """Closes the session."""
         self._session.close()
 
 
