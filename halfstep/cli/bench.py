@@ -24,7 +24,7 @@ from halfstep.cli.options import (
     device_of,
     names,
     sizes,
-    write_json,
+    write,
     write_page,
 )
 from halfstep.cli.screen import INTERRUPTED, activity, end, progress_bar, stderr, stdout
@@ -172,7 +172,7 @@ def bench(  # noqa: PLR0913  # each is an option of the command, described above
         )  # fmt: skip
     screen = stdout()
     screen.print(bench_table(result, width=screen.width))
-    write_json(json, to_json(result))
+    write(json, to_json(result))
     _save(save_plan, [result], rows)
     end(result.runs, complete=result.complete)
 
@@ -197,7 +197,7 @@ def _sweep(asked: Asked, *, json: Path | None, page: Path | None, quiet: bool, p
         stderr().print(f"{json} already has {whole} of {done.total} points; these are not measured again")
 
     def keep(result: Sweep) -> None:
-        write_json(json, to_json(result))
+        write(json, to_json(result))
 
     with progress_bar(unit="examples", quiet=quiet) as progress:
         found = sweep(asked, done=done, keep=keep, progress=progress)
@@ -217,7 +217,7 @@ def _largest(asked: Asked, limit: int, *, json: Path | None, page: Path | None, 
         raise typer.Exit(INTERRUPTED)
     sheet = largest_sheet(found, asked.words(), asked.command)
     stdout().print(sheet_text(sheet))
-    write_json(json, to_json({"command": asked.command, "asked": asked.words(), "largest": found}))
+    write(json, to_json({"command": asked.command, "asked": asked.words(), "largest": found}))
     write_page(page, sheet)
     end(found, complete=len(found) == len(asked.points()) * len(asked.rows))
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from halfstep.cli.options import Device, Json, Quiet, check_writable, device_of, write_json
+from halfstep.cli.options import Device, Json, Quiet, check_writable, device_of, write
 from halfstep.cli.screen import activity, stdout
 from halfstep.explain.report.doctor import doctor_report
 from halfstep.explain.report.lines import to_json
@@ -22,4 +22,4 @@ def doctor(device: Device = "auto", json: Json = None, save: Save = False, quiet
     with activity("measuring", quiet=quiet) as now:
         found = examine(place, tell=lambda what: now(f"measuring {what}"), keep=save)
     stdout().print(doctor_report(found))
-    write_json(json, to_json(found))
+    write(json, to_json(found))

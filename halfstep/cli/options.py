@@ -103,10 +103,16 @@ def check_writable(path: Path | None, option: str = "--json") -> None:
         raise WorkloadError(f"{option} {path} cannot be written: {error.strerror}; name another file") from error
 
 
-def write_json(path: Path | None, text: str) -> None:
-    """Writes a result as JSON, replacing the file's content; does nothing for None."""
-    if path is not None:
-        _write(path, text, "--json")
+def write(path: Path | None, text: str, option: str = "--json") -> None:
+    """Writes a result, replacing the file's content; does nothing for None."""
+    if path is None:
+        return
+    try:
+        replace_file(path, text.encode())
+    except OSError as error:
+        raise WorkloadError(
+            f"{option} {path} could not be written: {error.strerror}; it is unchanged; free some space and run again"
+        ) from error
 
 
 def html_pages(asked: str) -> ModuleType:
@@ -130,13 +136,4 @@ def check_page(path: Path | None, json: Path | None) -> None:
 def write_page(path: Path | None, sheet: Sheet) -> None:
     """Writes the HTML page of a measurement; does nothing for None."""
     if path is not None:
-        _write(path, html_pages("--page").sheet_html(sheet), "--page")
-
-
-def _write(path: Path, text: str, option: str) -> None:
-    try:
-        replace_file(path, text.encode())
-    except OSError as error:
-        raise WorkloadError(
-            f"{option} {path} could not be written: {error.strerror}; it is unchanged; free some space and run again"
-        ) from error
+        write(path, html_pages("--page").sheet_html(sheet), "--page")

@@ -19,7 +19,7 @@ from halfstep.cli.options import (
     Settings,
     names,
     open_job,
-    write_json,
+    write,
 )
 from halfstep.cli.screen import FAILED, activity, stdout
 from halfstep.explain.forecast.whatif import whatif as predict
@@ -74,7 +74,7 @@ def check(  # noqa: PLR0913  # each is an option of the command, described above
             found = run_check(session, closure, precision=precision)
         stdout().print(check_text(found, what=f"{job.name} under {session.plan.name} in {session.plan.low}"))
         checked = {"workload": job.name, "plan": session.plan.name, "low": session.plan.low.name}
-        write_json(json, to_json(checked | {"findings": found}))
+        write(json, to_json(checked | {"findings": found}))
     if any(finding.severity == "error" for finding in found):
         raise typer.Exit(FAILED)
 
@@ -104,7 +104,7 @@ def inspect(  # noqa: PLR0913  # each is an option of the command, described abo
         with activity("measuring one step, and what would save time in it", quiet=quiet):
             found = run_inspect(session, closure)
         stdout().print(inspection_report(found, what=f"{job.name} under {session.plan.name} in {session.plan.low}"))
-        write_json(json, to_json({"workload": job.name, **vars(found)}))
+        write(json, to_json({"workload": job.name, **vars(found)}))
 
 
 def whatif(  # noqa: PLR0913  # each is an option of the command, described above
@@ -141,4 +141,4 @@ def whatif(  # noqa: PLR0913  # each is an option of the command, described abov
             products=names(products),
         )  # fmt: skip
     stdout().print(whatif_report(result, modules=modules), crop=False)  # a figure is better broken than cut
-    write_json(json, to_json(result))
+    write(json, to_json(result))

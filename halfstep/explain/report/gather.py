@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -102,7 +102,8 @@ def gather(
     rows: dict[tuple[str, str], int] = {}
     absorbed: dict[tuple[str, str | None], list[Observation]] = {}
     precision: dict[str, dict[int, float]] = {}
-    for chunk in _chunks(observations):
+    rest = iter(observations)
+    while chunk := list(islice(rest, CHUNK)):
         for seen in chunk:
             if seen.kind == PRECISION:
                 off = precision.setdefault(seen.module or MODEL, {})
@@ -138,12 +139,6 @@ def gather(
         tuple(AbsorbedAt(each[0], tuple(dict.fromkeys(seen.step for seen in each))) for each in absorbed.values()),
         tuple(PrecisionOf(module, tuple(off), tuple(off.values())) for module, off in precision.items()),
     )
-
-
-def _chunks(observations: Iterable[Observation]) -> Iterator[list[Observation]]:
-    rest = iter(observations)
-    while chunk := list(islice(rest, CHUNK)):
-        yield chunk
 
 
 def _add(sums: Sums, limits: Limits, part: Sequence[Observation], rows: list[int], columns: list[int]) -> None:

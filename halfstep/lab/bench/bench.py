@@ -70,21 +70,15 @@ def bench(  # noqa: PLR0913  # what one experiment is; all of it stands in the r
 ) -> BenchResult:
     """Trains `workload` once per entry of `rows`, from the same weights on the same batches, one step of each in turn.
 
-    Rows of torch.amp train in a process of their own that never opens a session, which loads the workload from
-    `origin`; without it, that of one of halfstep's own workloads. All other rows share this process, but for those for
-    whose op tables torch's dispatcher has no room beside the others.
+    Rows of torch.amp, and those for whose op tables torch's dispatcher has no room beside the others, train in
+    processes of their own, which load the workload from `origin`.
 
-    First each row makes two steps in which its peak memory is counted, unless `memory` is false. Then each row makes
-    `steps` steps (100 if nothing is said). With `seconds`, the trial of two steps decides how many: as many as fit into
-    about that time, at most `steps` if these are given too, the same number for all rows that are trained. A row whose
-    step takes more than `budget.SLOW` times that of O0 (without O0: of the fastest row) is then timed for three steps
-    and not trained. Validation is left out if it would take more than half of the time.
+    First each row makes two steps in which its peak memory is counted, unless `memory` is false. With `seconds` they
+    decide how many follow, as `budget.course` says; else `steps` do (100 if nothing is said). With `within` the error
+    of each row's gradient is measured before.
 
-    With `within` the error of each row's gradient is measured before, and the cheapest row below it is named.
-
-    Returns the measurements, with one row for each entry. If an entry raises an exception, in halfstep or in the
-    workload, the error is stored in its row and the other entries continue. A `KeyboardInterrupt` ends the benchmark
-    and keeps what was measured so far. `progress` is called with what is done now; `clock` returns seconds.
+    What an entry raises, in halfstep or in the workload, is stored in its row, and the others go on. A
+    `KeyboardInterrupt` ends the benchmark and keeps what was measured so far.
     """
     until = None if seconds is None else clock() + seconds
     seeds = tuple(seeds)

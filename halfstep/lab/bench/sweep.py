@@ -111,9 +111,8 @@ def sweep(
 ) -> Sweep:
     """Measures the points of a sweep that are missing in `done` or failed there, and returns a sweep with all points.
 
-    A point whose rows ran out of memory is not measured again. `keep` is called with the sweep so far after each point,
-    and `progress` with the current activity, the examples trained and the total examples. A `KeyboardInterrupt` ends
-    the sweep and keeps the points that are complete.
+    `keep` is called with the sweep so far after each point, `progress` with the current activity, the examples trained
+    and their total. A `KeyboardInterrupt` ends the sweep and keeps the points that are complete.
     """
     points, words = asked.points(), asked.words()
     result = Sweep(SCHEMA, words, len(points)) if done is None else done

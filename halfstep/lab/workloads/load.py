@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -22,7 +22,6 @@ WORKLOADS: dict[str, type[Workload]] = {kind.name: kind for kind in (CharLM, Cif
 MODELS: dict[str, tuple[str, dict[str, str]]] = {  # models of a known size, as workloads with these settings
     f"resnet{depth}": (CifarResNet.name, {"depth": str(depth), "width": "64"}) for depth in DEPTHS
 }
-TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
 def load_workload(name: str, settings: Mapping[str, str] | None = None, *, data: Path | None = None) -> Workload:
@@ -70,10 +69,9 @@ def _parse(workload: str, key: str, text: str, kind: Any) -> object:
     if type(None) in kinds and text.lower() == "none":
         return None
     base = next(k for k in kinds if k is not type(None))
-    parse: Callable[[str], object] = (lambda t: TRUTH[t.lower()]) if base is bool else base
     try:
-        return parse(text)
-    except (ValueError, KeyError):
+        return base(text)
+    except ValueError:
         allowed = " or none" if type(None) in kinds else ""
         raise WorkloadError(
             f"{workload}: {key} is {text!r}; set it to a value of type {base.__name__}{allowed}"
