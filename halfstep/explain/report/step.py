@@ -101,7 +101,9 @@ def _of_inspection(found: Inspection) -> Iterator[str]:
         saved = "no gain measured"
         if saving.seconds is not None:
             saved = f"would save {1e3 * saving.seconds:,.2f} ms, {saving.seconds / found.seconds:.0%} of the step"
-        yield f"{saving.code} at {saving.place}: {saved}\n  seen: {saving.evidence}\n  do:   {saving.advice}"
+        yield f"{saving.code} at {saving.place}: {saved}"
+        yield f"  seen: {saving.evidence}"
+        yield f"  do:   {saving.advice}"
         yield from (f"  edit: {edit!r}" for edit in saving.cure)
 
 
