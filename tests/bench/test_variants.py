@@ -98,7 +98,7 @@ def test_o0_is_the_plain_fp32_loop_and_the_peer_that_of_torchs_documentation_bit
     entry = Entry("torch.amp", BF16, peer=True) if peer else Entry("O0", FP32, peer=False)
     variant = entry.start(TINY, 0, CPU)
     assert train(variant, TINY) == expected
-    assert variant.facts().scale == 1.0
+    assert variant.end().scale == 1.0
     variant.close()
 
 
@@ -106,7 +106,7 @@ def test_a_level_trains_in_its_format():
     variant = Entry("O2", BF16, peer=False).start(TINY, 0, CPU)
     train(variant, TINY)
     assert variant.model.head.weight.dtype == torch.bfloat16
-    memory = variant.facts().memory
+    memory = variant.end().memory
     count = variant.model.head.weight.numel()
     assert variant.model.head.weight.nbytes == 2 * count
     variant.close()
@@ -131,7 +131,7 @@ def test_a_batch_with_an_infinite_loss_is_counted_and_halves_the_scale_of_torch_
     for batch, _ in zip(job.batches(0), range(3), strict=False):
         variant.train(*batch)
         variant.observe()
-    facts = variant.facts()
+    facts = variant.end()
     variant.close()
     assert (facts.skipped, facts.scale) == (1, scale)
 
@@ -154,4 +154,4 @@ def test_bytes_of_the_peer_are_those_of_fp32_training():
     count = sum(p.numel() for p in variant.model.parameters())
     tensors = len(list(variant.model.parameters()))
     expected = {"weights": 4 * count, "masters": 0, "gradients": 4 * count, "optimizer": 8 * count + 4 * tensors}
-    assert variant.facts().memory == expected
+    assert variant.end().memory == expected
