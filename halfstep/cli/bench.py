@@ -41,7 +41,7 @@ from halfstep.lab.bench.sweep import Asked, check_same, largest_batches, read_sw
 from halfstep.lab.bench.variants import Entry, entries
 from halfstep.lab.workloads.load import MODELS, WORKLOADS, load_workload, parse_settings
 from halfstep.machine import read_facts, read_machine
-from halfstep.measurements import BenchResult, Sweep
+from halfstep.measurements import BenchResult
 from halfstep.plan.io import save_plan as write_plan
 
 DEFAULT = "char_lm"
@@ -195,12 +195,8 @@ def _sweep(asked: Asked, *, json: Path | None, page: Path | None, quiet: bool, p
         check_same(done.asked, asked.words())
         whole = sum(not asked.failed(point) for point in done.points)
         stderr().print(f"{json} already has {whole} of {done.total} points; these are not measured again")
-
-    def keep(result: Sweep) -> None:
-        write(json, to_json(result))
-
     with progress_bar(unit="examples", quiet=quiet) as progress:
-        found = sweep(asked, done=done, keep=keep, progress=progress)
+        found = sweep(asked, done=done, keep=lambda result: write(json, to_json(result)), progress=progress)
     sheet = sweep_sheet(found)
     stdout().print(sheet_text(sheet))
     write_page(page, sheet)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from halfstep.errors import SessionError, SetupError
@@ -157,7 +157,8 @@ def check_parameters(optimizers: Sequence[Optimizer], models: Sequence[nn.Module
             "them yet; leave offload_policy out, as in fully_shard(module, mp_policy=halfstep.fsdp_policy(plan, "
             "low=...)), or use O0"
         )
-    other = [f"{name} ({p.dtype})" for name, p in by_name if is_sharded(p) and id(p) in trained and not _is_full(p)]
+    sharded = [(name, p) for name, p in by_name if is_sharded(p) and id(p) in trained]
+    other = [f"{name} ({p.dtype})" for name, p in sharded if p.is_floating_point() and p.dtype is not torch.float32]
     if other:
         raise SetupError(
             f"sharded parameters are not fp32: {named(other)}; at {plan.name} they are the masters, and mp_policy "
@@ -169,10 +170,6 @@ def check_parameters(optimizers: Sequence[Optimizer], models: Sequence[nn.Module
             f"parameters were made under torch.inference_mode(): {named(frozen)}; torch cannot train or change such "
             "tensors. Build the model outside of inference_mode (running it inside is fine)"
         )
-
-
-def _is_full(p: Tensor) -> bool:
-    return p.dtype is torch.float32 or not p.is_floating_point()
 
 
 def check_closures(optimizers: Sequence[Optimizer], plan: Plan) -> None:

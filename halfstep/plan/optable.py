@@ -294,7 +294,9 @@ def find(public_name: str) -> tuple[str, ...]:
     for prefix, instead in _NAMESPACES:
         if name.startswith(prefix):
             name = instead + name.removeprefix(prefix)
-    schemas = [schema for packet in _ALIASES.get(name, (name,)) for schema in _schemas(packet)]
+    every = [schema for packet in _ALIASES.get(name, (name,)) for schema in schemas_of_op(f"aten::{packet}")]
+    # with kernels, and without the variants that write into `out`
+    schemas = [s for s in every if _registered(overload_name(s)) and not any(a.is_out for a in s.arguments)]
     if not schemas:
         raise PlanError(_unknown(public_name, name))
     found = tuple(overload_name(schema) for schema in schemas if not _obstacle(schema))
@@ -313,12 +315,6 @@ def check_op_changes(changes: OpChanges) -> None:
                 raise PlanError(
                     f"op {op!r} in {category} and {name!r} in {where} are both {overload!r}; list each op only once"
                 )
-
-
-def _schemas(packet: str) -> list[FunctionSchema]:
-    """Returns the schemas of an op's overloads that have kernels, without the variants that write into `out`."""
-    schemas = schemas_of_op(f"aten::{packet}")
-    return [s for s in schemas if _registered(overload_name(s)) and not any(a.is_out for a in s.arguments)]
 
 
 def overload_name(schema: FunctionSchema) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import exp, inf, isfinite, log
 from statistics import fmean, stdev
 
@@ -28,9 +28,12 @@ def bench_table(result: BenchResult, *, width: int = 120) -> Shown:
     """Returns a table with a row for each run, and notes below it."""
     runs = [run for run in result.runs if run.error is None]
     figures = dict.fromkeys(name for run in result.runs for name in run.validation)
-    columns = {**BEFORE, **{f"validation\n{name}": _validation(name) for name in figures}, **AFTER}
+    judged = {
+        f"validation\n{name}": lambda run, name=name: over_seeds(run.validation.get(name, ())) for name in figures
+    }
+    columns: Columns = {**BEFORE, **judged, **AFTER}
     if result.within is None:
-        del columns["gradient\nerror"]
+        columns = {header: fill for header, fill in columns.items() if header != "gradient\nerror"}
     names = ["", *(run.name for run in runs)]
     filled = zip(*cells(runs, columns), strict=True) if runs else [()] * len(columns)
     parts: list[RenderableType] = []
@@ -65,10 +68,6 @@ def over_seeds(values: Sequence[float]) -> str:
         return f"{lost} of {len(values)} diverged"
     spread = f" ± {stdev(values):.4f}" if len(values) > 1 else ""
     return f"{fmean(values):.4f}{spread}" if values else ABSENT
-
-
-def _validation(name: str) -> Callable[[BenchRun], str]:
-    return lambda run: over_seeds(run.validation.get(name, ()))
 
 
 def _ratio(value: float | None) -> str | None:

@@ -13,7 +13,6 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from halfstep.edits import Scaling
 from halfstep.formats import BF16, FP16
 from halfstep.measurements import Spread
 from halfstep.plan.levels import Level
@@ -74,7 +73,7 @@ LEVELS: Columns = {
     "ops": lambda plan: OPS_AT_LOW if plan.param == "low" else OPS[plan.ops],
     "norms": lambda plan: _if_low(plan, FULL_OR_LOW[plan.norms], "by the table"),
     "master (bf16 / fp16)": lambda plan: _if_low(plan, plan.master, "weights are fp32"),
-    "scale (bf16 / fp16)": lambda plan: _scale(plan.scale),
+    "scale (bf16 / fp16)": lambda plan: f"{plan.scale.init:g}" if plan.scale.kind == "static" else plan.scale.kind,
     "inputs": lambda plan: "as given" if plan.input == "keep" else FULL_OR_LOW[plan.input],
     "outputs": lambda plan: "as written" if plan.output == "keep" else FULL_OR_LOW[plan.output],
 }
@@ -92,10 +91,6 @@ def level_table(levels: Iterable[Level]) -> Shown:
 
 def _if_low(plan: Plan, stored: str, cast: str) -> str:
     return stored if plan.param == "low" else cast if plan.ops == "table" else ABSENT
-
-
-def _scale(scaling: Scaling) -> str:
-    return f"{scaling.init:g}" if scaling.active and not scaling.adapts else scaling.kind
 
 
 WORDS: Mapping[Action | None, str] = {

@@ -101,15 +101,13 @@ def settings_of(workload: Workload) -> dict[str, str]:
     return {each.name: str(getattr(workload, each.name)) for each in fields(workload) if each.name != "data"}
 
 
-def mean_of_last(values: Sequence[float], share: float = 0.1) -> float | None:
-    """Returns the mean of the last values; None if there are no values.
-
-    `share` is the fraction of the values to average; it is rounded down to a whole number of values, but at least one.
+def mean_of_last(values: Sequence[float]) -> float | None:
+    """Returns the mean of the last tenth of the values, of at least one; None if there are no values.
 
     >>> mean_of_last([9.0] * 18 + [1.0, 3.0])
     2.0
     """
-    count = max(1, int(len(values) * share))
+    count = max(1, len(values) // 10)
     return sum(values[-count:]) / count if values else None
 
 
