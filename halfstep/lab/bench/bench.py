@@ -137,7 +137,7 @@ def _apart(rows: Sequence[Entry]) -> list[Entry]:
     """Returns the rows that have a process of their own: torch.amp's, and those beyond the op tables of a process."""
     apart = [row for row in rows if row.peer]
     tables: set[Any] = set()
-    for row in rows:
+    for row in rows if len(rows) > len(MARKERS) else ():
         actions = frozenset() if row.peer else frozenset(effective(row.plan).items())
         table = actions, row.emulated, row.products
         if actions and table not in tables and len(tables) == len(MARKERS):
