@@ -165,7 +165,7 @@ def recommendation(results: Sequence[BenchResult], *, losses: bool = False) -> s
     fast = _range([(run.vs_o0 or 1.0) / (other.vs_o0 or 1.0) for run, other in pairs])
     shares = [share for pair in pairs if (share := memory_share(*pair)) is not None]
     costs = f", with {_range(shares)} of its peak memory" if shares else ""
-    costs += _end(*pairs[0]) if losses else ""
+    costs += (_end(*pairs[0]) if losses else "") + _ran_out(results, best, full)
     speed = speeds[best] / speeds[full]
     if speed >= 1 + ALIKE:
         return f"Train at {best}: {fast} times as fast as {full}{costs}."
@@ -211,6 +211,13 @@ def _without_o0(results: Sequence[BenchResult]) -> str:
     if speeds and all(full is not None and full.out_of_memory for full in fulls):
         return f"Train at {min(speeds, key=lambda name: speeds[name])}: the fastest that fits; O0 ran out of memory."
     return NOTHING
+
+
+def _ran_out(results: Sequence[BenchResult], best: str, full: str) -> str:
+    out = [{run.name for run in result.runs if run.out_of_memory} & {best, full} for result in results]
+    whose = {"both": {best, full}, f"{full} alone": {full}, f"{best} alone": {best}}
+    counts = {who: out.count(names) for who, names in whose.items()}
+    return "".join(f"; at {n} of {len(out)} points {who} ran out of memory" for who, n in counts.items() if n)
 
 
 def memory_share(run: BenchRun, full: BenchRun | None) -> float | None:
