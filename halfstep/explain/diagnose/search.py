@@ -132,15 +132,15 @@ def is_finite_at(rehearsal: Rehearsal, loss: Tensor, scale: float) -> bool:
         return all(nonfinite(gradient) is None for gradient in gradients)
 
 
-def passes_at(rehearsal: Rehearsal, scale: float) -> bool:
-    """Tells whether all is finite at a loss scale, on which the loss depends if the closure calls `session.grad`."""
+def passes_at(rehearsal: Rehearsal, scale: float, *, gradients: bool = True) -> bool:
+    """Tells whether the loss, and its gradients, are finite at a loss scale, on which it depends by `session.grad`."""
     rehearsal.rewind()
     with rehearsal.at_scale(scale):
         try:
             loss = rehearsal.loss()
         except Exception:  # there are no more batches, or it looks at its numbers itself
             return False
-        return nonfinite(loss) is None and is_finite_at(rehearsal, loss, scale)
+        return nonfinite(loss) is None and (not gradients or is_finite_at(rehearsal, loss, scale))
 
 
 class CastRecorder(OpRecorder):

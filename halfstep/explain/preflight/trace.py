@@ -202,7 +202,7 @@ def _overflow(source: Tensor, out: Tensor) -> float | None:
 def _of_results(rehearsal: Rehearsal, loss: Tensor) -> Iterator[Finding]:
     scale, params = rehearsal.plan.scale, rehearsal.params
     if not bool(loss.isfinite()):
-        if not (scale.adapts and passes_at(rehearsal, scale.min) and rehearsal.inputs.same):
+        if not (scale.adapts and passes_at(rehearsal, scale.min, gradients=False) and rehearsal.inputs.same):
             what = f"the loss of the traced step is {float(loss.detach())}"
             yield Finding("error", "not finite", "the loss", what, BLAME)
         return
