@@ -336,7 +336,7 @@ class TestRead:
 def test_python_writes_the_fields_that_cpp_reads(structure):
     header = Path(library.__file__).with_name("blocks.h").read_text()
     (body,) = re.findall(rf"struct {structure.__name__[1:]} {{(.*?)^}};", header, re.MULTILINE | re.DOTALL)
-    fields = re.findall(r"^  (.*?)(\w+)(\[kStates\])?;", body, re.MULTILINE)
+    fields = re.findall(r"^  (.*?)(\w+)(\[kStates\])?;", re.sub("//.*", "", body), re.MULTILINE)
     bytes_of = {"int64_t": 8, "double": 8, "int32_t": 4}
     listed = [
         (name, (native._STATES if several else 1) * bytes_of.get(kind.strip(), 8)) for kind, name, several in fields
