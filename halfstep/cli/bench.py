@@ -105,6 +105,14 @@ LargestBatch = Annotated[
 ]
 
 
+def _gone(option: typer.CallbackParam, value: str | None) -> None:
+    if value is not None:
+        raise WorkloadError(f"--{option.name} is gone: keep the results that --json writes, and compare them with asv")
+
+
+Gone = Annotated[str | None, typer.Option(hidden=True, callback=_gone)]
+
+
 def bench(  # noqa: PLR0913  # each is an option of the command, described above
     workload: Name = None,
     levels: Levels = "O0,O1,O2,O3",
@@ -127,9 +135,15 @@ def bench(  # noqa: PLR0913  # each is an option of the command, described above
     page: PageFile = None,
     largest_batch: LargestBatch = None,
     quiet: Quiet = False,
+    against: Gone = None,
+    processes: Gone = None,
 ) -> None:
     """Train a workload under several levels and under torch.amp, one step of each in turn, and print one table."""
     place = device_of(device)
+    if workload in ("matmul", "memory"):
+        raise WorkloadError(
+            f"`halfstep bench {workload}` is gone: `halfstep doctor` prints products and memory by format"
+        )
     name = DEFAULT if workload is None else workload
     formats = [as_format(name) for name in names(low)]
     rows = entries(

@@ -310,6 +310,21 @@ def test_ctrl_c_prints_what_was_measured_and_exits_130(halfstep, tmp_path):
     assert len(result["runs"][0]["times_ms"]) >= 10
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--against", "x.json"], "--against is gone: keep the results that --json writes"),
+        (["--processes", "8"], "--processes is gone"),
+        (["matmul"], "`halfstep bench matmul` is gone: `halfstep doctor` prints products and memory by format"),
+        (["memory"], "`halfstep bench memory` is gone"),
+    ],
+)
+def test_what_is_gone_says_what_to_do(halfstep, arguments, said):
+    code, _, err = halfstep("bench", *arguments)
+    assert code == 2
+    assert said in err
+
+
 GOOD, BAD = (BenchRun("r", "O1", "bf16", False, False, error=error) for error in (None, "KeyError: 'x'"))
 
 

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import halfstep
 from halfstep import FULL, OpChange, Rule
+from halfstep.explain.diagnose.rehearsal import Rehearsal
 from halfstep.explain.preflight.precision import Damage
 from halfstep.records import COMPARED
 from tests.contracts.cases import differing, snapshot
@@ -490,3 +491,15 @@ def test_both_values_are_those_of_the_worst_call():
     assert 290 < low < 310
     assert abs(low - exact) == pytest.approx(abs(returned - exactly), abs=0.01)
     assert abs(low - exact) > 0.5  # 0.25 at most in the other calls
+
+
+def test_without_memory_for_a_copy_the_suspects_are_notes(monkeypatch):
+    def under(self, plan):
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(Rehearsal, "under", under)
+    x, targets = inputs()
+    found, calls = told(lambda model: loss_of(model, x, targets), made(lambda: quiet.sequential(quiet.spread)))
+    assert [(each.severity, each.code, each.place) for each in found] == [("note", LOST, "1")]
+    assert found[0].advice == "there is no memory for a copy of the model on which to try an edit; try Rule('1', FULL)"
+    assert calls == 2

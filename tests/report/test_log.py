@@ -379,7 +379,7 @@ def test_every_cut_of_a_log_is_read_or_refused_with_a_reason(path):
         (b"\x89PNG\x00\xff\n", "not a run log"),
         (b'{"loss":1.0}\n', "first line is not the start of one"),
         (b"[1]\n", "first line is not the start of one"),
-        (b'{"type":"start","schema":3,"new":1}\n', "schema 3, but this halfstep version reads schema 2"),
+        (b'{"type":"start","schema":3,"new":1}\n', "schema 3, but this halfstep version reads schemas up to 2"),
         (b'{"type":"start","schema":2}\n', "damaged in its first line .*missing required field `time`"),
         (b'{"type":"start","schema":2,"time":1e18,"halfstep":"1","torch":"2"}\n', "damaged in its first line"),
     ],

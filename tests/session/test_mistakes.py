@@ -14,6 +14,7 @@ from torch.nn.utils import prune
 
 import halfstep
 from halfstep.adapters.apex import amp
+from halfstep.explain.report.run import read_log
 from halfstep.initialize import check_adapted
 
 OLD = Path(__file__).parents[1] / "data/3338c92"
@@ -212,8 +213,13 @@ def test_notebooks_show_what_is_printed():
     assert "Session(O2, low=bf16, steps=1, closed)</pre>" in session._repr_html_()
 
 
-def test_plans_of_the_first_version_are_read():
+def test_plans_and_logs_of_the_first_version_are_read():
     assert halfstep.load_plan(OLD / "plan.toml") == halfstep.level("O2", "fp16")
+    run = read_log(OLD / "run.jsonl")
+    (event,) = run.events
+    assert event.record.cure == ()
+    assert event.record.advice.endswith("; edits: OpChange(list='deny', op='exp')")
+    assert not any("cannot be read" in note for note in run.notes)
 
 
 def test_a_session_that_is_collected_while_a_model_is_built_ends_no_construction():

@@ -147,12 +147,15 @@ def precision_findings(rehearsal: Rehearsal, low: StepResult, loss: Tensor) -> l
     # The same step in fp32 tells how far outputs and gradients are off. If they are, calls of modules are made again in
     # fp32 with their own inputs. A suspect, which gives something else then, becomes a finding if an edit that keeps it
     # in fp32, tried on copies, divides the error by 3.
+    check = _Check(rehearsal, low, float(loss.detach()))
     try:
-        return _Check(rehearsal, low, float(loss.detach())).findings()
+        return check.findings()
     except StopIteration:
         return [_not_compared(f"the closure ran out of batches; {_SAME_BATCH}")]
-    except Exception as error:  # whatever a model raises under another plan, or as a copy, for which memory may lack
-        return [_not_compared(f"a copy of the model cannot be made or run: {type(error).__name__}: {error}")]
+    except Exception as error:  # whatever a model raises under another plan, or as a copy
+        if not is_out_of_memory(error):
+            return [_not_compared(f"a copy of the model cannot be made or run: {type(error).__name__}: {error}")]
+    return check.without_copies()
 
 
 class _Check:
@@ -200,6 +203,19 @@ class _Check:
         said = f"{called(first.operator)} {first.said}; {damage}"
         advice = f"compute this in fp32; no edit that was tried divides the error by 3{most}"
         return Finding("warning", Kind.PRECISION_LOST.value, place_of(first.module, first.line), said, advice)
+
+    def without_copies(self) -> list[Finding]:
+        """Returns the suspects alone, as notes, where there is no memory for a copy of the model."""
+        said, lost = "there is no memory for a copy of the model on which to try an edit", Kind.PRECISION_LOST.value
+        try:
+            suspects = self._suspects()
+        except Exception as error:
+            return [_not_compared(f"{said}, nor to call its modules again: {type(error).__name__}")]
+        found = [
+            Finding("note", lost, place_of(name, None), _own(again), f"{said}; try Rule({name!r}, FULL)")
+            for name, again in suspects.items()
+        ]
+        return found or [_not_compared(f"{said}; no module alone is off by more than {share(SUSPECT)} of its spread")]
 
     def _exact(self) -> StepResult:
         return self._step(level("O0", self._plan.low))

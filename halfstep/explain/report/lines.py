@@ -1,7 +1,7 @@
 """The lines of a run log: each is a JSON object with a `type`; the first is a `start` with the schema version.
 
 The line types are the record classes of `records.py`. JSON has no NaN and no infinity, which become text; edits are
-written as in plan files.
+written as in plan files, except in logs of schema 1: Python code, which is shown and not run.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from halfstep.plan.io import edit_from_dict, edit_to_dict
 from halfstep.records import BINS, COUNTS, DOUBLES, Finding, Observation, StepValues, TensorStats, Verdict
 
 SCHEMA = 2
+READ = (1, SCHEMA)
 START_BYTES = 4096  # more than the first line of a log has: a file that is not a log may be one line of any length
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -75,7 +76,7 @@ def _line_of(record: type, tag: str, changed: dict[str, Any], absent: dict[str, 
 
 _STATS: dict[str, Any] = dict.fromkeys(COUNTS, Count) | dict.fromkeys(DOUBLES, float)
 _BINS = {"first": Count, "exponents": tuple[Count, ...]}  # counts from `first` on, without the zeros at the ends
-_NOTED = {"after": Count, "cure": tuple[dict[str, Any], ...]}  # the last step before, and edits
+_NOTED = {"after": Count, "cure": tuple[str | dict[str, Any], ...]}  # the last step before, and edits
 StepLine = _line_of(StepValues, "step", {"step": Count, "time": Time})
 ObservationLine = _line_of(
     Observation, "observation", {"step": Count, "stats": None} | _STATS | _BINS, dict.fromkeys(_STATS, 0)
@@ -112,8 +113,10 @@ def decode(line: bytes) -> Line:
     if isinstance(found, ObservationLine):
         return _observation(given)
     after = given.pop("after")
+    code = [each for each in given["cure"] if isinstance(each, str)]
+    given["advice"] += f"; edits: {', '.join(code)}" if code else ""
     try:
-        given["cure"] = tuple(map(edit_from_dict, given["cure"]))
+        given["cure"] = tuple(edit_from_dict(each) for each in given["cure"] if each not in code)
     except PlanError as error:
         raise msgspec.ValidationError(str(error)) from None
     return Event(after, Verdict(**given) if isinstance(found, VerdictLine) else Finding(**given))
@@ -186,10 +189,10 @@ def check_start(line: bytes, path: object) -> None:
         raise LogError(
             f"{path} is not a run log: its first line is not the start of one; name a file that RunLog(path) wrote"
         )
-    if found["schema"] != SCHEMA:
+    if found["schema"] not in READ:
         raise LogError(
-            f"{path} has schema {found['schema']!r}, but this halfstep version reads schema {SCHEMA}; use the version "
-            "that wrote the file, or name another file"
+            f"{path} has schema {found['schema']!r}, but this halfstep version reads schemas up to {SCHEMA}; "
+            "use the version that wrote the file, or name another file"
         )
     try:
         msgspec.convert(found, Start)
