@@ -225,6 +225,11 @@ def say_how_products_run(decision: Decision, *, told: bool) -> None:
         _say(emulation_notice(low, decision.facts))
     elif decision.asked is False and (costs := _slower(decision)):
         _say(f"emulate=False: {costs}")
+    elif decision.asked and units(low, decision.facts) is not None:
+        gain = decision.facts.processor.gain(low) or 1.0
+        _say(
+            f"emulate=True: native {low} products are about {gain:.2g} times as fast as emulated ones on this processor"
+        )
 
 
 def _slower(decision: Decision) -> str:
