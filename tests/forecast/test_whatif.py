@@ -206,6 +206,15 @@ def test_a_dynamic_scale_settles_between_the_limits_of_the_steps():
     assert found.scale("fp16").settles == (8192.0, 32768.0)
 
 
+def test_gradients_that_grow_beyond_the_scale_are_judged_at_one_that_they_fit():
+    inputs, model = iter([*3 * [[1.0, 2.0**-10]], [30000.0, 300.0], [1.0, 1.0]]), Weigh([1.0, 1.0])
+    found = halfstep.whatif(lambda: model(torch.tensor(next(inputs))).sum(), model, ("fp16",), steps=3)
+    row, scale = row_of(found, "weight_grad"), found.scale("fp16")
+    assert row.scale <= scale.largest < 4
+    assert (row.lost, row.saturated, found.stay_full["fp16"]) == (0.0, 0.0, ())
+    assert row.snr_db > 60  # of the last step alone, whose values fp16 holds exactly or to 11 bits
+
+
 @pytest.mark.parametrize(("offset", "stays"), [(0.0, False), (300.0, True)])
 def test_the_signal_of_an_activation_is_what_varies_about_its_mean(offset, stays):
     torch.manual_seed(0)

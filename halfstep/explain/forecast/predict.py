@@ -71,7 +71,8 @@ def predict(  # noqa: PLR0913  # what a prediction is made from
 ) -> Prediction:
     """Runs training steps in fp32, and returns what rounding all their results to each format would do."""
     suited = {fmt: _recommended(fmt, _limit(fmt, scouted.largest_gradient), scouted.ceiling) for fmt in formats}
-    tally = RoundingTotals(suited if loss_scale is None else dict.fromkeys(formats, loss_scale), scouted)
+    given = suited if loss_scale is None else dict.fromkeys(formats, loss_scale)
+    tally = RoundingTotals(given, scouted, fixed=loss_scale is not None)
     for number in range(1, steps + 1):
         for parameter in model.parameters():
             parameter.grad = None
@@ -103,7 +104,12 @@ def _step(
             torch.autograd.backward(get_gradient_edge(loss), retain_graph=True)
         calls.end_step()
         show_weight_grads(model, tally.see)
-        tally.end_step()
+        if tally.end_step():  # at loss scales that the gradients of this step need
+            for parameter in params:
+                parameter.grad = None
+            loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+            show_weight_grads(model, tally.see)
+            tally.lowered.clear()
         held = [(parameter, parameter.grad) for parameter in params]
         for fmt in tally.formats:
             for parameter in params:
@@ -126,13 +132,20 @@ def _backward_again(loss: Tensor, scale: float) -> None:
 
 
 class RoundingTotals:
-    """Adds up the effects of rounding, tensor by tensor, on the device; `scales` maps each format to its loss scale."""
+    """Adds up the effects of rounding, tensor by tensor, on the device; `scales` maps each format to its loss scale.
 
-    def __init__(self, scales: Mapping[Format, float], scouted: Scouted) -> None:
+    A scale that is not `fixed` comes down where gradients grow beyond it: gradients are judged from that step on.
+    """
+
+    def __init__(self, scales: Mapping[Format, float], scouted: Scouted, *, fixed: bool) -> None:
         self.formats = tuple(scales)
         self.full_modules = scouted.full_modules
-        self._scales = scales
+        self._scales = dict(scales)
         self._scouted = scouted
+        self._fixed = fixed
+        self.lowered: set[Format] = set()  # whose scale this step lowered: its gradients are seen once more
+        self._counts: dict[Group, tuple[int, int, int]] = {}  # zeros, nonzero and all values, before this step
+        self._left_out: dict[Format, dict[Group, tuple[int, int, int]]] = {}  # those before the scale was lowered
         self._low_groups = {place[:2] for place, low in scouted.low.items() if low}
         self._sums: dict[tuple[Format, Group], _Sum] = {}
         self._stats: dict[Group, TensorStats] = {}
@@ -163,7 +176,12 @@ class RoundingTotals:
             fmt = self._backward_in.fmt
             total = self._sum(fmt, group, values.device)
             return total.count(values, fmt if low else None, arrived=True).to(tensor.dtype)
-        gradient, stats = place.kind in GRADIENTS, measure(values)
+        gradient = place.kind in GRADIENTS
+        for fmt in self.lowered if gradient else ():
+            self._sum(fmt, group, values.device).weigh(values * self._scales[fmt], fmt if low else None)
+        if self.lowered:
+            return None
+        stats = measure(values)
         self._stats[group] = self._stats[group] + stats if group in self._stats else stats
         self._low[group] = low
         if gradient:
@@ -192,10 +210,21 @@ class RoundingTotals:
     def _sum(self, fmt: Format, group: Group, device: torch.device) -> _Sum:
         return self._sums.setdefault((fmt, group), _Sum(device))
 
-    def end_step(self) -> None:
+    def end_step(self) -> bool:
+        """Notes the largest gradient of the step that has ended; returns whether a loss scale is lower from here on."""
         amax, place = self._now
         self._largest.append((amax * self._scouted.inside, place))
         self._now = (0.0, "")
+        for fmt, scale in self._scales.items():
+            limit = _limit(fmt, self._largest[-1][0])
+            if scale > limit and not self._fixed:
+                self._scales[fmt] = _recommended(fmt, limit, self._scouted.ceiling)
+                self.lowered.add(fmt)
+                self._left_out[fmt] = dict(self._counts)
+                for key in [key for key in self._sums if key[0] is fmt and key[1][1] in GRADIENTS]:
+                    del self._sums[key]
+        self._counts = {group: (each.zeros, each.nonzero, each.count) for group, each in self._stats.items()}
+        return bool(self.lowered)
 
     def prediction(self) -> Prediction:
         if not any(amax for amax, _ in self._largest):
@@ -215,14 +244,17 @@ class RoundingTotals:
         module, kind = group
         stats = self._stats[group]
         zeros, saturated, signal, noise = total.read()
+        left_out = self._left_out.get(fmt, {}) if kind in GRADIENTS else {}
+        before = left_out.get(group, (0, 0, 0))
+        nonzero, count = stats.nonzero - before[1], stats.count - before[2]
         return Rounded(
             module=module,
             kind=kind,
             format=fmt.name,
             low=self._low[group],
             scale=self._scales[fmt] if kind in GRADIENTS else 1.0,
-            lost=max(zeros - stats.zeros, 0) / stats.nonzero if stats.nonzero else 0.0,
-            saturated=saturated / stats.count if stats.count else 0.0,
+            lost=max(zeros - (stats.zeros - before[0]), 0) / nonzero if nonzero else 0.0,
+            saturated=saturated / count if count else 0.0,
             snr_db=decibels(signal, noise),
             stats=stats,
         )
