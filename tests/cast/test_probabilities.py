@@ -504,3 +504,25 @@ def test_a_copy_of_an_output_can_be_made_and_saved(tmp_path):
         torch.save(out, tmp_path / "out.pt")
         assert torch.equal(torch.load(tmp_path / "out.pt"), out)
         assert os.path.getsize(tmp_path / "out.pt") < 10_000
+
+
+@pytest.mark.parametrize(
+    ("bias", "loss", "told"),
+    [
+        (20.0, lambda p: F.binary_cross_entropy(p, torch.zeros_like(p)), 1),  # its gradient is 0 in fp32 too
+        (20.0, lambda p: F.binary_cross_entropy(p, torch.ones_like(p)), 0),
+        (20.0, lambda p: (1 - 2 * p.sum() / (p.sum() + 1)) * 2**16, 0),  # Dice
+        (9.0, lambda p: F.binary_cross_entropy(p, torch.zeros_like(p), reduction="sum"), 0),
+    ],
+    ids=["wrong and saturated", "right", "no logarithm", "steep"],
+)
+def test_a_sigmoid_that_a_logarithm_pushes_in_vain_is_told_once(caplog, bias, loss, told):
+    model = Model(torch.sigmoid, scale=1.0)
+    nn.init.zeros_(model.layer.weight)
+    nn.init.constant_(model.layer.bias, bias)
+    with opened(model):
+        for _ in range(4):
+            loss(model(X)).backward()
+    assert [r.levelname for r in caplog.records if "binary_cross_entropy_with_logits" in r.message] == [
+        "WARNING"
+    ] * told

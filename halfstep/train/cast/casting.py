@@ -30,7 +30,7 @@ from halfstep.train.cast.modules import CastOut, Undo, bake, holds_state, inputs
 from halfstep.train.cast.narrow import MULTIPLIES, Layers
 from halfstep.train.cast.opregistry import REGISTRY
 from halfstep.train.cast.ops import OpEngine, Switch, Token
-from halfstep.train.cast.probabilities import THREAD, Forward, widened
+from halfstep.train.cast.probabilities import THREAD, Forward, Stuck, widened
 from halfstep.train.cast.products import Emulation
 from halfstep.train.cast.reading import read_low
 from halfstep.train.cast.recipes import RECIPES, Units
@@ -49,7 +49,7 @@ class Casting:
         self._install: Callable[[], None] = lambda: None
         self._over: list[tuple[TorchDispatchMode, ...]] = []  # by who looks at operations
         self._around = Around()
-        self._leaves: dict[int, bool] = {}  # the places in the code whose probabilities leave the model
+        self._learned: tuple[dict[int, bool], Stuck] = {}, Stuck()  # of the probabilities that leave the model
         self.layers: Layers | None = None  # that multiply by a recipe
         self._as_written = 0  # how many contexts that ask for it are open
 
@@ -185,7 +185,7 @@ class Casting:
             cast_in=None if formats.input is None else inputs_to(formats.input.dtype),
             cast_out=_cast_out(formats, look),
         )
-        return keeping(self._leaves, casts) if low and formats.output is FP32 else casts
+        return keeping(self._learned, casts) if low and formats.output is FP32 else casts
 
     def hold(self, layers: Layers) -> Undo:
         """Takes the layers that multiply by a recipe; returns a function that lets them go."""
@@ -281,11 +281,11 @@ def _telling_of_copies(low: Format) -> Iterator[None]:
         raise
 
 
-def keeping(leaves: dict[int, bool], casts: Casts) -> Casts:
+def keeping(learned: tuple[dict[int, bool], Stuck], casts: Casts) -> Casts:
     """Returns the casts around a forward in which is kept how to compute its probabilities again in fp32."""
 
     def read() -> Any:
-        return THREAD.now, Forward(leaves, sys._getframe(1).f_code), casts.read()
+        return THREAD.now, Forward(*learned, sys._getframe(1).f_code), casts.read()
 
     def enter(token: Any) -> None:
         THREAD.now = token[1]

@@ -10,6 +10,7 @@ results which do not leave the model is remembered, and keeps no input again.
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 import weakref
@@ -23,6 +24,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from halfstep.formats import is_low
+from halfstep.later import Later, is_capturing
 from halfstep.plan.optable import PICKING
 from halfstep.torch_internals import DispatchKey, compiled_inside, version_of
 from halfstep.train.cast.tree import map_tensors
@@ -30,6 +32,7 @@ from halfstep.train.cast.tree import map_tensors
 if TYPE_CHECKING:
     from halfstep.train.cast.opkernels import Act, OpSite
 
+_LOG = logging.getLogger("halfstep")
 in_dynamo = torch.compiler.is_dynamo_compiling
 SMALL = 2**14  # elements of an input that is always kept: of most outputs, and of no activation that counts
 _KEPT = "_halfstep_kept"  # the attribute of a storage
@@ -37,6 +40,13 @@ _FRAMES = 16  # that tell one place in the code from another
 _NODES = 32  # views between a result and an output
 _NODE_NAMES = {"sigmoid": "SigmoidBackward0", "softmax": "SoftmaxBackward0", "log_softmax": "LogSoftmaxBackward0"}
 _TRACING = DispatchKey.PythonDispatcher
+_WATCHED = 128  # outputs of a session that `Stuck` looks at
+_PUSHED = 1e6  # a gradient that only the log of a probability of 0 gives: 1e12 by an element of nn.BCELoss's mean
+_STUCK = (
+    "a loss outside of the model takes the logarithm of a sigmoid that is exactly 0 or 1 in fp32 too (a logit beyond "
+    "17): its gradient there is 0, and training may stand still. Return the logits and use "
+    "binary_cross_entropy_with_logits (nn.BCEWithLogitsLoss), or scale the inputs"
+)
 
 
 class Kept:
@@ -75,6 +85,30 @@ class Kept:
         node.register_hook(correct)
 
 
+class Stuck:
+    """Says once that a loss pushes sigmoids that are exactly 0 or 1, whose gradient is 0; waits for no device."""
+
+    def __init__(self) -> None:
+        self._left = _WATCHED
+        self._coming: Later | None = None
+
+    def watch(self, full: Tensor) -> None:
+        """Looks at the gradient of a sigmoid that leaves the model, and at what was seen of an earlier one."""
+        if self._coming is not None and self._coming.arrived():
+            (stuck,), self._coming = self._coming.read(), None
+            if stuck:
+                self._left = 0
+                _LOG.warning(_STUCK)
+        if self._left > 0 and self._coming is None:
+            self._left -= 1
+            assert full.grad_fn is not None  # whose hook, unlike one of the tensor, no copy of the output takes along
+            full.grad_fn.register_prehook(partial(self._look, full.detach(), full.output_nr))
+
+    def _look(self, full: Tensor, number: int, grads: tuple[Tensor | None, ...]) -> None:
+        if (grad := grads[number]) is not None and not is_capturing() and not in_dynamo():
+            self._coming = Later([(((full == 0) | (full == 1)) & (grad.abs() > _PUSHED)).any()])
+
+
 class Forward:
     """The results of one forward that may leave the model.
 
@@ -82,8 +116,8 @@ class Forward:
     model. `caller` is the function that runs the forward; what calls that one does not count as part of a place.
     """
 
-    def __init__(self, leaves: dict[int, bool], caller: CodeType) -> None:
-        self.leaves, self.caller = leaves, caller
+    def __init__(self, leaves: dict[int, bool], stuck: Stuck, caller: CodeType) -> None:
+        self.leaves, self.stuck, self.caller = leaves, stuck, caller
         self.kept: list[tuple[int | None, weakref.ref[Kept]]] = []
 
     def end(self) -> None:
@@ -115,18 +149,23 @@ def widened(outputs: Any) -> Any:
     if forward is None or not forward.kept:
         return outputs
     try:
-        return map_tensors(widen, outputs)
+        return map_tensors(partial(widen, stuck=forward.stuck), outputs)
     finally:
         forward.end()
 
 
-def widen(value: Tensor) -> Tensor:
+def widen(value: Tensor, stuck: Stuck | None = None) -> Tensor:
     """Returns a low probability, or a view or copy of parts of one, computed in fp32; any other tensor as it is."""
     kept = _kept_of(value)
     if kept is None or kept.dtype is not value.dtype:
         return value
     kept.left = True
-    return value if kept.again is None else _full(kept, value)
+    if kept.again is None:
+        return value
+    full = _full(kept, value)
+    if stuck is not None and kept.node == _NODE_NAMES["sigmoid"] and full.requires_grad:
+        stuck.watch(full)
+    return full
 
 
 @compiled_inside
