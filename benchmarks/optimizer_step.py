@@ -129,7 +129,7 @@ class Halfstep(Lane):
                 self._prepare()
                 try:
                     self._session.step()
-                except LookupError:  # of another device
+                except StopIteration:  # it is of another device
                     continue
             for clip in (False, True):
                 name = f"halfstep {self.kind} {implementation}{' + clip' if clip else ''}"

@@ -12,7 +12,7 @@ def test_the_bytes_of_weights_masters_gradients_and_state():
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
     state = 2 * 8 * 4 + 2 * 4  # two moments of 8 numbers, and a step count each for weight and bias
-    assert memory_of(model.parameters(), [optimizer], masters=7) == {
+    assert memory_of(list(model.parameters()), [optimizer], masters=7) == {
         "weights": 32,
         "masters": 7,
         "gradients": 32,

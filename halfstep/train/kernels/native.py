@@ -88,11 +88,19 @@ class Table:
         common = self.common
         common.factor = None if factor is None else factor.data_ptr()
         common.found = found.data_ptr()
-        common.lr = float(options.lr)  # a tensor is on the CPU
+        common.lr = _number(options.lr)
         common.weight_decay = options.weight_decay
         common.maximize = options.maximize
         common.decoupled = options.decoupled
         return ctypes.byref(self.tensors), ctypes.byref(common)
+
+
+def _number(lr: float | Tensor) -> float:
+    """Returns a learning rate; of a tensor, which is on the CPU, from memory without an operation."""
+    if not isinstance(lr, Tensor):
+        return lr
+    kind = ctypes.c_float if lr.dtype is torch.float32 else ctypes.c_double
+    return float(kind.from_address(lr.data_ptr()).value)
 
 
 def pointers(tensors: list[Tensor]) -> array[int]:
