@@ -88,17 +88,15 @@ class Table:
         common = self.common
         common.factor = None if factor is None else factor.data_ptr()
         common.found = found.data_ptr()
-        common.lr = _number(options.lr)
+        common.lr = _number(options.lr) if isinstance(options.lr, Tensor) else options.lr
         common.weight_decay = options.weight_decay
         common.maximize = options.maximize
         common.decoupled = options.decoupled
         return ctypes.byref(self.tensors), ctypes.byref(common)
 
 
-def _number(lr: float | Tensor) -> float:
-    """Returns a learning rate; of a tensor, which is on the CPU, from memory without an operation."""
-    if not isinstance(lr, Tensor):
-        return lr
+def _number(lr: Tensor) -> float:
+    """Returns a learning rate that is on the CPU, read from memory without an operation."""
     kind = ctypes.c_float if lr.dtype is torch.float32 else ctypes.c_double
     return float(kind.from_address(lr.data_ptr()).value)
 
