@@ -223,18 +223,18 @@ def test_the_peak_of_amsgrad_keeps_a_nan():
     torch.testing.assert_close(*found, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64])
 @pytest.mark.parametrize("cls", [AdamW, SGD])
 def test_a_learning_rate_in_a_tensor_has_the_bits_of_the_reference(cls, dtype):
     runs = [
-        own_run(cls, {"lr": torch.tensor(0.1, dtype=dtype)}, "split", implementation=n) for n in ("native", "eager")
+        own_run(cls, {"lr": torch.tensor(1.1, dtype=dtype)}, "split", implementation=n) for n in ("native", "eager")
     ]
     for run in runs:
         run.params = run.params[:4]  # dense ones
         for seed in range(3):
             run.step(grads_of(run, seed, torch.bfloat16))
     assert_same_bits(runs[0].everything(), runs[1].everything())
-    before = own_run(cls, {"lr": 0.1}, "split", implementation="native").params[0]
+    before = own_run(cls, {"lr": 1.1}, "split", implementation="native").params[0]
     assert not torch.equal(runs[0].params[0], before)
 
 

@@ -96,9 +96,9 @@ class Table:
 
 
 def _number(lr: Tensor) -> float:
-    """Returns a learning rate that is on the CPU, read from memory without an operation."""
-    kind = ctypes.c_float if lr.dtype is torch.float32 else ctypes.c_double
-    return float(kind.from_address(lr.data_ptr()).value)
+    """Returns a learning rate that is on the CPU, of the usual dtypes read from memory without an operation."""
+    kind = {torch.float32: ctypes.c_float, torch.float64: ctypes.c_double}.get(lr.dtype)
+    return float(lr) if kind is None else float(kind.from_address(lr.data_ptr()).value)
 
 
 def pointers(tensors: list[Tensor]) -> array[int]:
