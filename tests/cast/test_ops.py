@@ -12,8 +12,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import halfstep
 from halfstep.errors import OpError, PlanError, SessionError
 from halfstep.train.cast import opregistry
+from halfstep.train.cast.autocast import Emulators, autocast
 from halfstep.train.cast.opkernels import OpSite
 from halfstep.train.cast.opregistry import MARKERS, REGISTRY
 from tests.cast.engines import make_engine, opened
@@ -315,6 +317,30 @@ def test_more_tables_than_markers_are_refused_and_nothing_is_left():
         for engine in engines:
             engine.close()
     assert not REGISTRY._slots
+
+
+def test_where_no_table_is_free_a_session_keeps_its_own_and_autocast_runs_as_torchs(monkeypatch):
+    models = [nn.Linear(4, 4) for _ in range(2)]
+    sessions = [halfstep.initialize(model, None, "O1", low="bf16") for model in models]
+    state = sessions[0].state_dict()
+    engines = [make_engine(deny=(name,)) for name in ("gelu", "relu", "silu", "mish", "celu")[: len(MARKERS) - 1]]
+    emulators = Emulators()
+    monkeypatch.setattr("halfstep.train.cast.autocast.needs_emulation", lambda *_: True)
+    try:
+        for engine in engines:
+            engine.open()
+        with pytest.raises(PlanError, match="different op tables are open"):
+            sessions[0].load_state_dict({**state, "emulate": not state["emulate"]})
+        assert sessions[0].state_dict()["emulate"] is state["emulate"]
+        assert emulators.entered(autocast("cpu", dtype=torch.bfloat16)) is None
+        low = models[0](torch.randn(2, 4))
+        torch.testing.assert_close(low, low.bfloat16().float(), rtol=0, atol=0)  # it computes in bf16
+    finally:
+        emulators.close()
+        for engine in engines:
+            engine.close()
+        for session in sessions:
+            session.close()
 
 
 def test_opening_and_closing_twice_is_once():

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from halfstep.errors import PlanError
 from halfstep.formats import as_format, is_low
 from halfstep.machine import emulation_notice, needs_emulation, read_facts
 from halfstep.plan.optable import BY_CALL, ROWS, Action, stock_action
@@ -34,8 +35,11 @@ class Emulators:
             fmt, facts, engine = as_format(low), read_facts(torch.device("cpu")), None
             if needs_emulation(fmt, facts):
                 engine = OpEngine(_as_torch(), low, "cpu", emulate=True)
-                engine.open()
-                _LOG.warning(emulation_notice(fmt, facts))
+                try:
+                    engine.open()
+                    _LOG.warning(emulation_notice(fmt, facts))
+                except PlanError:  # there are too many op tables in this process
+                    engine = None
             self._engines[low] = engine
         engine = self._engines[low]
         return None if engine is None or engine.is_inside_another() else engine.entered()

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch import autocast as TorchAutocast  # also where torch.autocast is a drop-in
 from torch.nn.utils.parametrize import ParametrizationList
 
+from halfstep.errors import PlanError
 from halfstep.formats import FP32, Format
 from halfstep.machine import WideBackward
 from halfstep.modes import uncompiled
@@ -78,9 +79,17 @@ class Casting:
 
     def emulate(self, on: bool) -> None:
         """Emulates low-precision products from here on, or no longer; compiled code is compiled anew."""
+        before = self._engine, self._emulation
+        try:
+            self._start_again(*self._made(on))
+        except PlanError:  # there are too many op tables in this process
+            self._start_again(*before)
+            raise
+
+    def _start_again(self, engine: OpEngine | None, emulation: Emulation | None) -> None:
         self._installed.close()
         self._opened.close()
-        self._engine, self._emulation = self._made(on)
+        self._engine, self._emulation = engine, emulation
         self.open()
         self._install()
 

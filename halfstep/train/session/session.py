@@ -813,9 +813,9 @@ class Session:
         self._scales.load_state_dict(state["scales"])
         emulate = emulates_after(self._decision, state.get("emulate"))
         if emulate is not self._decision.emulate:
-            self._decision = replace(self._decision, emulate=emulate)
             with ordinary_tensors():
                 self._casting.emulate(emulate)
+            self._decision = replace(self._decision, emulate=emulate)
         self._steps = state["steps"]
         if self._casting.layers is not None:
             self._casting.layers.step.fill_(self._steps)
