@@ -133,10 +133,7 @@ def attach(
             "send as if they were whole; set it to false"
         )
     if plugin.mixed_precision_policy not in (None, policy) and accelerator.scaler is None:
-        raise SetupError(
-            "mixed_precision_policy is set in the FullyShardedDataParallelPlugin, and halfstep sets its own; leave it "
-            "out"
-        )
+        raise SetupError("mixed_precision_policy is set in the plugin, and halfstep sets its own; leave it out")
     for model in models:
         _check_tied(plugin, model)
     plugin.mixed_precision_policy = policy
@@ -146,7 +143,10 @@ def attach(
 
 
 def _check_tied(plugin: Any, model: nn.Module) -> None:
-    policy = lambda: plugin.set_auto_wrap_policy(model) or fsdp2_prepare_auto_wrap_policy(plugin, model)  # noqa: E731
+    def policy() -> Any:
+        plugin.set_auto_wrap_policy(model)
+        return fsdp2_prepare_auto_wrap_policy(plugin, model)
+
     for names, apart in tied(model, policy):
         if apart or (plugin.cpu_ram_efficient_loading and not hasattr(model, "tie_weights")):
             raise SetupError(

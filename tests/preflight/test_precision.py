@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import halfstep
 from halfstep import FULL, OpChange, Rule
 from halfstep.explain.diagnose.rehearsal import Rehearsal
-from halfstep.explain.preflight.precision import Damage
+from halfstep.explain.preflight.precision import Damage, StepResult, damage_of
 from halfstep.records import COMPARED
 from tests.contracts.cases import differing, snapshot
 from tests.diagnose.faults import quiet
@@ -491,6 +491,13 @@ def test_both_values_are_those_of_the_worst_call():
     assert 290 < low < 310
     assert abs(low - exact) == pytest.approx(abs(returned - exactly), abs=0.01)
     assert abs(low - exact) > 0.5  # 0.25 at most in the other calls
+
+
+@pytest.mark.parametrize("size", [1e-25, 1.0, 1e25])  # whose squares are 0 or infinite in fp32
+def test_gradients_of_any_size_are_compared_in_their_norm(size):
+    exact, low = torch.tensor([3.0, 4.0]) * size, torch.tensor([3.0, 4.5]) * size
+    damage = damage_of(StepResult([], [low * 8, None], 8.0), StepResult([], [exact * 2, exact], 2.0))
+    assert damage.gradient == pytest.approx(0.1, rel=1e-5)
 
 
 def test_without_memory_for_a_copy_the_suspects_are_notes(monkeypatch):

@@ -37,6 +37,7 @@ def off_by(low: Any, exact: Any) -> float | None:
 
 def ratio(low: Tensor, exact: Tensor) -> float | None:
     """Returns `off_by` of two results of any size that `is_comparable`; None if they are not finite."""
+    # The spread is about the mean over all but the last dimension, so that no offset and no scale hides an error.
     if not exact.is_floating_point():  # choices
         return float((low != exact).double().mean())
     for dtype in (torch.promote_types(exact.dtype, torch.float32), torch.float64):  # squares may leave fp32's range

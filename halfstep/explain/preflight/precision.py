@@ -126,7 +126,8 @@ def take_step(rehearsal: Rehearsal, loss: Tensor, taken: StepResult) -> None:
             return
 
 
-def _damage(low: StepResult, exact: StepResult) -> Damage:
+def damage_of(low: StepResult, exact: StepResult) -> Damage:
+    """Returns how far a step is from the same step in fp32; scales are taken off the gradients."""
     ratios = []
     if len(low.outputs) == len(exact.outputs):
         ratios = [r for a, b in zip(low.outputs, exact.outputs, strict=True) if (r := off_by(a, b)) is not None]
@@ -138,8 +139,9 @@ def _damage(low: StepResult, exact: StepResult) -> Damage:
 
 
 def _norm(x: Tensor) -> float:
+    # in fp32, whose squares neither vanish nor overflow between these limits; in fp64 it takes six times as long
     norm = float(torch.linalg.vector_norm(x))
-    return norm if 1e-15 < norm < 1e15 else float(torch.linalg.vector_norm(x, dtype=torch.float64))  # slow
+    return norm if 1e-15 < norm < 1e15 else float(torch.linalg.vector_norm(x, dtype=torch.float64))
 
 
 def precision_findings(rehearsal: Rehearsal, low: StepResult, loss: Tensor) -> list[Finding]:
@@ -175,7 +177,7 @@ class _Check:
             exact, self._low = self._exact(), self._step(None)
         if not self._rehearsal.inputs.same:
             return [_not_compared(f"the closure takes another batch each time; {_SAME_BATCH}")]
-        damage = _damage(self._low, exact)
+        damage = damage_of(self._low, exact)
         if not damage.compared and not any(g is not None and bool(g.any()) for g in exact.gradients):
             return [_not_compared("the model returns nothing that can be compared, and has no gradients")]
         if not damage.is_large:
@@ -184,7 +186,7 @@ class _Check:
             return [_compared(damage, f"{lost if damage.gradient is None else 'nothing to do: '}{limits}")]
         found = self._cured(damage, exact)
         again = 2 if len(self._losses_of_runs) > 1 else 1  # two, as runs may alternate
-        noises = (_damage(self._exact(), exact) for _ in range(again))
+        noises = (damage_of(self._exact(), exact) for _ in range(again))
         noise = next((each for each in noises if not damage.is_cured_by(each)), None)
         if noise is not None:
             why = f"the model does not repeat even in fp32, where from one run to the next {noise}"
@@ -262,7 +264,7 @@ class _Check:
     def _trial(self, plan: Plan, exact: StepResult) -> Damage:
         """Returns the damage under a plan; under one in which the user's own casts raise it is infinite."""
         try:
-            return _damage(self._step(plan), exact)
+            return damage_of(self._step(plan), exact)
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise
