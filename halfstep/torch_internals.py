@@ -140,6 +140,8 @@ FLASH_ATTENTION_CPU: OpOverload = _name("torch.ops.aten._scaled_dot_product_flas
 FLASH_ATTENTION_CPU_BACKWARD: OpOverload = _name(
     "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default"
 )
+# Of rows, offsets and lengths; the public function refuses to be traced.
+jagged_of: Callable[..., Tensor] = _name("torch.nested._internal.nested_tensor.nested_view_from_values_offsets_lengths")
 attention_kernel: Callable[..., int] = _name("torch._fused_sdp_choice")  # a value of SDPBackend
 CUSTOM_OPERATIONS: Mapping[str, Any] = _name("torch._library.custom_ops.OPDEFS")  # by name, those that Python defines
 

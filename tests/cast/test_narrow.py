@@ -356,6 +356,30 @@ def test_a_model_without_such_a_layer_is_refused_with_why_for_each():
         halfstep.initialize(nn.Linear(32, 32).double(), None, "O2", low="bf16", products="fp8")
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_rows_of_a_jagged_tensor_are_those_of_a_matrix(compiled):
+    parts, found = [batch(step, rows) for step, rows in enumerate((5, 3, 9))], []
+    for x in (torch.cat(parts), torch.nested.nested_tensor(parts, layout=torch.jagged)):
+        model = made()
+        _, session = opened(model)
+        called = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled and x.is_nested else model
+        out = called(x)
+        session.backward((out.values() if x.is_nested else out).float().square().mean())
+        found.append((out.values() if x.is_nested else out, session.status().lost, model[0].weight.grad))
+        session.close()
+    assert all(map(torch.equal, found[0][::2], found[1][::2]))
+    assert found[0][1] == found[1][1] != ()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_of_another_layout_are_refused():
+    model = made()
+    _, session = opened(model)
+    with pytest.raises(halfstep.OpError, match="nested tensors whose rows are jagged in dimension 1"):
+        model(torch.nested.nested_tensor([batch(0), batch(1)]))
+    session.close()
+
+
 def test_gradients_of_gradients_are_refused():
     model = made()
     _, session = opened(model, "fp8")

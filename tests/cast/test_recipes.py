@@ -233,6 +233,14 @@ def test_a_block_whose_e4m3_scale_was_rounded_down_counts_what_saturates():
     assert found.values[0, 31].item() == pytest.approx(32 / 448)
 
 
+def test_random_bits_differ_between_the_batches_of_an_accumulation():
+    """By their largest values: a multiple of the same values has the same elements but for these bits."""
+    cast, x, seed = RECIPES["nvfp4"].casts["grad_input", "a"], torch.randn(64, 64), torch.tensor(5)
+    first, same, other = (round_operand(each, cast, seed=seed).numbers for each in (x, x.clone(), x * 1.5))
+    assert torch.equal(first, same)
+    assert 0.05 < (first != other).float().mean() < 0.9
+
+
 def test_stochastic_casts_are_unbiased_and_repeat_by_their_seed():
     cast = RECIPES["nvfp4"].casts["grad_input", "a"]
     x = spread(8, 64, octaves=4)

@@ -28,6 +28,7 @@ from halfstep.sharded import is_sharded
 from halfstep.torch_internals import (
     StorageWeakRef,
     group_named,
+    jagged_of,
     parameters_of,
     storage_identity,
     transforms_differentiate,
@@ -80,6 +81,12 @@ TWICE = (
 FUNCTIONAL = (
     "products in 8 or 4 bits have no derivatives by torch.func (grad, vjp, jvp): use session.backward, keep the layers "
     "in the low format with Rule(name, Policy(param, 'low', 'low', products='low')), or leave products out"
+)
+
+NESTED = (
+    "layers that multiply in 8 or 4 bits take nested tensors whose rows are jagged in dimension 1: pass "
+    "torch.nested.nested_tensor(parts, layout=torch.jagged), or keep the layer in the low format with "
+    "Rule(name, Policy(param, 'low', 'low', products='low'))"
 )
 
 
@@ -344,6 +351,8 @@ def make_narrow(site: OpSite, plain: Act, recipe: str, units: Units) -> Act:
     def act(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if is_on(MULTIPLIES):
             given = read(*args, **kwargs)
+            if given is not None and given[0].is_nested:
+                return _of_jagged(act, keyset, args, kwargs)
             if given is not None and fits(multiple, *given) and all(map(site.is_here, given[:2])):
                 x, w, bias = given
                 if transforms_differentiate():  # of an operation like these torch gives jvp zeros
@@ -355,6 +364,16 @@ def make_narrow(site: OpSite, plain: Act, recipe: str, units: Units) -> Act:
         return plain(keyset, args, kwargs)
 
     return act
+
+
+def _of_jagged(act: Act, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Runs a product of a jagged tensor as that of all its rows, which are one matrix."""
+    x, *rest = args
+    rows = x.values() if x.layout is torch.jagged else x
+    if rows.is_nested or rows.shape[1:] != x.shape[2:]:
+        raise OpError(NESTED)
+    out = act(keyset, (rows, *rest), kwargs)
+    return jagged_of(out, x.offsets(), x.lengths())
 
 
 def _multiply_parts(x: Tensor, w: DTensor, bias: Tensor | None, recipe: str, units: Units, keep: bool) -> Tensor:

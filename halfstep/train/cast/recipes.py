@@ -128,7 +128,7 @@ def round_operand(
     """Rounds an operand (M, K), or this process's `part` of one, of whole blocks, with the bits that the whole has.
 
     `counts` (3, int64) has added to it the elements that saturated, those that became 0, and those that were not
-    finite. `seed` (0-dim, int64) chooses the random bits of a stochastic cast: the same seed gives the same bits, on
+    finite. `seed` (0-dim, int64) and the largest value choose the random bits of a stochastic cast: the same on
     every device. Does not sync.
     """
     wide = rotated(x) if cast.rotated else x.float()
@@ -139,7 +139,8 @@ def round_operand(
     if cast.stochastic:
         assert seed is not None
         kept = saturate(scaled, cast.elements)
-        numbers = round_stochastic(kept, cast.elements, _random_bits(kept, seed, part))
+        largest = outer.amax().view(torch.int32).long()  # differs from batch to batch of an accumulation
+        numbers = round_stochastic(kept, cast.elements, _random_bits(kept, seed + largest * 0x9E3779B1, part))
     elif is_power:  # then nothing is beyond the format
         numbers = _rounded_(scaled, cast.elements)
     else:
