@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
 import halfstep
@@ -28,7 +29,10 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.first, self.second, self.last = nn.Linear(32, 64), nn.Linear(64, 64), nn.Linear(64, 16)
-        self.first.forward = lambda x: CALLS[call](self.first, x)
+        if call == "computed":
+            weight_norm(self.second)
+        else:
+            self.first.forward = lambda x: CALLS[call](self.first, x)
         self.reentrant = reentrant
 
     def body(self, x):
@@ -54,7 +58,13 @@ def predicted(model, x, products=RECIPES, **options):
 
 @pytest.mark.parametrize(
     ("plan", "reentrant", "call"),
-    [("O1", None, "linear"), ("O2", None, "matmul"), ("O1", True, "addmm"), ("O2", False, "linear")],
+    [
+        ("O1", None, "linear"),
+        ("O2", None, "matmul"),
+        ("O1", True, "addmm"),
+        ("O2", False, "linear"),
+        ("O2", True, "computed"),
+    ],
 )
 def test_what_is_lost_is_what_a_run_with_the_recipe_loses(plan, reentrant, call):
     """Exactly where both have the same operands, near it where the run's come from rounded ones."""

@@ -21,7 +21,17 @@ from halfstep.plan.products import check_some_products
 from halfstep.plan.resolve import resolve
 from halfstep.records import Finding, Foreseen
 from halfstep.torch_internals import without_modes
-from halfstep.train.cast.narrow import OPERANDS, PRODUCTS, READERS, How, Layers, Operands, fits, rows_of
+from halfstep.train.cast.narrow import (
+    OPERANDS,
+    PRODUCTS,
+    READERS,
+    How,
+    Layers,
+    Operands,
+    computes_weight,
+    fits,
+    rows_of,
+)
 from halfstep.train.cast.recipes import RECIPES, Product, Rounded, multiply, rotated
 from halfstep.train.probe.hooks import readable
 
@@ -52,6 +62,7 @@ class Recast:
         self.recipe, self._plan, device = plan.products, plan, first_device([model])
         self._how = How(self.recipe, "fp32")
         self._low = [param is not None and param is not FP32 for _, param in own.values()]  # whose weights are
+        self._computing = {name: module for name, (module, _) in own.items() if computes_weight(module)}
         self._layers = Layers(((name, module) for name, (module, _) in own.items()), device)
         # Of each layer and product the squares of both operands and of the result, and those of their errors.
         self._squares = torch.zeros((len(own), len(PRODUCTS), 3, 2), dtype=torch.float64, device=device)
@@ -62,11 +73,13 @@ class Recast:
             module = module.rpartition(".")[0]
         return module is not None and self._recipes.get(module, False)
 
-    def look(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, quietly: Quietly) -> None:
-        """Rounds the operands of a call if a layer makes it, and those of its gradients when these come."""
+    def look(
+        self, module: str | None, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, quietly: Quietly
+    ) -> None:
+        """Rounds the operands of a call in `module` if a layer makes it, and those of its gradients when these come."""
         plain = all(readable(t) is t for t in (x, weight))
         found = plain and fits(RECIPES[self.recipe].multiple, x, weight, bias)
-        number = self._layers.find(weight) if found else None
+        number = self._layers.find(weight, self._computing.get(module or "")) if found else None
         if number is None:
             return
         rows, w, needed = rows_of(x.detach()), weight.detach(), (x.requires_grad, weight.requires_grad)
@@ -151,7 +164,7 @@ class CallsSeen(TorchFunctionMode):
             module = None if given is None else self._locator.here().module
             for recast in self._recasts:
                 if recast.runs(module):
-                    self._quietly(recast.look, *given, result, self._quietly)
+                    self._quietly(partial(recast.look, module), *given, result, self._quietly)
         return result
 
     def _quietly(self, look: Callable[..., None], *given: Any) -> None:

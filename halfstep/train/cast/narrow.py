@@ -8,6 +8,7 @@ names, and FSDP2 puts other tensors in the place of parameters.
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from functools import wraps
@@ -123,8 +124,8 @@ class Layers:
         self._both: set[int] = set()  # layers whose inputs need gradients
         self._at: dict[tuple[int, int], tuple[int, Any, int]] = {}  # by a weight's memory, with its size
 
-    def find(self, weight: Tensor) -> int | None:
-        """Returns the number of the layer that holds a weight; None if none does."""
+    def find(self, weight: Tensor, within: nn.Module | None = None) -> int | None:
+        """Returns the number of the layer that holds a weight, or computes it if it is `within`; None if none does."""
         key = _memory(weight)
         found = self._at.get(key)
         if found is None or found[1].expired():
@@ -141,6 +142,10 @@ class Layers:
             for (storage, start), each in self._at.items() if found is None else ():
                 if storage == key[0] and start <= key[1] < start + each[2]:  # a part of a weight
                     found = each
+            within = within or HERE.computes
+            if found is None and within in self._modules:
+                memory = StorageWeakRef(weight.untyped_storage())  # type: ignore[no-untyped-call]
+                self._at[key] = found = self._modules.index(within), memory, weight.numel()
         return None if found is None else found[0]
 
     def losses(self) -> tuple[ProductLoss, ...]:
@@ -221,6 +226,18 @@ class Layers:
             self._held |= {(form, place[0]): (version, memory, r) for place, r in zip(places, rounded, strict=True)}
             return rounded[0]
         return held[2]
+
+
+class _Here(threading.local):
+    computes: nn.Module | None = None  # the layer whose forward the thread runs, if it computes its weight
+
+
+HERE = _Here()
+
+
+def computes_weight(module: nn.Module) -> bool:
+    """Tells whether a linear layer's weight is no parameter, as under `weight_norm` and other parametrizations."""
+    return isinstance(module, nn.Linear) and parameters_of(module).get("weight") is None
 
 
 def _memory(weight: Tensor) -> tuple[int, int]:
