@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from halfstep.errors import SessionError, SetupError
 from halfstep.formats import is_narrow
 from halfstep.initialize import check_adapted, initialize
 from halfstep.machine import read_facts
-from halfstep.plan.compatibility import check_parameters
+from halfstep.plan.compatibility import check_optimizers, check_parameters
 from halfstep.plan.io import choose_plan
 from halfstep.plan.levels import customize
 from halfstep.plan.matching import match_parameters
@@ -34,7 +36,6 @@ with extra("accelerate", first="1.14", below="1.16"):
     from accelerate.optimizer import AcceleratedOptimizer
     from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
 
-SUPPORTED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 FSDP2 = "FSDP2 (fsdp_version: 2 in `accelerate config`, or FullyShardedDataParallelPlugin(fsdp_version=2))"
 
 
@@ -90,11 +91,9 @@ def session_of(accelerator: Accelerator) -> Session:
     Raises:
         SessionError: the Accelerator has no session.
     """
-    if not isinstance(accelerator.scaler, SessionScaler):
-        raise SessionError(
-            "this Accelerator has no session; call halfstep.adapters.accelerate.prepare(accelerator, ...)"
-        )
-    return accelerator.scaler.session
+    if isinstance(accelerator.scaler, SessionScaler):
+        return accelerator.scaler.session
+    raise SessionError("this Accelerator has no session; call halfstep.adapters.accelerate.prepare(accelerator, ...)")
 
 
 @failing_together()
@@ -132,8 +131,15 @@ def attach(
             "some modules were sharded before prepare, whose weights Accelerate's fsdp_cpu_ram_efficient_loading would "
             "send as if they were whole; set it to false"
         )
+    gathered = getattr(plugin.mixed_precision_policy, "param_dtype", None)
+    if gathered is not policy.param_dtype and any(hasattr(each, "_is_accelerate_prepared") for each in models):
+        raise SetupError(
+            f"Accelerate has sharded this model before, to gather weights in {gathered or 'fp32'}, and this plan reads "
+            f"{policy.param_dtype or 'fp32'}; pass a new model to halfstep's prepare, in place of accelerator.prepare"
+        )
     if plugin.mixed_precision_policy not in (None, policy) and accelerator.scaler is None:
         raise SetupError("mixed_precision_policy is set in the plugin, and halfstep sets its own; leave it out")
+    check_optimizers(_inside(optimizers), models)
     for model in models:
         _check_tied(plugin, model)
     plugin.mixed_precision_policy = policy
@@ -175,20 +181,23 @@ def open_session(
     accelerator: Accelerator, models: list[nn.Module], optimizers: list[Optimizer], plan: Plan | str, **settings: Any
 ) -> None:
     """Opens a session on models and optimizers, whose scaler the Accelerator gets."""
-    own = [each.optimizer if isinstance(each, AcceleratedOptimizer) else each for each in optimizers]
     scaler = accelerator.scaler or SessionScaler()  # optimizers that are prepared again keep their scaler
     sinks = [*settings.pop("sinks", ()), scaler.keep]
-    scaler.session = initialize(models, own or None, plan, stepping="optimizer", sinks=sinks, **settings)
+    own = _inside(optimizers) or None
+    scaler.session = initialize(models, own, plan, stepping="optimizer", sinks=sinks, **settings)
     accelerator.scaler = scaler
+
+
+def _inside(optimizers: list[Optimizer]) -> list[Optimizer]:
+    return [each.optimizer if isinstance(each, AcceleratedOptimizer) else each for each in optimizers]
 
 
 def check_accelerator(accelerator: Accelerator) -> None:
     """Raises a SetupError for an Accelerator that a session cannot train in."""
-    kind = accelerator.distributed_type
-    if kind not in SUPPORTED and not accelerator.is_fsdp2:
-        name = "FSDP1" if kind == DistributedType.FSDP else kind.value
+    kind = "FSDP1" if accelerator.distributed_type == DistributedType.FSDP else accelerator.distributed_type.value
+    if kind not in ("NO", "MULTI_CPU", "MULTI_GPU") and not accelerator.is_fsdp2:
         raise SetupError(
-            f"halfstep does not work with Accelerate's {name}; use one device, DistributedDataParallel (MULTI_GPU or "
+            f"halfstep does not work with Accelerate's {kind}; use one device, DistributedDataParallel (MULTI_GPU or "
             f"MULTI_CPU in `accelerate config`), or {FSDP2}"
         )
     sizes = accelerator.parallelism_config
@@ -216,8 +225,7 @@ def check_accelerator(accelerator: Accelerator) -> None:
 
 def take_over(accelerator: Accelerator, prepared: Any) -> None:
     """Turns an AcceleratedOptimizer into a SessionOptimizer, which steps through the session; ignores other objects."""
-    # The optimizer's scaler is set too, since it is missing if the optimizer was prepared before the session was
-    # opened.
+    # Its scaler is missing if it was prepared before the session was opened.
     if type(prepared) is AcceleratedOptimizer and isinstance(accelerator.scaler, SessionScaler):
         prepared.scaler = accelerator.scaler
         prepared.__class__ = SessionOptimizer
@@ -236,9 +244,9 @@ class SessionScaler:
     def _lazy_init_scale_growth_tracker(self, device: Any) -> None:
         """Does nothing; Accelerate calls it after it has loaded a state under FSDP2."""
 
-    def scale(self, loss: Tensor) -> _Loss:
+    def scale(self, loss: Tensor) -> SimpleNamespace:
         """Returns an object to use in place of the loss: its `backward()` is `session.backward(loss)`."""
-        return _Loss(self.session, loss)
+        return SimpleNamespace(backward=partial(self.session.backward, loss))
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> None:
         """Steps one optimizer, which the session has taken over; calls `closure`, if any."""
@@ -271,14 +279,6 @@ class SessionScaler:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Loads a state of the session, as `state_dict` returned it."""
         self.session.load_state_dict(state)
-
-
-class _Loss:
-    def __init__(self, session: Session, loss: Tensor) -> None:
-        self._session, self._loss = session, loss
-
-    def backward(self, **kwargs: Any) -> None:
-        self._session.backward(self._loss, **kwargs)
 
 
 class SessionOptimizer(AcceleratedOptimizer):

@@ -348,6 +348,12 @@ def refused(rank, size, path):
             fully_shard(net[part] if isinstance(part, int) else part, **settings)
         return net
 
+    def prepared(other=False):
+        accelerator = Accelerator(cpu=True, fsdp_plugin=plugin_of())
+        model, optimizer = accelerator.prepare(net := loops.network(), loops.optimizer_of(net))
+        optimizer = loops.optimizer_of(loops.network()) if other else optimizer
+        prepare(accelerator, model, optimizer, plan="O0" if other else "O2", low="bf16")
+
     def twice(**settings):
         accelerator = Accelerator(cpu=True, fsdp_plugin=plugin_of(**settings))
         with (
@@ -380,6 +386,8 @@ def refused(rank, size, path):
     ask("a second try", twice)
     ask("sharded in part", lambda: start(net=wrapped(1), cpu_ram_efficient_loading=True))
     ask("policy", lambda: start(mixed_precision_policy=MixedPrecisionPolicy(param_dtype=torch.float16)))
+    ask("prepared before", prepared)
+    ask("an optimizer of another model", lambda: prepared(other=True))
     ask("plans", lambda: start(plan=("O1", "O2")[rank]))
     ask("wrapped", lambda: start(net=wrapped()))
     ask("wrapped in FSDP1", lambda: start(net=FullyShardedDataParallel(loops.network(), device_id=torch.device("cpu"))))
@@ -410,6 +418,8 @@ REFUSED = {
     "rule in one process of replicas": r"rule 'missing' matches no module",
     "sharded in part": r"some modules were sharded before prepare, .*; set it to false",
     "policy": r"mixed_precision_policy is set in .*; leave it out",
+    "prepared before": r"sharded this model before, to gather weights in fp32, and .* reads torch\.bfloat16; pass",
+    "an optimizer of another model": r"6 of 6 parameters in group 0 of AdamW do not belong to the model",
     "plans": r"differs between processes: .*'O2', .*'O1'; use the same model, optimizer and plan",
     "wrapped": r"'0\.weight' is torch\.float32 .*; write fully_shard\(module, mp_policy=halfstep\.fsdp_policy\(\"O2\"",
     "wrapped in FSDP1": r"\(FSDP1\) shards the model, .*; shard with FSDP2 instead",
