@@ -143,7 +143,7 @@ def _parameters(setup: Setup) -> Iterator[Finding]:
 
 def _replaced(setup: Setup) -> Iterator[Finding]:
     """Finds parameters that an optimizer updates, but that the model no longer has."""
-    here = {id(p) for part in setup.parts for p in part.module.parameters()}
+    here = {id(p) for part in setup.parts for p in parameters_of(part.module).values()}
     for optimizer in setup.optimizers:
         given = (p for group in optimizer.param_groups for p in group["params"])
         gone = [p for p in given if id(p) not in here and not is_sharded(p)]  # but for a gathered copy's

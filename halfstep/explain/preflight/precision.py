@@ -23,7 +23,7 @@ from halfstep.plan.levels import level
 from halfstep.plan.matching import first_device, unwrap
 from halfstep.plan.plan import Plan
 from halfstep.records import CERTAIN, COMPARED, SUSPECT, Finding, called
-from halfstep.torch_internals import in_backward, is_out_of_memory, parameters_of, tree_leaves
+from halfstep.torch_internals import in_backward, is_out_of_memory, parameters_of, tree_leaves, without_modes
 from halfstep.train.cast.copies import plain_class
 from halfstep.train.probe.hooks import dense
 from halfstep.validate import named
@@ -56,7 +56,8 @@ class StepResult:
 
     def take_gradients(self, rehearsal: Rehearsal) -> None:
         self.scale = rehearsal.used_scale
-        self.gradients = [None if p.grad is None else dense(p.grad).detach().clone() for p in rehearsal.params]
+        with without_modes():  # a recorder would look at each
+            self.gradients = [None if p.grad is None else dense(p.grad).detach() for p in rehearsal.params]
 
     @property
     def overflowed(self) -> bool:
@@ -105,7 +106,8 @@ def outputs_of(roots: Sequence[nn.Module], *, inside: bool = False) -> Iterator[
         depth[0] -= 1
         if depth[0] == inside:
             found = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-            taken.outputs += [leaf.detach().clone() for leaf in found]
+            with without_modes():
+                taken.outputs += [leaf.detach().clone() for leaf in found]
 
     modules = [*named_modules(roots).values()] if inside else [unwrap(root) for root in roots]
     try:

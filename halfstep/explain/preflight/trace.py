@@ -18,10 +18,11 @@ from halfstep.explain.diagnose.words import in_model, place_of, which_model
 from halfstep.explain.preflight.precision import outputs_of, precision_findings, take_step
 from halfstep.explain.tape.nonfinite import finite_range, nonfinite, unwrapped
 from halfstep.explain.tape.recorder import Note, OpRecorder
+from halfstep.explain.tape.schemas import leaves_of
 from halfstep.formats import FP32, Format, as_format, is_low, needs_scale
 from halfstep.plan.plan import Plan
 from halfstep.records import Finding
-from halfstep.torch_internals import NO_BACKWARD, backward_task, schema_of, tree_leaves
+from halfstep.torch_internals import NO_BACKWARD, backward_task, schema_of
 from halfstep.train.scale.loss import FP16_LOSS_CEILING
 from halfstep.train.session.session import Session
 
@@ -168,9 +169,7 @@ class Literals(TorchFunctionMode):
 
 
 def _numbers(values: Sequence[Any]) -> Iterator[float]:
-    for leaf in tree_leaves(tuple(values)):
-        if isinstance(leaf, (int, float)) and not isinstance(leaf, bool):
-            yield float(leaf)
+    return (float(each) for each in leaves_of(values, (int, float)) if not isinstance(each, bool))
 
 
 def _constant(

@@ -30,6 +30,7 @@ from halfstep.torch_internals import (
     without_modes,
 )
 
+_MARKS = {id(begin_pass.__code__): "end", id(cast_at_boundary.__code__): "cast"}  # of functions that stay
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
@@ -64,7 +65,7 @@ class Locator:
         self._identities: list[StorageWeakRef] = []  # these keep the identity of freed memory from being reused
         self._kinds: dict[str, str] = {}  # by file
         classes = {id(type(module)): type(module) for root in roots for module in root.modules()}.values()
-        defined = [each for c in classes for base in c.__mro__ for each in vars(base).values()]
+        defined = [each for c in classes for base in c.__mro__ if base is not nn.Module for each in vars(base).values()]
         methods = [unwrap_function(each) for each in defined if isinstance(each, FunctionType)]
         self._methods = {each.__code__ for each in methods if isinstance(each, FunctionType)}
         files = {getattr(sys.modules.get(each.__module__), "__file__", None) or "" for each in classes}
@@ -132,13 +133,12 @@ class Locator:
 
     def _kind(self, code: CodeType) -> str:
         path = code.co_filename
-        if code is begin_pass.__code__ or (code.co_name == ENGINE and path.startswith(FOLDER)):
-            return "end"
-        if code is cast_at_boundary.__code__:
-            return "cast"
-        if path not in self._kinds:
-            self._kinds[path] = "user" if path in self._files else _kind(path)
-        return self._kinds[path]
+        kind = self._kinds.get(path)
+        if kind is None:
+            kind = self._kinds[path] = "user" if path in self._files else _kind(path)
+        if kind == "below":
+            kind = _MARKS.get(id(code), kind)
+        return "end" if kind == "torch" and code.co_name == ENGINE else kind
 
     def _running_in(self, frame: FrameType) -> tuple[str, weakref.ref[nn.Module]] | None:
         """Returns the module whose method runs in a frame; the method may call it something else than `self`."""
@@ -167,8 +167,7 @@ class Locator:
 def memory_of(tensor: Tensor) -> Tensor | None:
     """Returns the tensor that holds a tensor's elements: itself, or the values of a sparse or nested tensor."""
     try:
-        with without_modes():
-            held = _dense(tensor)
+        held = _dense(tensor)
         return held if held is not None and _identity(held) else None
     except (NotImplementedError, RuntimeError):
         return None
@@ -181,14 +180,15 @@ def storage_of(tensor: Tensor) -> int:
 
 
 def _dense(tensor: Tensor) -> Tensor | None:
-    if tensor.is_nested:
-        return elements(tensor)
-    if tensor.layout is torch.strided:
+    if tensor.layout is torch.strided and not tensor.is_nested:
         return tensor
-    tensor = tensor.detach()
-    if tensor.is_sparse:
-        return sparse_values(tensor)
-    return tensor.values() if tensor.layout in _COMPRESSED else None
+    with without_modes():
+        if tensor.is_nested:
+            return elements(tensor)
+        tensor = tensor.detach()
+        if tensor.is_sparse:
+            return sparse_values(tensor)
+        return tensor.values() if tensor.layout in _COMPRESSED else None
 
 
 def _identity(held: Tensor) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Collection, Mapping
 
@@ -85,6 +86,7 @@ def of_node(node: str) -> str:
     return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
 
 
+@functools.cache
 def is_backward_of(node: str, aten: str) -> bool:
     """Tells whether an autograd node is the backward of an operation, as "SoftmaxBackward0" of "_softmax"."""
     return of_node(node).replace("_", "") == aten.replace("_", "")

@@ -22,6 +22,7 @@ from halfstep.explain.tape.schemas import (
     is_uninitialised,
     is_unread,
     is_view,
+    leaves_of,
     tensors_of,
     written,
 )
@@ -39,7 +40,6 @@ from halfstep.torch_internals import (
     schema_of,
     sequence_number,
     storage_identity,
-    tree_leaves,
     without_modes,
 )
 
@@ -207,7 +207,7 @@ class OpRecorder(OpMode):
         if note.phase == "forward" and note.module is None and not any(t.requires_grad for t in tensors):
             note.phase = AFTER_BACKWARD if any(each.phase != "forward" for each in known) else "forward"
         note.of_gradient = note.phase != "forward" and (note.root or any(each.of_gradient for each in known))
-        note.scalars = tuple(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, float))
+        note.scalars = tuple(leaves_of((args, kwargs), float))
         if is_view(func):
             return self._follow(func, args, kwargs)
         writes = schema_of(func).is_mutable

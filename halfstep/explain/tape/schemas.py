@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from halfstep.torch_internals import schema_of
 
+T = TypeVar("T")
 _OVERWRITING = tuple(
     f"aten::{name}_" for name in ("copy", "fill", "zero", "normal", "uniform", "random", "bernoulli", "exponential")
 )
@@ -31,13 +32,24 @@ def aten_name(func: Any, args: Sequence[Any]) -> str:
 
 def tensors_of(tree: Any) -> list[Tensor]:
     """Returns the tensors among the arguments or results of an operation, which nests them in no other containers."""
-    if isinstance(tree, Tensor):
+    return leaves_of(tree, Tensor)
+
+
+def leaves_of(tree: Any, kind: type[T] | tuple[type[T], ...]) -> list[T]:
+    """Returns the leaves of a type likewise; torch's trees take several times as long."""
+    if isinstance(tree, kind):
         return [tree]
     if isinstance(tree, dict):
         tree = tree.values()
-    elif not isinstance(tree, list | tuple):
+    elif not isinstance(tree, (list, tuple)):
         return []
-    return [tensor for each in tree for tensor in tensors_of(each)]
+    found: list[T] = []
+    for each in tree:
+        if isinstance(each, kind):
+            found.append(each)
+        elif isinstance(each, (list, tuple, dict)):
+            found += leaves_of(each, kind)
+    return found
 
 
 def is_view(func: Any) -> bool:

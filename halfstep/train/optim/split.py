@@ -42,7 +42,8 @@ def join(weight: Tensor, remainder: Tensor) -> Tensor:
     (tensor([3.1416]), tensor([0.]))
     """
     bits = weight.view(torch.int16)  # a comparison of numbers would take subnormals for zeros where they are flushed
-    written = torch.where((bits & 0x7FFF) == 0, remainder.clamp(min=0), remainder)
+    least = (bits & 0x7FFF).neg_().clamp_(min=-1).bitwise_left_shift_(15)  # 0 beside a zero; a third of `where`'s time
+    written = torch.maximum(remainder, least)
     return bits.to(torch.int32).bitwise_left_shift_(16).add_(written).view(torch.float32)
 
 
