@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from halfstep.adapters.apex.properties import BRIEFS, Properties, defaults, disabled, make_plan, make_scaling, switch
+from halfstep.adapters.apex.properties import BRIEFS, Properties, make_plan, make_scaling, switch
 from halfstep.adapters.apex.state import NOT_INITIALIZED, STATE, LossScaler, Trained, maybe_print, warn_or_err
 from halfstep.errors import StateError
 from halfstep.formats import is_narrow
@@ -60,7 +60,7 @@ def initialize(  # noqa: PLR0913  # apex's arguments, in their order
         raise ValueError(f"verbosity is {verbosity!r}; pass 0 to print nothing, 1 or 2 to print")
     STATE.verbosity = verbosity
     if not switch("enabled", enabled):
-        STATE.opt_properties, STATE.loss_scalers, STATE._current = disabled(), [], None
+        STATE.opt_properties, STATE.loss_scalers = Properties(None, STATE._low), []
         return models if optimizers is None else (models, optimizers)
     chosen = _as_list(models, nn.Module, "models")
     wrapped = [] if optimizers is None else _as_list(optimizers, Optimizer, "optimizers")
@@ -87,16 +87,16 @@ def initialize(  # noqa: PLR0913  # apex's arguments, in their order
     session = open_session(chosen, stepping or None, plan, on_failure="warn", stepping="optimizer")
     for model in loaded_low if opt_level == "O0" else ():  # at the others the session widens what is trained
         model.float()
-    STATE._current = Trained(session, num_losses, casts=bool(properties.patch_torch_functions))
-    STATE._trained.add(STATE._current)
+    trained = Trained(session, num_losses, casts=bool(properties.patch_torch_functions))
+    STATE._trained.add(trained)
     STATE.opt_properties, STATE.min_loss_scale, STATE.max_loss_scale = properties, min_loss_scale, max_loss_scale
-    STATE.loss_scalers = [LossScaler(STATE._current, loss_id) for loss_id in range(num_losses)]
+    STATE.loss_scalers = [LossScaler(trained, loss_id) for loss_id in range(num_losses)]
     return models if optimizers is None else (models, optimizers)
 
 
 def _properties(opt_level: str, overrides: Mapping[str, Any]) -> Properties:
     """Returns the options of an `initialize` call: the level's defaults, changed by `overrides`."""
-    properties = defaults(opt_level, STATE._low)
+    properties = Properties(str(opt_level), STATE._low)  # None is no level
     selected = f"Selected optimization level {BRIEFS[opt_level]}"
     overriding = "Processing user overrides (additional kwargs that are not None)..."
     for line in (selected, "Defaults for this optimization level are:", *properties.lines(), overriding):
@@ -188,21 +188,16 @@ def scale_loss(
         return
     given = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
     trained = STATE.of([_own(each) for each in given])
-    number = _number_of(loss_id, trained.num_losses)
+    count = trained.num_losses
+    if loss_id not in range(-count, count):
+        raise IndexError(
+            f"loss_id is {loss_id!r}, but amp.initialize was called with num_losses={count}; pass a loss_id from 0 to "
+            f"{count - 1}, or a larger num_losses"
+        )
     if not isinstance(loss, Tensor):
         raise TypeError(f"amp.scale_loss got a loss of type {type(loss).__name__}; pass the loss tensor")
-    with trained.session.scaling(loss, loss_id=number, unscale=not delay_unscale) as scale:
+    with trained.session.scaling(loss, loss_id=loss_id % count, unscale=not delay_unscale) as scale:
         yield loss.float() * scale.to(loss.device)
-
-
-def _number_of(loss_id: int, num_losses: int) -> int:
-    try:
-        return range(num_losses)[loss_id]
-    except (IndexError, TypeError):
-        raise IndexError(
-            f"loss_id is {loss_id!r}, but amp.initialize was called with num_losses={num_losses}; pass a loss_id from "
-            f"0 to {num_losses - 1}, or a larger num_losses"
-        ) from None
 
 
 def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -248,8 +243,8 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
             maybe_print(
                 f"Skipping loss_scaler{number}: its scale is {scale}, but amp.initialize set another, static one"
             )
-    if found and STATE._current is not None:
-        STATE._current.load(found)
+    if found:
+        scalers[0]._trained.load(found)
 
 
 def _entries(state_dict: Any) -> dict[int, tuple[float, int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial, wraps
 from types import ModuleType
 from typing import Any, TypeVar
@@ -23,8 +23,6 @@ __all__ = [
 ]  # fmt: skip
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-
-_TORCH = (torch, torch.nn.functional, torch.Tensor)
 
 
 @contextmanager
@@ -51,12 +49,9 @@ def _register(category: OpList, module: Any, name: str) -> None:
 
 def _spelled(module: Any, name: str) -> str:
     """Returns the name by which a Plan lists a function: the name of a torch op, or "module:function"."""
-    if any(module is each for each in _TORCH):
-        try:
+    if module in (torch, torch.nn.functional, torch.Tensor):
+        with suppress(PlanError):
             find(name)
-        except PlanError:
-            pass
-        else:
             return name
     if isinstance(module, ModuleType):
         return f"{module.__name__}:{name}"

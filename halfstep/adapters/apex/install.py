@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from importlib.machinery import ModuleSpec
 from importlib.util import module_from_spec
@@ -78,12 +78,14 @@ def uninstall() -> None:
 def _put(name: str, names: dict[str, Any], made: set[str]) -> None:
     """Adds `names`, a dict of names and values, to the module `name`."""
     parent, _, leaf = name.rpartition(".")
-    module = None if parent in made else _real(name)
+    module = None
+    if parent not in made:
+        with suppress(Exception):  # of what cannot be imported
+            module = importlib.import_module(name)
     if module is None:
-        module = module_from_spec(ModuleSpec(name, None, is_package=True))
+        module = sys.modules[name] = module_from_spec(ModuleSpec(name, None, is_package=True))
         made.add(name)
-        sys.modules[name] = module
-        _UNDO.callback(_take_out, name, module)
+        _UNDO.callback(_delete, sys.modules, name, module)
     for each, value in names.items():
         _add(module, each, value, made)
     if name in made:
@@ -92,26 +94,13 @@ def _put(name: str, names: dict[str, Any], made: set[str]) -> None:
         _add(sys.modules[parent], leaf, module, made)  # a parent may export another thing of that name, which stays
 
 
-def _real(name: str) -> ModuleType | None:
-    """Imports a module by name and returns it; None if it cannot be imported."""
-    try:
-        return importlib.import_module(name)
-    except Exception:
-        return None
-
-
 def _add(module: ModuleType, name: str, value: Any, made: set[str]) -> None:
     if not hasattr(module, name):
         setattr(module, name, value)
         if module.__name__ not in made:  # what was made keeps its names for whoever has imported it
-            _UNDO.callback(_delete, module, name, value)
+            _UNDO.callback(_delete, vars(module), name, value)
 
 
-def _delete(module: ModuleType, name: str, value: Any) -> None:
-    if vars(module).get(name) is value:  # else the script has put its own in place
-        delattr(module, name)
-
-
-def _take_out(name: str, module: ModuleType) -> None:
-    if sys.modules.get(name) is module:
-        del sys.modules[name]
+def _delete(held: dict[str, Any], name: str, value: Any) -> None:
+    if held.get(name) is value:  # else the script has put its own in place
+        del held[name]

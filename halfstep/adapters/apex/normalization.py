@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +28,7 @@ class _Fused(nn.Module):
         elementwise_affine: bool = True,
         memory_efficient: bool = False,
     ) -> None:
-        super().__init__(_shape(normalized_shape), eps=eps, elementwise_affine=elementwise_affine)
-        self.memory_efficient = memory_efficient
+        super().__init__(normalized_shape, eps=eps, elementwise_affine=elementwise_affine)
 
 
 class FusedLayerNorm(_Fused, nn.LayerNorm):
@@ -56,7 +56,7 @@ class _Mixed(_Fused):
                 f"{name} does not support elementwise_affine=False, since its outputs have the dtype of its weights; "
                 f"use {name.removeprefix('Mixed')}"
             )
-        super().__init__(normalized_shape, eps, True, memory_efficient)
+        super().__init__(normalized_shape, eps)
 
 
 class MixedFusedLayerNorm(_Mixed, FusedLayerNorm):
@@ -73,71 +73,48 @@ class MixedFusedRMSNorm(_Mixed, FusedRMSNorm):
         return mixed_dtype_fused_rms_norm_affine(input, self.weight, self.normalized_shape, self.eps or 0.0)
 
 
+def _normalized(
+    norm: Callable[..., Tensor], mixed: bool, input: Tensor, shape: Shape, weights: Sequence[Tensor | None], eps: float
+) -> Tensor:
+    """Computes a norm in the wider dtype of input and weight; returns it in that of the weight if `mixed`."""
+    own = input.dtype if weights[0] is None else weights[0].dtype
+    wide = torch.promote_types(input.dtype, own)
+    sizes = [shape] if isinstance(shape, int) else list(shape)
+    out = norm(input.to(wide), sizes, *(None if weight is None else weight.to(wide) for weight in weights), eps)
+    return out.to(own if mixed else input.dtype)
+
+
+def _layer_norm(
+    mixed: bool, input: Tensor, weight: Tensor | None, bias: Tensor | None, normalized_shape: Shape, eps: float = 1e-6,
+    memory_efficient: bool = False,
+) -> Tensor:  # fmt: skip
+    return _normalized(functional.layer_norm, mixed, input, normalized_shape, (weight, bias), eps)
+
+
+def _rms_norm(
+    mixed: bool, input: Tensor, weight: Tensor | None, normalized_shape: Shape, eps: float = 1e-6,
+    memory_efficient: bool = False,
+) -> Tensor:  # fmt: skip
+    return _normalized(functional.rms_norm, mixed, input, normalized_shape, (weight,), eps)
+
+
+# In the dtype of the input, and in that of the weight.
+fused_layer_norm_affine, mixed_dtype_fused_layer_norm_affine = partial(_layer_norm, False), partial(_layer_norm, True)
+fused_rms_norm_affine, mixed_dtype_fused_rms_norm_affine = partial(_rms_norm, False), partial(_rms_norm, True)
+
+
 def fused_layer_norm(
     input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
 ) -> Tensor:
     """Returns the layer norm of the input, without weight and bias."""
-    return functional.layer_norm(input, _shape(normalized_shape), None, None, eps)
-
-
-def fused_layer_norm_affine(
-    input: Tensor, weight: Tensor, bias: Tensor, normalized_shape: Shape, eps: float = 1e-6,
-    memory_efficient: bool = False,
-) -> Tensor:  # fmt: skip
-    """Returns the layer norm of the input, with weight and bias, in the dtype of the input."""
-    return _normalized(functional.layer_norm, input, (weight, bias), normalized_shape, eps, input.dtype)
-
-
-def mixed_dtype_fused_layer_norm_affine(
-    input: Tensor, weight: Tensor, bias: Tensor, normalized_shape: Shape, eps: float = 1e-6,
-    memory_efficient: bool = False,
-) -> Tensor:  # fmt: skip
-    """Returns the layer norm of the input, with weight and bias, in the dtype of the weight."""
-    return _normalized(functional.layer_norm, input, (weight, bias), normalized_shape, eps, weight.dtype)
+    return fused_layer_norm_affine(input, None, None, normalized_shape, eps)
 
 
 def fused_rms_norm(input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False) -> Tensor:
     """Returns the RMS norm of the input, without a weight."""
-    return functional.rms_norm(input, _shape(normalized_shape), None, eps)
-
-
-def fused_rms_norm_affine(
-    input: Tensor, weight: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
-) -> Tensor:
-    """Returns the RMS norm of the input, times the weight, in the dtype of the input."""
-    return _normalized(functional.rms_norm, input, (weight,), normalized_shape, eps, input.dtype)
-
-
-def mixed_dtype_fused_rms_norm_affine(
-    input: Tensor, weight: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
-) -> Tensor:
-    """Returns the RMS norm of the input, times the weight, in the dtype of the weight."""
-    return _normalized(functional.rms_norm, input, (weight,), normalized_shape, eps, weight.dtype)
+    return fused_rms_norm_affine(input, None, normalized_shape, eps)
 
 
 def manual_rms_norm(input: Tensor, normalized_shape: Shape, weight: Tensor | None, eps: float) -> Tensor:
     """Returns the RMS norm of the input, times the weight unless `weight` is None, in the dtype of the input."""
-    if weight is None:
-        return fused_rms_norm(input, normalized_shape, eps)
     return fused_rms_norm_affine(input, weight, normalized_shape, eps)
-
-
-def _normalized(
-    norm: Callable[..., Tensor],
-    input: Tensor,
-    weights: Sequence[Tensor],
-    normalized_shape: Shape,
-    eps: float,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Returns `norm` of the input, cast to `dtype`; `weights` are its weight and, for a layer norm, its bias."""
-    if input.dtype is weights[0].dtype:
-        out = norm(input, _shape(normalized_shape), *weights, eps)
-    else:
-        wide = torch.promote_types(input.dtype, weights[0].dtype)
-        out = norm(input.to(wide), _shape(normalized_shape), *(weight.to(wide) for weight in weights), eps)
-    return out.to(dtype)
-
-
-def _shape(normalized_shape: Shape) -> list[int]:
-    return [normalized_shape] if isinstance(normalized_shape, int) else list(normalized_shape)

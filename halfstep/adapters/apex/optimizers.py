@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -97,21 +98,14 @@ class FusedSGD(_Fused, SGD):
 
     updates_as = SGD
     takes = _signature(
-        lr=None, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False, wd_after_momentum=False,
+        lr=math.nan, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False, wd_after_momentum=False,
         materialize_master_grads=True, set_grad_none=False,
     )  # fmt: skip
 
-    def __init__(self, params: Iterable[Any], lr: Any = None, *args: Any, **kwargs: Any) -> None:
-        params = list(params)
-        if lr is None:
-            _require_lr(params)
-        super().__init__(params, 0.0 if lr is None else lr, *args, **kwargs)
-        self.defaults["lr"] = lr
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds parameters, with their own `lr` if the optimizer was made without one."""
-        if self.defaults["lr"] is None:
-            _require_lr([param_group])
+        """Adds parameters, with their own `lr` if the optimizer was made without one, which is NaN in `defaults`."""
+        if math.isnan(self.defaults["lr"]) and "lr" not in param_group:
+            raise ValueError("FusedSGD got parameters without a learning rate; pass lr, or a group with 'lr' for each")
         super().add_param_group(param_group)
 
 
@@ -139,8 +133,3 @@ class FusedAdagrad(_Fused, Adagrad):
     """torch's Adagrad with apex's arguments; low-precision weights are updated through fp32 copies."""
 
     takes = _signature(lr=1e-2, eps=1e-10, weight_decay=0.0, set_grad_none=True, adagrad_w_mode=False)
-
-
-def _require_lr(groups: list[Any]) -> None:
-    if not groups or any(not isinstance(group, dict) or "lr" not in group for group in groups):
-        raise ValueError("FusedSGD got parameters without a learning rate; pass lr, or a group with 'lr' for each")

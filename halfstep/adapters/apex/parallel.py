@@ -89,31 +89,22 @@ class Reducer:
     parameters of the module from process 0, and `reduce()` averages their gradients.
 
     Raises:
-        TypeError: `module_or_grads_list` is neither a module nor a list of tensors.
+        TypeError: `module_or_grads_list` is neither a module nor a list.
     """
 
     def __init__(self, module_or_grads_list: nn.Module | Sequence[Tensor]) -> None:
+        self._reduced = module_or_grads_list
         if isinstance(module_or_grads_list, nn.Module):
-            self.module = module_or_grads_list
-            for p in self.module.parameters():
-                dist.broadcast(p.data, 0)
-        elif isinstance(module_or_grads_list, list | tuple) and all(
-            isinstance(grad, Tensor) for grad in module_or_grads_list
-        ):
-            self.grads = list(module_or_grads_list)
-        else:
+            flat_dist_call([p.data for p in module_or_grads_list.parameters()], dist.broadcast, (0,))
+        elif not isinstance(module_or_grads_list, list | tuple):
             raise TypeError(f"Reducer got {type(module_or_grads_list).__name__}; pass a module or a list of gradients")
 
-    @torch.no_grad()
     def reduce(self) -> None:
         """Averages the gradients in place; every process must call it, with gradients of the same parameters."""
-        if hasattr(self, "module"):
-            grads = [p.grad for p in self.module.parameters() if p.grad is not None]
-        else:
-            grads = self.grads
-        for grad in grads:
-            dist.all_reduce(grad)
-            grad.div_(dist.get_world_size())
+        reduced = self._reduced
+        if isinstance(reduced, nn.Module):
+            reduced = [p.grad for p in reduced.parameters() if p.grad is not None]
+        flat_dist_call(reduced, dist.all_reduce)
 
 
 @torch.no_grad()
@@ -142,19 +133,11 @@ def convert_syncbn_model(
 
 
 def create_syncbn_process_group(group_size: int) -> dist.ProcessGroup | None:
-    """Splits the processes into groups of `group_size` consecutive ranks; returns the group of this process."""
-    if group_size == 0:
-        return None
-    count = dist.get_world_size()
-    if not 0 < group_size <= count or count % group_size:
-        raise SetupError(
-            f"group_size is {group_size}, but the number of processes is {count}; pass a divisor of {count}, or 0 for "
-            "one group of all processes"
-        )
-    own = None
-    for first in range(0, count, group_size):  # each process has to take part in making each group
-        ranks = list(range(first, first + group_size))
-        group = dist.new_group(ranks)
-        if dist.get_rank() in ranks:
-            own = group
-    return own
+    """Splits the processes into groups of `group_size` consecutive ranks; returns the group of this process.
+
+    0 is one group of all processes.
+
+    Raises:
+        ValueError: `group_size` does not divide the number of processes.
+    """
+    return dist.new_subgroups(group_size)[0] if group_size else None  # type: ignore[no-untyped-call]

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -18,6 +17,7 @@ from halfstep.edits import OpChange
 from halfstep.later import Later, is_capturing
 from halfstep.records import StepRecord
 from halfstep.train.cast.casting import Casting
+from halfstep.train.processes.shards import own_number
 from halfstep.train.session.parts import Part
 from halfstep.train.session.session import Session
 
@@ -54,7 +54,6 @@ class AmpState:
         self.handle = Handle()
         self._low = torch.float16
         self._trained: weakref.WeakSet[Trained] = weakref.WeakSet()  # each lives as long as its optimizers
-        self._current: Trained | None = None
         self._registered: list[OpChange] = []
 
     def reset(self) -> None:
@@ -208,8 +207,7 @@ def warn_or_err(message: str) -> None:
 
 def maybe_print(message: str, rank0: bool = False) -> None:
     """Prints a message unless `verbosity` is 0; with `rank0` only the process of rank 0 prints."""
-    quiet = rank0 and dist.is_available() and dist.is_initialized() and dist.get_rank() != 0
-    if STATE.verbosity > 0 and not quiet:
+    if STATE.verbosity > 0 and not (rank0 and own_number()):
         print(message)
 
 
