@@ -49,25 +49,6 @@ from halfstep.train.processes.shards import own_number
 from halfstep.train.scale.loss import unscaled_leaves
 from halfstep.train.session.session import Session, Sink
 
-BY_HAND = (
-    "the script trains {model} without an optimizer; at {level} weights are stored in {low}, and updates by hand "
-    "(p.data -= ...) would not reach their fp32 masters; use --level O1, or a torch.optim optimizer"
-)
-WRAPPED = (
-    "{model} is already wrapped in DistributedDataParallel at its first forward pass, when halfstep changes the format "
-    "of its weights at {level}: the wrapper would silently stop reducing gradients; use --level O1"
-)
-REPLACED = (
-    "this optimizer shares parameters with a newer optimizer; at {level} halfstep steps only the newest optimizer of a "
-    "parameter; create each optimizer with its own parameters, or use --level O1 --low bf16"
-)
-NOT_USED = "the script uses {what}, which decides what runs in low precision, so halfstep run ignores the {asked}"
-FOR_APEX = "; the low format {low} is used by the stand-in for apex"
-SAVES_LOW = (
-    "the script saves a {low} tensor of shape {shape}, as a weight has. If it was computed from weights outside of the "
-    "model, it has their rounded values: compute it from state_dict(), from p.detach().clone() or from p.float(), "
-    "which are fp32 (in a session of your own, inside session.full_weights())"
-)
 DEFAULT = "O1"
 _LOG = logging.getLogger("halfstep")
 
@@ -200,8 +181,10 @@ class Conversion:
         asked = ["level or plan"] * leveled + [name for name, value in self._changes.items() if value is not None]
         asked += ["low format"] * (low is not None and not for_apex)
         if asked and self.rank == 0:
-            notice = NOT_USED.format(what=what, asked=" and the ".join(asked))
-            _LOG.warning(notice + (FOR_APEX.format(low=low) if for_apex else ""))
+            _LOG.warning(
+                f"the script uses {what}, which decides what runs in low precision, so halfstep run ignores the "
+                f"{' and the '.join(asked)}" + f"; the low format {low} is used by the stand-in for apex" * for_apex
+            )
 
     def _called(self, module: nn.Module) -> None:
         """Opens the session if the script trains `module`, which is about to be called, and no session has it yet."""
@@ -245,8 +228,13 @@ class Conversion:
         self._initialize(roots, kept, strays=unowned(trained, roots))
         plan = self._plan
         if self._session is not None and (plan.param == "low" or plan.scale.active):
+            why = (
+                f"this optimizer shares parameters with a newer optimizer; at {plan.name} halfstep steps only the "
+                "newest optimizer of a parameter; create each optimizer with its own parameters, or use --level O1 "
+                "--low bf16"
+            )
             for optimizer in replaced:
-                self._undo.callback(forbid_step(alias_of(optimizer), REPLACED.format(level=plan.name)))
+                self._undo.callback(forbid_step(alias_of(optimizer), why))
         self._watch()
 
     def _watch(self) -> None:
@@ -314,7 +302,11 @@ class Conversion:
         """Refuses models inside DistributedDataParallel if the plan stores weights in low precision."""
         wrapped = [each for root in roots for each in root.modules() if isinstance(each, DistributedDataParallel)]
         if wrapped and self.stores_low:
-            raise SetupError(WRAPPED.format(model=type(wrapped[0].module).__name__, level=self._plan.name))
+            raise SetupError(
+                f"{type(wrapped[0].module).__name__} is already wrapped in DistributedDataParallel at its first "
+                f"forward pass, when halfstep changes the format of its weights at {self._plan.name}: the wrapper "
+                "would silently stop reducing gradients; use --level O1"
+            )
 
     def _note(self, record: StepRecord) -> None:
         self._skipped = record.skipped
@@ -373,8 +365,11 @@ class Conversion:
         if self._session is None and self._refused is not None and not self._optimizes:
             self.outsiders.find(())  # a pass in a constructor, to try the model, changes no weight
             if self.outsiders.names:
-                level, low = self._plan.name, self._plan.low
-                raise SetupError(BY_HAND.format(model=self._refused, level=level, low=low))
+                raise SetupError(
+                    f"the script trains {self._refused} without an optimizer; at {self._plan.name} weights are stored "
+                    f"in {self._plan.low}, and updates by hand (p.data -= ...) would not reach their fp32 masters; use "
+                    "--level O1, or a torch.optim optimizer"
+                )
         if self._by_hand is not None and self._made and self._may_change():
             self._meet(self._by_hand)
         self._adopt()
@@ -389,8 +384,8 @@ class Conversion:
     def _adopt(self) -> None:
         """Copies to the masters what the script has written to the weights since the last step."""
         # This is needed because no hook can see what is written to `p.data`.
-        session = self._session
-        if session is not None and session.plan.param == "low" and not session.closed:
+        session = self._storing_low()
+        if session is not None:
             session.adopt_weights()
 
     def _adopt_and(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -405,28 +400,35 @@ class Conversion:
         """Whether sessions store weights in the low format."""
         return self._plan.param == "low"
 
+    def _storing_low(self) -> Session | None:
+        """Returns the session if it is open and stores weights in the low format."""
+        session = self._session
+        return None if session is None or session.closed or session.plan.param == "full" else session
+
     def lends_full(self) -> bool:
         """Returns whether weights are low, and this is outside of forwards, backward passes and transforms."""
-        session = self._session
-        if session is None or session.closed or session.plan.param == "full":
-            return False
-        return not (session.runtime.is_entered() or in_backward() or in_functorch() is not None)
+        session = self._storing_low()
+        inside = session is None or session.runtime.is_entered() or in_backward()
+        return not inside and in_functorch() is None
 
     def full_value(self, t: Tensor) -> Tensor | None:
         """Returns the fp32 values of a tensor that shares the memory of a low weight, None if it shares none's."""
-        session = self._session
-        if session is None or session.closed or session.plan.param == "full":
-            return None
-        return session.full_value(t)
+        session = self._storing_low()
+        return None if session is None else session.full_value(t)
 
     def look_at_saved(self, t: Tensor) -> None:
         """Says once that the script saves a low tensor that may have been computed from weights."""
-        session = self._session
-        if self._said or session is None or session.closed or t.dtype is not session.plan.low.dtype:
+        session = self._storing_low()
+        if self._said or session is None or t.dtype is not session.plan.low.dtype:
             return
         if any(p.shape == t.shape for p in session.low_parameters()):
             self._said = True
-            _LOG.warning(SAVES_LOW.format(shape=tuple(t.shape), low=session.plan.low))
+            _LOG.warning(
+                f"the script saves a {session.plan.low} tensor of shape {tuple(t.shape)}, as a weight has. If it was "
+                "computed from weights outside of the model, it has their rounded values: compute it from "
+                "state_dict(), from p.detach().clone() or from p.float(), which are fp32 (in a session of your own, "
+                "inside session.full_weights())"
+            )
 
     @contextmanager
     def paused(self) -> Iterator[None]:
