@@ -31,7 +31,7 @@ class Backend:
         raise NotImplementedError
 
     def hand_out_batches(self, model: Any, take: Callable[[Any], None]) -> None:
-        """Makes `fit` pass each batch to `take` before its step, unless Keras makes several steps per call."""
+        """Makes `fit`, at one step per call, pass each batch to `take` before its step."""
         raise NotImplementedError
 
     def blame_step(self, model: Any, loss: Callable[[], Any]) -> Verdict | None:

@@ -41,7 +41,7 @@ def find_broken(
     Raises:
         SetupError: the model has no loss, and none was passed.
     """
-    x, y = (tree.map_structure(_as_tensor, each) for each in (x, y))
+    x, y = tree.map_structure(lambda each: None if each is None else ops.convert_to_tensor(each), (x, y))
 
     def run() -> Any:
         if loss is None:
@@ -240,10 +240,6 @@ def _cured_in_fp32(layer: Any, run: Callable[[], bool]) -> bool | None:
             return run()
     except Exception:  # of code that was never run so; the verdict goes without
         return None
-
-
-def _as_tensor(value: Any) -> Any:
-    return value if value is None else ops.convert_to_tensor(value)
 
 
 def _wide(cure: Rule) -> str:

@@ -81,18 +81,12 @@ def set_plan(plan: Plan, *, others: tuple[keras.Model, ...] = ()) -> keras.dtype
 
 def built_models(others: tuple[keras.Model, ...]) -> list[str]:
     """Returns the names, quoted and sorted, of built models that still exist, except `others`."""
-    if not _built(others):
-        return []
     gc.collect()  # what was deleted, and waits for it
-    return sorted(map(repr, _built(others)))
-
-
-def _built(others: tuple[keras.Model, ...]) -> list[str]:
     models = [each for each in gc.get_objects() if issubclass(type(each), keras.Model)]
     known = {id(each) for each in others}
     known |= {id(each._functional) for each in models if isinstance(each, keras.Sequential)}  # what runs inside of one
     known |= {id(layer) for each in models for layer in each._flatten_layers(include_self=False)}  # models in others
-    return [each.name for each in models if each.built and each.weights and id(each) not in known]
+    return sorted(repr(each.name) for each in models if each.built and each.weights and id(each) not in known)
 
 
 def rules_seen() -> None:

@@ -52,7 +52,8 @@ class StepLog:
         modules = _names_as_planned(model, plan)
         self._owners = {id(v): path for path, layer in layers_of(model) for v in own_variables(layer)}
         self.log = RunLog(path)
-        self.log.record(SessionStart(to_dict(plan), _device(), emulated=False, modules=modules))
+        device = "cuda" if torch.cuda.is_available() and keras.distribution.list_devices("gpu") else "cpu"
+        self.log.record(SessionStart(to_dict(plan), device, emulated=False, modules=modules))
         self.number = 0
         self.scale, self._skipped = float(optimizer.scaling.first), 0
         if optimizer.built:  # a run that goes on counts on
@@ -153,15 +154,16 @@ class LogCallback(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         self._found = len(self.verdicts)
-        if self.model.steps_per_execution > 1:
+        self._steps = StepLog(self._path, self.model, self.model.optimizer, self._plan, every=self._every)
+        self._train_function, self._runs_again = self.model.train_function, True
+        if self.model.steps_per_execution == 1:
+            backend().hand_out_batches(self.model, self._take)
+        else:
             _LOG.warning(
                 f"steps_per_execution is {self.model.steps_per_execution}: the log has one row per execution, marked "
                 "as skipped if any of its steps was, and neither verdicts nor histograms of gradients; for these set "
                 "steps_per_execution to 1"
             )
-        self._steps = StepLog(self._path, self.model, self.model.optimizer, self._plan, every=self._every)
-        self._train_function, self._runs_again = self.model.train_function, True
-        backend().hand_out_batches(self.model, self._take)
 
     def _take(self, batch: Any) -> None:
         self._batch = batch
@@ -286,7 +288,3 @@ def _gradients(model: keras.Model, x: Any, y: Any, sample_weight: Any, *, scale:
 
 def _number(value: Any) -> float:
     return float(ops.convert_to_numpy(value))
-
-
-def _device() -> str:
-    return "cuda" if torch.cuda.is_available() and keras.distribution.list_devices("gpu") else "cpu"

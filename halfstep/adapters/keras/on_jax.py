@@ -33,8 +33,6 @@ class _Jax(Backend):
         return of_tapped, of_variables
 
     def hand_out_batches(self, model: Any, take: Callable[[Any], None]) -> None:
-        if model.steps_per_execution > 1:
-            return
         step = model.train_function
 
         def train_function(state: Any, iterator: Any) -> Any:

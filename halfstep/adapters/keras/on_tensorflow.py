@@ -51,7 +51,7 @@ class _TensorFlow(Backend):
         return found[: len(tapped)], [None if g is None else tf.convert_to_tensor(g) for g in found[len(tapped) :]]
 
     def hand_out_batches(self, model: Any, take: Callable[[Any], None]) -> None:
-        if model.distribute_strategy.num_replicas_in_sync > 1 or model.steps_per_execution > 1:
+        if model.distribute_strategy.num_replicas_in_sync > 1:
             return
         step = model.train_step
         if not model.run_eagerly:

@@ -37,8 +37,6 @@ class _Torch(Backend):
         return list(found[: len(tapped)]), list(found[len(tapped) :])
 
     def hand_out_batches(self, model: Any, take: Callable[[Any], None]) -> None:
-        if model.steps_per_execution > 1:
-            return
         step = model.train_function
 
         def train_function(data: Any) -> Any:

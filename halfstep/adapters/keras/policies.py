@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 from halfstep.adapters.keras.global_policy import DTYPES, NORMS, mixed_name, policy_name, policy_of, rules_seen
@@ -95,9 +96,8 @@ def named_children(layer: Any) -> list[tuple[str, Any]]:
     children = children_of(layer)
     taken = {child.name for child in children}
     for child in children:
-        more = (f"{child.name}_{number}" for number in range(1, len(children) + len(taken)))
-        free = (name for name in more if name not in taken)
-        name = child.name if child.name not in named else next(free)
+        more = (name for number in count(1) if (name := f"{child.name}_{number}") not in taken)
+        name = next(more) if child.name in named else child.name
         taken.add(name)
         named[name] = child
     return list(named.items())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from operator import mul
 from threading import local
 from typing import Any
 
@@ -82,7 +83,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     def _norm(self, true: Sequence[Any], variables: Sequence[Any] | None) -> Any:
         overwrites = self._overwrites(true, variables)
-        return _norm([g for g, new in zip(true, overwrites, strict=True) if not new])
+        summed = backend().summed([g for g, new in zip(true, overwrites, strict=True) if not new])
+        return ops.sqrt(sum(ops.sum(ops.square(ops.cast(g, "float32"))) for g in summed))
 
     def _overwrites(self, grads: Sequence[Any], variables: Sequence[Any] | None) -> list[bool]:
         """Returns for each gradient whether it is the new value of its variable, as of the scales of float8 layers."""
@@ -160,7 +162,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             return
         variables = (self.dynamic_scale, self.step_counter, self.overflows_left)
         scale, clean, left = (ops.convert_to_tensor(v) for v in variables)
-        scale, clean, left = next_state(scale, clean, left, found, self.scaling, select=ops.where, times=_times)
+        scale, clean, left = next_state(scale, clean, left, found, self.scaling, select=ops.where, times=mul)
         scale = ops.clip(scale, self.scaling.min, self.scaling.max)
         for variable, value in zip(variables, (scale, clean, left), strict=True):
             variable.assign(ops.cast(value, variable.dtype))
@@ -212,11 +214,3 @@ def enable_mixed_precision_graph_rewrite(
     set_plan(plan, others=others)
     backend().rewrite_graphs()
     return wrapped
-
-
-def _norm(grads: Sequence[Any]) -> Any:
-    return ops.sqrt(sum(ops.sum(ops.square(ops.cast(g, "float32"))) for g in backend().summed(grads)))
-
-
-def _times(scale: Any, factor: float) -> Any:
-    return scale * factor
