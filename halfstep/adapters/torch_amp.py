@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial, wraps
+from functools import partial, partialmethod, wraps
 from typing import Any
 
 import torch
@@ -37,15 +37,13 @@ class CpuAutocast(autocast):
 class CudaGradScaler(GradScaler):
     """The drop-in for `torch.cuda.amp.GradScaler`, which has no argument for the device."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__("cuda", *args, **kwargs)
+    __init__ = partialmethod(GradScaler.__init__, "cuda")
 
 
 class CpuGradScaler(GradScaler):
     """The drop-in for `torch.cpu.amp.GradScaler`, which has no argument for the device."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__("cpu", *args, **kwargs)
+    __init__ = partialmethod(GradScaler.__init__, "cpu")
 
 
 _TORCHS_FWD, _TORCHS_BWD = torch.amp.custom_fwd, torch.amp.custom_bwd
