@@ -330,17 +330,13 @@ class OpenGradScaler(torch.amp.GradScaler):
         """Returns the scale and the growth tracker; raises an error if nothing was scaled yet."""
         return self._check_scale_growth_tracker("update")
 
-    def found(self, optimizer: Optimizer) -> list[Tensor]:
-        """Returns a tensor for each device, nonzero if a gradient of this optimizer overflowed there."""
-        return list(self._found_inf_per_device(optimizer).values())
-
     def found_by_all(self) -> list[Tensor]:
-        """Returns the tensors that `found` returns, for all optimizers since the last `update`."""
+        """Returns a tensor for each optimizer and device since the last `update`, nonzero after an overflow there."""
         states = self._per_optimizer_states.values()
         return [found for state in states for found in state["found_inf_per_device"].values()]
 
     def forget_found(self) -> None:
-        """Drops the tensors that `found` returns, for all optimizers, as `update` does at its end."""
+        """Drops the tensors that `found_by_all` returns, as `update` does at its end."""
         self._per_optimizer_states = defaultdict(_fresh_optimizer_state)
 
     def is_ready(self, optimizer: Optimizer) -> bool:
@@ -393,7 +389,6 @@ _UNSCALED: Any = _name("torch.amp.grad_scaler.OptState.UNSCALED")
 _fresh_optimizer_state: Callable[[], dict[str, Any]] = _name("torch.amp.grad_scaler._refresh_per_optimizer_state")
 for _of_scaler in ("_maybe_opt_step", "_lazy_init_scale_growth_tracker", "_check_scale_growth_tracker"):
     _name(f"torch.amp.GradScaler.{_of_scaler}")
-_name("torch.amp.GradScaler._found_inf_per_device")
 
 
 # torch.compile.

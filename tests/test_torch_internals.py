@@ -38,7 +38,7 @@ OF_OBJECTS = {
     *("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks"),
     *("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"),
     *("_join_config", "_destroy", "_config", "_enabled", "_growth_tracker", "_growth_factor", "_per_optimizer_states"),
-    *("_check_scale_growth_tracker", "_lazy_init_scale_growth_tracker", "_found_inf_per_device"),
+    *("_check_scale_growth_tracker", "_lazy_init_scale_growth_tracker"),
 }
 HOLDERS = (
     *(torch, torch._C, torch.Tensor, torch.UntypedStorage, torch.nn.Module, torch.optim.Optimizer, torch.autocast),
@@ -249,7 +249,7 @@ def test_this_torch_does_as_the_others_did():
             "_global_optimizer_pre_hooks",
             "torch.optim.optimizer._global_optimizer_pre_hooks",
         ),
-        (torch.amp.GradScaler, "_found_inf_per_device", "torch.amp.GradScaler._found_inf_per_device"),
+        (torch.amp.GradScaler, "_maybe_opt_step", "torch.amp.GradScaler._maybe_opt_step"),
     ],
 )
 def test_a_name_that_a_release_takes_away_is_missing(monkeypatch, owner, name, path):
