@@ -93,7 +93,7 @@ class Sweep:
     schema: int
     asked: dict[str, str]
     total: int
-    points: tuple[Point, ...] = ()
+    points: tuple[Point, ...]
 
 
 @dataclass(frozen=True)

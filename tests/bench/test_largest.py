@@ -15,7 +15,7 @@ from halfstep.errors import WorkloadError
 from halfstep.explain.report.sweep import largest_sheet, sheet_text
 from halfstep.formats import BF16, FP32
 from halfstep.lab.bench import sweep as sweep_module
-from halfstep.lab.bench.remote import OutOfMemory, Remote
+from halfstep.lab.bench.remote import OutOfMemory, Remote, Task
 from halfstep.lab.bench.sweep import Asked, largest, largest_batches
 from halfstep.lab.bench.variants import Entry
 from halfstep.lab.workloads.load import load_workload
@@ -166,7 +166,8 @@ def test_bad_input_is_refused(played, change, limit, said):
 
 def test_a_limit_is_kept_by_the_process(hungry):
     (model,) = hungry.models
-    task = replace(hungry, settings={"more": "10"}).task(model, load_workload(model, {"batch": "4"}), O0)
+    asked = replace(hungry, settings={"more": "10"})
+    task = Task(asked.origin(model, load_workload(model, {"batch": "4"})), O0, asked.device)
     with closing(Remote(task)) as remote:
         remote.begin(0, limit=256 * MIB)
         assert remote.step(0, 2).loss > 0  # of 32 MiB

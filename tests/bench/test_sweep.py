@@ -15,10 +15,10 @@ import torch
 from halfstep.errors import DataError, WorkloadError
 from halfstep.explain.report.lines import to_json
 from halfstep.formats import BF16, FP32
-from halfstep.lab.bench import sweep as sweep_module
+from halfstep.lab.bench import bench as bench_module
 from halfstep.lab.bench.bench import bench
-from halfstep.lab.bench.lane import Begun, Step
-from halfstep.lab.bench.remote import OutOfMemory, Remote
+from halfstep.lab.bench.lane import Step
+from halfstep.lab.bench.remote import OutOfMemory, Remote, Task
 from halfstep.lab.bench.sweep import Asked, read_sweep, sweep
 from halfstep.lab.bench.variants import End, Entry
 from halfstep.lab.workloads.load import load_workload
@@ -50,7 +50,8 @@ def mine(batch="2"):
 
 
 def task_of(row, model="regression", settings=SMALL):
-    return Asked((model,), (), (row,), 2, CPU, settings).task(model, load_workload(model, settings), row)
+    asked = Asked((model,), (), (row,), 2, CPU, settings)
+    return Task(asked.origin(model, load_workload(model, settings)), row, CPU)
 
 
 class Played:
@@ -66,12 +67,14 @@ class Played:
     def close(self):
         self.log.append(("closed", self.name))
 
+    def ready(self):
+        pass
+
     def gradient_error(self, seed):
         return {"O0": 0.0, "O2": 0.2}[self.name]
 
     def begin(self, seed, *, counted, limit=None):
         assert (seed, counted) == (0, True)
-        return Begun(10, 50)
 
     def step(self, number, steps):
         assert number == self.steps
@@ -89,7 +92,7 @@ class Played:
 
 @pytest.fixture
 def played(monkeypatch):
-    monkeypatch.setattr(sweep_module, "Remote", Played)
+    monkeypatch.setattr(bench_module, "Remote", Played)
     monkeypatch.setattr(Played, "log", [])
     monkeypatch.setattr(Played, "fail", None)
     return Played
@@ -103,10 +106,10 @@ def test_the_processes_of_a_point_take_turns_and_none_always_follows_the_same(pl
     assert sorted(steps) == sorted((name, step) for name in ("O0", "O2") for step in range(1, 7))
     (point,) = result.points
     full, low = point.result.runs
-    assert (point.batch, point.examples, point.result.parameters) == (2, 50, 10)
+    assert (point.batch, point.examples, point.result.parameters) == (2, None, 40)
     assert (full.times_ms, low.times_ms, low.vs_o0) == ((4.0, 4.0), (2.0, 2.0), 2.0)
     assert low.losses == tuple(1 / step for step in range(1, 6))
-    assert (low.peak_bytes, low.bytes_per_parameter) == (1000, {"weights": 4.0})
+    assert (low.peak_bytes, low.bytes_per_parameter) == (1000, {"weights": 1.0})
 
 
 def test_a_process_that_fails_is_a_row_with_an_error_and_the_others_go_on(played):
@@ -117,7 +120,7 @@ def test_a_process_that_fails_is_a_row_with_an_error_and_the_others_go_on(played
     played.fail = fail
     result = sweep(ASKED)
     errors = [run.error for point in result.points for run in point.result.runs]
-    assert errors == [None, None, "step 3: out of memory: no more", None]
+    assert errors == [None, None, "step 3 of seed 0: out of memory: no more", None]
     assert len(result.points[1].result.runs[1].times_ms) == 2
 
 
@@ -166,7 +169,7 @@ def test_a_model_can_have_its_own_batch_size(played):
 def test_progress_counts_examples(played):
     seen = []
     sweep(ASKED, progress=lambda what, done, total: seen.append((what, done, total)))
-    assert seen[0] == ("regression, batch 2: O0", 2, 2 * 5 * (2 + 4))
+    assert ("regression, batch 4: O0: seed 0", 2 * 5 * 2 + 4, 2 * 5 * (2 + 4)) in seen
     assert seen[-1][1:] == (60, 60)
 
 
@@ -236,7 +239,7 @@ def test_bad_input_is_refused_before_anything_is_measured(played, change, said):
         ('{"workload": "char_lm"}', "KeyError"),
         ('{"schema": 2}', "its schema is 2, that of this halfstep version is 1"),
         ('{"schema": 1}', "ValidationError"),
-        ('{"schema": 1, "asked": {}, "total": 2}', "KeyError: 'points'"),
+        ('{"schema": 1, "asked": {}, "total": 2}', "missing required field `points`"),
     ],
 )
 def test_a_file_that_is_no_sweep_of_this_version_is_refused_and_stays(text, said, tmp_path):
@@ -311,12 +314,11 @@ def test_a_first_batch_that_fails_is_one_message_before_anything_is_measured(
 @pytest.mark.parametrize("row", [pytest.param(O0, marks=pytest.mark.slow), O2])
 def test_a_worker_trains_as_bench_does_and_counts_the_same_peak(row):
     with closing(Remote(task_of(row))) as remote:
-        built = remote.begin(0, counted=True)
+        remote.begin(0, counted=True)
         steps = [remote.step(number, 5) for number in range(5)]
         end = remote.end(validate=True)
     (run,) = bench(load_workload("regression", SMALL), [row], steps=5, device=CPU).runs
     parameters = sum(p.numel() for p in load_workload("regression", SMALL).build(0).parameters())
-    assert built == Begun(parameters, None)
     assert all(step.ms > 0 for step in steps)
     assert steps[-1].loss == run.train_loss[0]
     assert end.peak == run.peak_bytes
@@ -346,7 +348,7 @@ def test_a_worker_trains_as_bench_does_and_counts_the_same_peak(row):
 def test_a_process_says_how_it_ended(third, kind, said, tmp_path):
     (tmp_path / "own.py").write_text(OWN.format(third=third), encoding="utf-8")
     with closing(Remote(task_of(O0, f"{tmp_path / 'own.py'}:mine", {}))) as remote:
-        assert remote.begin(0).parameters > 0
+        remote.begin(0)
         assert remote.step(0, 3).loss > 0
         remote.step(1, 3)
         with pytest.raises(WorkloadError, match=said) as raised:

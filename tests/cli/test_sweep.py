@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from halfstep import level, load_plan
-from halfstep.lab.bench import sweep as sweep_module
+from halfstep.lab.bench import bench as bench_module
 from tests.bench.test_sweep import Played
 
 SMALL = ["--set", "d_in=4", "--set", "d_out=4", "--steps", 2, "--levels", "O0,O2", "--low", "bf16", "--no-peer"]
@@ -18,7 +18,7 @@ SMALL = ["--set", "d_in=4", "--set", "d_out=4", "--steps", 2, "--levels", "O0,O2
 
 @pytest.fixture
 def played(monkeypatch):
-    monkeypatch.setattr(sweep_module, "Remote", Played)
+    monkeypatch.setattr(bench_module, "Remote", Played)
     monkeypatch.setattr(Played, "log", [])
     return Played
 

@@ -23,22 +23,21 @@ from halfstep.plan.optable import effective
 from halfstep.train.cast.opregistry import MARKERS
 
 STEPS = 100  # where neither steps nor seconds are given
+UNTIMED = COUNTED + 1  # steps of a row that is alone: one warms up when memory is counted no more
 
 Progress = Callable[[str, int, int], None]
 """Called with what is done now, the steps done and the total steps, which is 0 as long as it is not known."""
 
 
-@dataclass
-class _Row:
-    """A row of the benchmark and the lane that trains it; `losses` has those of the seed that it trains on now."""
+@dataclass(eq=False)
+class _Row(Tally):
+    """A row of the benchmark; `losses` has those of the seed that it trains on now."""
 
-    tally: Tally
-    lane: Local | Remote
-    losses: list[float] = field(default_factory=list)
+    lane: Local | Remote = field(init=False)  # which trains it
 
     @property
     def name(self) -> str:
-        return self.tally.entry.name
+        return self.entry.name
 
 
 class _Told:
@@ -64,6 +63,7 @@ def bench(  # noqa: PLR0913  # what one experiment is; all of it stands in the r
     origin: Origin | None = None,
     command: str = "",
     memory: bool = True,
+    alone: bool = False,
     within: float | None = None,
     progress: Progress = lambda what, done, total: None,
     clock: Callable[[], float] = perf_counter,
@@ -75,7 +75,8 @@ def bench(  # noqa: PLR0913  # what one experiment is; all of it stands in the r
 
     First each row makes two steps in which its peak memory is counted, unless `memory` is false. With `seconds` they
     decide how many follow, as `budget.course` says; else `steps` do (100 if nothing is said). With `within` the error
-    of each row's gradient is measured before.
+    of each row's gradient is measured before. With `alone` each row has a process of its own, in whose first steps its
+    memory is counted; the losses of all steps are kept, and nothing is validated.
 
     What an entry raises, in halfstep or in the workload, is stored in its row, and the others go on. A
     `KeyboardInterrupt` ends the benchmark and keeps what was measured so far.
@@ -86,23 +87,26 @@ def bench(  # noqa: PLR0913  # what one experiment is; all of it stands in the r
     with foreseen(f"{workload.name}: building the model"):
         parameters = sum(p.numel() for p in workload.build(seeds[0]).parameters())
     first_batch(workload, seeds[0])  # missing data ends it here, before anything was measured
-    apart = _apart([row for row in rows if row.refused is None])
+    started = [row for row in rows if row.refused is None]
+    apart = started if alone else _apart(started)
     if origin is None and apart:
         origin = origin_of(workload)
-    tallies = [Tally(row, error=row.refused) for row in rows]
+    all_rows = [_Row(row, error=row.refused) for row in rows]
     told = _Told(progress)
 
     def left() -> float:
         return math.inf if until is None else until - clock()
 
     taken, complete, deal = Course(most if until is None else 0, warmup(most)), True, Deal(workload, device)
+    if alone:
+        taken, memory = Course(most, UNTIMED, validate=False), False
     try:
         with ExitStack() as stack:
-            running = _open(origin, apart, deal, tallies, told, stack)
+            running = _open(origin, apart, deal, all_rows, told, stack)
             for row in running if within is not None else ():
                 told.now(f"{row.name}: the error of its gradient")
-                with row.tally.failing("the gradient of a first batch"):
-                    row.tally.gradient_error = row.lane.gradient_error(seeds[0])
+                with row.failing("the gradient of a first batch"):
+                    row.gradient_error = row.lane.gradient_error(seeds[0])
             running = _running(running)
             if until is None:
                 told.total = (len(seeds) * most + COUNTED * memory) * len(running)
@@ -110,15 +114,15 @@ def bench(  # noqa: PLR0913  # what one experiment is; all of it stands in the r
             spent = {number: _trial(row, seeds[0], told, left, counted=memory) for number, row in enumerate(tried)}
             if until is not None:
                 taken = _course(running, spent, left, seeds=len(seeds), most=most, told=told)
-            if any(row.tally.entry in apart for row in running):
+            if any(row.entry in apart for row in running):
                 taken = replace(taken, turn=turn_of(filter(None, spent.values()), taken.steps))
             deal.turn = taken.turn
             for seed in seeds:
-                taken = _train(running, taken, seed, told, clock)
+                taken = _train(running, taken, seed, told, clock, counted=alone)
     except KeyboardInterrupt:
         complete = False
     return result_of(
-        workload, tallies, parameters=parameters, device=device, steps=taken.steps, warmup=taken.untimed,
+        workload, all_rows, parameters=parameters, device=device, steps=taken.steps, warmup=taken.untimed,
         turn=taken.turn, seeds=seeds, complete=complete, command=command,
         within=within,
     )  # fmt: skip
@@ -151,51 +155,49 @@ def _open(
     origin: Origin | None,
     apart: Sequence[Entry],
     deal: Deal,
-    tallies: Sequence[Tally],
+    rows: Sequence[_Row],
     told: _Told,
     stack: ExitStack,
 ) -> list[_Row]:
-    """Returns the rows that are run; when `stack` is closed, it closes their lanes."""
-    rows: list[_Row] = []
-    for tally in tallies:
-        if tally.error is not None:
-            continue
-        with tally.failing("start"):
-            lane: Local | Remote
-            if tally.entry in apart:
+    """Gives each row a lane, which `stack` closes; returns the rows that run."""
+    waiting: list[tuple[_Row, Remote]] = []
+    for row in _running(rows):
+        with row.failing("start"):
+            if row.entry in apart:
                 assert origin is not None
-                told.now(f"{tally.entry.name}: starting its process")
-                lane = Remote(Task(origin, tally.entry, deal.device))
-                stack.callback(lane.close)
-                lane.ready()
+                row.lane = Remote(Task(origin, row.entry, deal.device))
+                waiting.append((row, row.lane))
             else:
-                lane = Local(tally.entry, deal)
-                stack.callback(lane.close)
-            rows.append(_Row(tally, lane))
-    return rows
+                row.lane = Local(row.entry, deal)
+            stack.callback(row.lane.close)
+    for row, remote in waiting:
+        told.now(f"{row.name}: starting its process")
+        with row.failing("start"):
+            remote.ready()
+    return _running(rows)
 
 
 def _trial(row: _Row, seed: int, told: _Told, left: Callable[[], float], *, counted: bool) -> float:
     """Makes the first steps of a row, which count its memory, and returns the seconds of the last one."""
     # One step is all where few more of its length would fit into the time `left`; the peak is then not known.
     spent, before = 0.0, 0.0
-    with row.tally.failing():
+    with row.failing():
         told.now(f"{row.name}: building the model")
         row.lane.begin(seed, counted=counted)
     for number in range(COUNTED):
         if number and (before - left()) * MANY > left():
             counted = False
             break
-        with row.tally.failing("counting memory" if counted else "trial"):
+        with row.failing("counting memory" if counted else "trial"):
             told.now(f"{row.name}: trial")
             before = left()
-            if row.tally.error is None:
+            if row.error is None:
                 spent = row.lane.step(number, COUNTED).ms / 1e3
                 told.made(f"{row.name}: trial")
-    if row.tally.error is None:
-        with row.tally.failing("counting memory"):
+    if row.error is None:
+        with row.failing("counting memory"):
             end = row.lane.end(validate=False)
-            row.tally.peak, row.tally.memory = end.peak if counted else None, end.memory
+            row.peak, row.memory = end.peak if counted else None, end.memory
     return spent
 
 
@@ -208,40 +210,43 @@ def _course(
     most: int,
     told: _Told,
 ) -> Course:
-    trials = {number: took for number, took in spent.items() if rows[number].tally.error is None}
+    trials = {number: took for number, took in spent.items() if rows[number].error is None}
     if not trials:
         return Course(most, warmup(most))
-    full = (number for number in trials if rows[number].tally.entry.level == "O0")
+    full = (number for number in trials if rows[number].entry.level == "O0")
     base = next(full, min(trials, key=lambda number: trials[number]))
     told.now(f"{rows[base].name}: trial of the validation")
     validation = 0.0
-    with rows[base].tally.failing("trial of the validation"):
+    with rows[base].failing("trial of the validation"):
         validation = rows[base].lane.gauge()
     taken = course(trials, base, left=left(), validation=validation, seeds=seeds, most=most)
     for number, factor in taken.slow.items():
-        rows[number].tally.slow = factor
+        rows[number].slow = factor
         if not taken.timed:
-            rows[number].tally.times_ms.append(1e3 * trials[number])
+            rows[number].times_ms.append(1e3 * trials[number])
     told.total = told.done + seeds * taken.steps * (len(trials) - len(taken.slow)) + len(taken.slow) * taken.timed
     return taken
 
 
-def _train(rows: Sequence[_Row], taken: Course, seed: int, told: _Told, clock: Callable[[], float]) -> Course:
-    trained = [row for row in rows if row.tally.slow is None]
+def _train(
+    rows: Sequence[_Row], taken: Course, seed: int, told: _Told, clock: Callable[[], float], *, counted: bool
+) -> Course:
+    trained = [row for row in rows if row.slow is None]
     for row in trained:
         row.losses = []
     for row in _running(trained):
-        with row.tally.failing():
-            row.lane.begin(seed)
+        with row.failing():
+            row.lane.begin(seed, counted=counted)
     try:
         made = _take_turns(rows, taken, seed, told, clock)
     finally:
         for row in trained:
-            row.tally.add_losses(row.losses)
+            row.add_losses(row.losses)
+            row.losses = row.losses if counted else []  # a file has those of sweeps
     for row in _running(trained):
-        with row.tally.failing(f"evaluation after seed {seed}"):
+        with row.failing(f"evaluation after seed {seed}"):
             told.now(f"{row.name}: evaluation after seed {seed}")
-            row.tally.add_end(row.lane.end(validate=taken.validate))
+            row.add_end(row.lane.end(validate=taken.validate))
     return taken if taken.seconds is None else replace(taken, steps=made, seconds=None, timed=0)
 
 
@@ -261,18 +266,18 @@ def _take_turns(rows: Sequence[_Row], taken: Course, seed: int, told: _Told, clo
 
 def _step(row: _Row, step: int, taken: Course, seed: int, told: _Told) -> None:
     """Makes a step of a row, unless it has failed or has made all that it makes."""
-    tally, is_slow = row.tally, row.tally.slow is not None
-    if tally.error is not None or (is_slow and not (step >= taken.untimed and len(tally.times_ms) < taken.timed)):
+    is_slow = row.slow is not None
+    if row.error is not None or (is_slow and not (step >= taken.untimed and len(row.times_ms) < taken.timed)):
         return
     told.now(f"{row.name}: seed {seed}")
-    with tally.failing(f"step {step + 1} of seed {seed}"):
+    with row.failing(f"step {step + 1} of seed {seed}"):
         made = row.lane.step(step, taken.steps)
         if not is_slow:
             row.losses.append(made.loss)
         if is_slow or (step >= taken.untimed and step % taken.turn >= taken.cold):
-            tally.times_ms.append(made.ms)
+            row.times_ms.append(made.ms)
     told.made(f"{row.name}: seed {seed}")
 
 
 def _running(rows: Sequence[_Row]) -> list[_Row]:
-    return [row for row in rows if row.tally.error is None]
+    return [row for row in rows if row.error is None]

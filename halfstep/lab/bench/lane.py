@@ -23,14 +23,6 @@ COUNTED = 2  # steps: the first makes the optimizer's state, the second has the 
 
 
 @dataclass(frozen=True)
-class Begun:
-    """The number of a model's parameters, and of training examples in an epoch."""
-
-    parameters: int
-    examples: int | None
-
-
-@dataclass(frozen=True)
 class Step:
     """The loss of a training step, and its milliseconds."""
 
@@ -71,7 +63,7 @@ class Local:
         self._open, self._counting = ExitStack(), ExitStack()
         self._variant: Variant | None = None
 
-    def begin(self, seed: int, *, counted: bool = False, limit: int | None = None) -> Begun:
+    def begin(self, seed: int, *, counted: bool = False, limit: int | None = None) -> None:
         """Builds the model of a seed in place of an earlier one; `limit`: bytes that may be allocated from now on."""
         self.close()
         self._seed, self._made = seed, 0
@@ -87,7 +79,6 @@ class Local:
             self._variant = self._entry.start(self._workload, seed, self._device)
             self._open.callback(self._variant.close)
         self._lr = tuple(group["lr"] for group in self._variant.optimizer.param_groups)
-        return Begun(sum(p.numel() for p in self._variant.model.parameters()), self._workload.examples())
 
     def step(self, number: int, steps: int) -> Step:
         variant = self._running()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, closing, suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
@@ -18,11 +18,11 @@ import msgspec
 import torch
 
 from halfstep.errors import WorkloadError
-from halfstep.lab.bench.bench import Progress
-from halfstep.lab.bench.lane import COUNTED, Begun
+from halfstep.lab.bench.bench import UNTIMED, Progress, bench
+from halfstep.lab.bench.lane import COUNTED
 from halfstep.lab.bench.memory import PEAK_METHOD
 from halfstep.lab.bench.remote import Origin, OutOfMemory, Remote, Task
-from halfstep.lab.bench.tally import Tally, first_batch, result_of
+from halfstep.lab.bench.tally import first_batch
 from halfstep.lab.bench.variants import Entry
 from halfstep.lab.workloads.load import load_workload
 from halfstep.lab.workloads.workload import Workload
@@ -32,7 +32,6 @@ from halfstep.version import __version__
 
 SCHEMA = 1
 MOST = 2**20  # examples in a batch: where a workload has no end of them
-UNTIMED = COUNTED + 1  # steps: one warms up when memory is counted no more
 
 
 @dataclass(frozen=True)
@@ -97,9 +96,8 @@ class Asked:
         refused = {row.name for row in self.rows if row.refused is not None}
         return any(run.error and not run.out_of_memory and run.name not in refused for run in point.result.runs)
 
-    def task(self, model: str, workload: Workload, row: Entry) -> Task:
-        settings = {**self.settings, "batch": str(workload.batch)}
-        return Task(Origin(model, settings, self.data), row, self.device)
+    def origin(self, model: str, workload: Workload) -> Origin:
+        return Origin(model, {**self.settings, "batch": str(workload.batch)}, self.data)
 
 
 def sweep(
@@ -115,28 +113,28 @@ def sweep(
     and their total. A `KeyboardInterrupt` ends the sweep and keeps the points that are complete.
     """
     points, words = asked.points(), asked.words()
-    result = Sweep(SCHEMA, words, len(points)) if done is None else done
+    result = Sweep(SCHEMA, words, len(points), ()) if done is None else done
     check_same(result.asked, words)
     for _, workload in points:
         first_batch(workload, asked.seed)  # missing data ends it here, before anything was measured
-    runs = sum(row.refused is None for row in asked.rows)
-    each = runs * (UNTIMED + asked.steps)
+    steps = UNTIMED + asked.steps
+    each = steps * sum(row.refused is None for row in asked.rows)
     sizes = [each * workload.batch for _, workload in points]
-    for at in range(len(points)):
+    for at, (model, workload) in enumerate(points):
         if at < len(result.points) and not asked.failed(result.points[at]):
             continue
-        model, workload = points[at]
-        count = sum(sizes[:at])
 
-        def tick(what: str) -> None:
-            nonlocal count
-            count += workload.batch  # noqa: B023  # called in this round alone
+        def tell(what: str, done: int, _: int) -> None:
+            count = sum(sizes[:at]) + done * workload.batch  # noqa: B023  # called in this round alone
             progress(f"{model}, batch {workload.batch}: {what}", count, sum(sizes))  # noqa: B023
 
-        try:
-            point = _measure(asked, model, workload, tick)
-        except KeyboardInterrupt:
+        found = bench(
+            workload, asked.rows, steps=steps, seeds=(asked.seed,), device=asked.device,
+            origin=asked.origin(model, workload), command=asked.command, alone=True, within=asked.within, progress=tell,
+        )  # fmt: skip
+        if not found.complete:
             break
+        point = Point(model, workload.batch, workload.examples(), found)
         result = replace(result, points=(*result.points[:at], point, *result.points[at + 1 :]))
         keep(result)
     return result
@@ -158,10 +156,7 @@ def read_sweep(path: Path) -> Sweep | None:
         fields = json.loads(text)
         schema = fields["schema"]
         if schema == SCHEMA:
-            found = msgspec.convert(fields, Sweep, strict=False)  # "nan" and "inf" are numbers
-            if "points" not in fields:
-                raise KeyError("points")
-            return found
+            return msgspec.convert(fields, Sweep, strict=False)  # "nan" and "inf" are numbers
         why = f"its schema is {schema}, that of this halfstep version is {SCHEMA}"
     except (ValueError, KeyError, TypeError, RecursionError, msgspec.MsgspecError) as error:
         why = f"{type(error).__name__}: {error}"
@@ -179,43 +174,6 @@ def check_same(before: Mapping[str, str], now: Mapping[str, str]) -> None:
         raise WorkloadError(
             f"the results file holds another sweep ({said}); use the options of that sweep, or name another file"
         )
-
-
-def _measure(asked: Asked, model: str, workload: Workload, tick: Callable[[str], None]) -> Point:
-    tallies = [Tally(row, error=row.refused) for row in asked.rows]
-    built, total = Begun(0, None), UNTIMED + asked.steps
-    with ExitStack() as stack:
-        lanes: list[tuple[Tally, Remote]] = []
-        for tally in tallies:
-            if tally.error is None:
-                with tally.failing("start"):
-                    lanes.append((tally, Remote(asked.task(model, workload, tally.entry))))
-                    stack.callback(lanes[-1][1].close)
-        for tally, remote in lanes:
-            with tally.failing("start"):
-                tally.gradient_error = None if asked.within is None else remote.gradient_error(asked.seed)
-                built = remote.begin(asked.seed, counted=True)
-        for step in range(total):
-            turn = step % max(1, len(lanes))  # so that none always follows the same other
-            for tally, remote in lanes[turn:] + lanes[:turn]:
-                if tally.error is None:
-                    with tally.failing(f"step {step + 1}"):
-                        made = remote.step(step, total)
-                        tally.losses.append(made.loss)
-                        tally.times_ms += [made.ms] * (step >= UNTIMED)
-                tick(tally.entry.name)
-        for tally, remote in lanes:
-            if tally.error is None:
-                with tally.failing("the end"):
-                    tally.add_end(remote.end(validate=False))
-    for tally in tallies:
-        tally.add_losses(tally.losses)
-    result = result_of(
-        workload, tallies, parameters=built.parameters, device=asked.device, steps=asked.steps, warmup=UNTIMED,
-        seeds=(asked.seed,), complete=True, command=asked.command,
-        within=asked.within,
-    )  # fmt: skip
-    return Point(model, workload.batch, built.examples, result)
 
 
 # ---- the largest batch
@@ -237,7 +195,7 @@ def largest_batches(
         for (model, workload), row in product(points, asked.rows):
             most = workload.examples() or MOST
             found.append(
-                _search(asked.task(model, workload, row), asked.seed, limit, most, progress)
+                _search(Task(asked.origin(model, workload), row, asked.device), asked.seed, limit, most, progress)
                 if row.refused is None
                 else Largest(model, row.name, limit, error=row.refused)
             )
