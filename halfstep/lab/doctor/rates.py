@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from statistics import median
 from typing import Any
@@ -96,8 +97,12 @@ def _measure_work(work: Work, device: torch.device, seconds: float) -> list[Rate
     named = {f"{fmt}/{how}": call for (fmt, how), call in calls.items()}
     times = take_turns(named, device=device, seconds=seconds, turn=STEADY)
     base = times.get(f"fp32/{NATIVE}", [])
-    found = [_rate(work, fmt, how, times[f"{fmt}/{how}"], base) for fmt, how in calls]
     unit = "GFLOP/s" if work.operations else "GB/s"
+    found = []
+    for fmt, how in calls:
+        amount = work.operations or 2.0 * work.numbers * _DTYPES[fmt].itemsize
+        against = None if (fmt, how) == ("fp32", NATIVE) else base
+        found.append(_rate(f"{work.name}, {work.size}", fmt, how, unit, times[f"{fmt}/{how}"], amount, against))
     return found + [Rate(work.name, fmt, how, None, None, unit, None, text) for (fmt, how), text in errors.items()]
 
 
@@ -119,24 +124,17 @@ def _ways(work: Work, device: torch.device) -> Iterator[tuple[str, str]]:
 
 def _call(work: Work, fmt: str, how: str) -> Callable[[], object]:
     operands = tuple(operand.to(_DTYPES[fmt]) for operand in work.operands)
+    around: Callable[[], AbstractContextManager[object]] = nullcontext
+    if how == EMULATED:
+        around = partial(Emulation, as_format(fmt))
+    elif work.operations and fmt == "fp32" and operands[0].device.type == "cuda":
+        around = partial(_tf32, how == "TF32")
 
-    def plain() -> object:
-        with torch.no_grad():
+    def call() -> object:
+        with around(), torch.no_grad():
             return work.call(*operands)
 
-    if how == EMULATED:
-
-        def emulated() -> object:
-            with Emulation(as_format(fmt)):
-                return plain()
-
-        return emulated
-
-    def at_precision() -> object:
-        with _tf32(how == "TF32"):
-            return plain()
-
-    return at_precision if work.operations and fmt == "fp32" and operands[0].device.type == "cuda" else plain
+    return call
 
 
 @contextmanager
@@ -152,11 +150,11 @@ def _tf32(on: bool) -> Iterator[None]:
             backend.fp32_precision = value
 
 
-def _rate(work: Work, fmt: str, how: str, times: list[float], base: list[float]) -> Rate:
-    amount = work.operations or 2.0 * work.numbers * _DTYPES[fmt].itemsize
-    unit = "GFLOP/s" if work.operations else "GB/s"
-    vs_fp32 = None if (fmt, how) == ("fp32", NATIVE) else speedup(base, times)
-    return Rate(f"{work.name}, {work.size}", fmt, how, spread(times), amount / median(times) / GIGA, unit, vs_fp32)
+def _rate(
+    work: str, fmt: str, how: str, unit: str, times: list[float], amount: float, base: list[float] | None
+) -> Rate:
+    vs_fp32 = None if base is None else speedup(base, times)
+    return Rate(work, fmt, how, spread(times), amount / median(times) / GIGA, unit, vs_fp32)
 
 
 def _copied(source: Tensor, dtype: torch.dtype) -> Callable[[], object]:
@@ -170,16 +168,9 @@ def _measure_casts(numbers: Tensor, device: torch.device, seconds: float) -> lis
         calls[f"{CAST_DOWN}/{low}"] = _copied(numbers, _DTYPES[low])
         calls[f"{CAST_UP}/{low}"] = _copied(numbers.to(_DTYPES[low]), FP32.dtype)
     times = take_turns(calls, device=device, seconds=seconds, turn=STEADY)
+    name, size = f"{numbers.numel():,} numbers", 6.0 * numbers.numel()  # 4 bytes of the fp32 number and 2 of the low
     return [
-        Rate(
-            f"{work}, {numbers.numel():,} numbers",
-            low,
-            NATIVE,
-            spread(times[f"{work}/{low}"]),
-            numbers.numel() * 6 / median(times[f"{work}/{low}"]) / GIGA,  # 4 bytes of the fp32 number and 2 of the low
-            "GB/s",
-            speedup(times["copy"], times[f"{work}/{low}"]),
-        )
+        _rate(f"{work}, {name}", low, NATIVE, "GB/s", times[f"{work}/{low}"], size, times["copy"])
         for work in (CAST_DOWN, CAST_UP)
         for low in _LOW
     ]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 
 import torch
@@ -38,22 +39,26 @@ def _threads(seconds: float) -> Setting:
         torch.set_num_threads(threads)
         return operand @ operand
 
+    advice = f"torch.set_num_threads({cores}), or OMP_NUM_THREADS={cores}"
+    costs = f"speed: a matrix product takes {{:.1f}} times as long as on {cores} threads"
     try:
-        times = take_turns(
-            {"all": lambda: on(cores), "taken": lambda: on(taken)}, device=operand.device, seconds=seconds
-        )
+        return _timed(lambda: on(taken), lambda: on(cores), seconds, Setting(name, value), costs, advice)
     finally:
         torch.set_num_threads(taken)
-    gain = speedup(times["taken"], times["all"]) or 0.0
-    if gain < _SLOWER:
-        return Setting(name, value)
-    advice = f"torch.set_num_threads({cores}), or OMP_NUM_THREADS={cores}"
-    return Setting(name, value, f"speed: a matrix product takes {gain:.1f} times as long as on {cores} threads", advice)
 
 
 def _cores() -> int:
     affinity = getattr(os, "sched_getaffinity", None)  # to the cores that this process may use; not on every system
     return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+
+
+def _timed(
+    now: Callable[[], object], other: Callable[[], object], seconds: float, setting: Setting, costs: str, advice: str
+) -> Setting:
+    """Adds how many times as long a call takes `now`, and the advice, to a setting if that is worth telling."""
+    times = take_turns({"now": now, "other": other}, device=torch.device("cpu"), seconds=seconds)
+    gain = speedup(times["now"], times["other"]) or 0.0
+    return replace(setting, costs=costs.format(gain), advice=advice) if gain >= _SLOWER else setting
 
 
 def _subnormals(seconds: float) -> Setting:
@@ -63,13 +68,9 @@ def _subnormals(seconds: float) -> Setting:
     if flushed:
         return Setting(name, value, "accuracy: values below 1.2e-38 become 0", "torch.set_flush_denormal(False)")
     plain = torch.ones_like(tiny)
-    calls = {"tiny": lambda: tiny * 0.5, "plain": lambda: plain * 0.5}
-    times = take_turns(calls, device=tiny.device, seconds=seconds)
-    cost = speedup(times["tiny"], times["plain"]) or 0.0
-    if cost < _SLOWER:
-        return Setting(name, value)
-    costs = f"speed: subnormal numbers take {cost:.1f} times as long"
-    return Setting(name, value, costs, "torch.set_flush_denormal(True)")
+    costs = "speed: subnormal numbers take {:.1f} times as long"
+    advice = "torch.set_flush_denormal(True)"
+    return _timed(lambda: tiny * 0.5, lambda: plain * 0.5, seconds, Setting(name, value), costs, advice)
 
 
 def _onednn() -> Setting:
