@@ -43,18 +43,9 @@ def initialize(  # noqa: PLR0913  # apex's arguments, in their order
 ) -> Any:
     """Starts mixed precision training as `apex.amp.initialize` did; returns the same models and optimizers.
 
-    `models` is a model or a list of models; `optimizers` is an optimizer, a list of optimizers, or None. Without
-    optimizers only `models` is returned. `opt_level` sets the defaults of the five options from `cast_model_type` to
-    `loss_scale`; a value other than None overrides a default. `loss_scale` is "dynamic", a number, or a string with a
-    number. Model outputs are fp32 unless `cast_model_outputs` is set. Each of the `num_losses` losses has its own
-    scale. With `enabled=False` this function and all others of amp do nothing. `verbosity=0` prints nothing.
-    `min_loss_scale` and `max_loss_scale` bound a dynamic scale.
-
-    Raises:
-        RuntimeError: an option contradicts the level, a model is wrapped or not fp32, or an optimizer was passed to an
-            earlier call.
-        TypeError: `models` or `optimizers` has the wrong type.
-        ValueError: an option has a value that is not allowed.
+    `opt_level` sets the defaults of the five options from `cast_model_type` to `loss_scale`; a value other than None
+    overrides a default. Model outputs are fp32 unless `cast_model_outputs` is set. With `enabled=False` this function
+    and all others of amp do nothing.
     """
     if not isinstance(verbosity, int):
         raise ValueError(f"verbosity is {verbosity!r}; pass 0 to print nothing, 1 or 2 to print")
@@ -89,7 +80,7 @@ def initialize(  # noqa: PLR0913  # apex's arguments, in their order
         model.float()
     trained = Trained(session, num_losses, casts=bool(properties.patch_torch_functions))
     STATE._trained.add(trained)
-    STATE.opt_properties, STATE.min_loss_scale, STATE.max_loss_scale = properties, min_loss_scale, max_loss_scale
+    STATE.opt_properties = properties
     STATE.loss_scalers = [LossScaler(trained, loss_id) for loss_id in range(num_losses)]
     return models if optimizers is None else (models, optimizers)
 
@@ -175,11 +166,6 @@ def scale_loss(
     passes can add to them. `optimizers` is an optimizer, or a list or tuple of optimizers, all passed to one call of
     `initialize`. `delay_overflow_check` has no effect, since `optimizer.step()` always checks for overflow.
     `model` has no effect, as in apex.
-
-    Raises:
-        RuntimeError: `initialize` was not called, or no single call of it got all of these optimizers.
-        IndexError: `loss_id` is out of the range that `num_losses` sets.
-        TypeError: the loss is not a tensor.
     """
     if not hasattr(STATE, "opt_properties"):
         raise RuntimeError(NOT_INITIALIZED)
@@ -218,11 +204,6 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
 
     A static scale stays as `initialize` set it. If the dict has more or fewer loss scales than `initialize` made, a
     warning is printed. If an error is raised, no scale was changed.
-
-    Raises:
-        RuntimeError: `initialize` was not called, or a key is not the name of a loss scale.
-        StateError: a loss scale is out of range or incomplete.
-        TypeError: the state is not a mapping.
     """
     entries = _entries(state_dict)
     if entries and not hasattr(STATE, "opt_properties"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,21 +43,14 @@ class FusedRMSNorm(_Fused, nn.RMSNorm):
 class _Mixed(_Fused):
     """A norm whose outputs have the dtype of its weights, whatever the dtype of the inputs."""
 
-    def __init__(
-        self,
-        normalized_shape: Shape,
-        eps: float = 1e-5,
-        *,
-        elementwise_affine: bool = True,
-        memory_efficient: bool = False,
-    ) -> None:
-        if not elementwise_affine:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if not self.elementwise_affine:
             name = type(self).__name__
             raise RuntimeError(
                 f"{name} does not support elementwise_affine=False, since its outputs have the dtype of its weights; "
                 f"use {name.removeprefix('Mixed')}"
             )
-        super().__init__(normalized_shape, eps)
 
 
 class MixedFusedLayerNorm(_Mixed, FusedLayerNorm):

@@ -44,8 +44,6 @@ class AmpState:
 
     opt_properties: Properties
     loss_scalers: list[LossScaler]
-    min_loss_scale: float | None
-    max_loss_scale: float
 
     def __init__(self) -> None:
         self.hard_override = False
