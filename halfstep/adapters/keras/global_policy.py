@@ -36,7 +36,6 @@ def policy_map(plan: Plan) -> keras.dtype_policies.DTypePolicyMap:
     rules = [rule for rule in plan.rules if rule.pattern]
     direct = {rule: _regex(rule) for rule in rules}
     below = {rule: f"{_regex(rule)}/.*" for rule in rules}
-    named = "|".join(direct.values())
     for rule in rules:
         deeper = [below[other] for other in rules if _depth(other) > _depth(rule)]
         nearer = "|".join([*direct.values(), *deeper])
@@ -44,13 +43,11 @@ def policy_map(plan: Plan) -> keras.dtype_policies.DTypePolicyMap:
         alternatives += [direct[rule], f"(?!(?:{nearer})$){below[rule]}"]
     if plan.param == "low" and plan.norms == "full":
         norms = "|".join(_regex(Rule(TYPE_PREFIX + name, FULL)) for name in NORMS)
-        taken = "|".join([named, *below.values()])
+        taken = "|".join([*direct.values(), *below.values()])
         guard = f"(?!(?:{taken})$)" if rules else ""
         entries.setdefault(mixed_name(plan), []).append(f"{guard}(?:{norms})")
-    keys = {f"^(?:{'|'.join(alternatives)})$": policy for policy, alternatives in entries.items()}
-    return keras.dtype_policies.DTypePolicyMap(
-        default, {key: keras.DTypePolicy(policy) for key, policy in keys.items()}
-    )
+    found = {f"^(?:{'|'.join(paths)})$": keras.DTypePolicy(policy) for policy, paths in entries.items()}
+    return keras.dtype_policies.DTypePolicyMap(default, found)
 
 
 def set_plan(plan: Plan, *, others: tuple[keras.Model, ...] = ()) -> keras.dtype_policies.DTypePolicyMap:

@@ -126,8 +126,10 @@ def newest(optimizers: Sequence[Optimizer]) -> tuple[list[Optimizer], list[Optim
     replaced: list[Optimizer] = []
     for optimizer in reversed(optimizers):
         own = {id(p) for p in trained_by([optimizer])}
-        (replaced if own & taken else kept).append(optimizer)
-        if kept and kept[-1] is optimizer:
+        if own & taken:
+            replaced.append(optimizer)
+        else:
+            kept.append(optimizer)
             taken |= own
     return kept[::-1], replaced
 

@@ -72,7 +72,7 @@ def install(listener: Conversion, apex_low: Format | str) -> Callable[[], None]:
         install_apex(apex_low)
         stack.callback(uninstall_apex)
         for owner, name, make in (
-            (autocast, "on_made", lambda _: _autocast_made(listener)),
+            (autocast, "on_made", _then(functools.partial(_autocast_made, listener))),
             (AnyGradScaler, "__init__", _then(functools.partial(_scaler_made, listener))),
             (Session, "__init__", _then(functools.partial(_session_made, listener))),
             (Optimizer, "__init__", _then(listener.built)),  # in a subclass, the rest of its __init__ is to come
@@ -109,14 +109,6 @@ def _put(owner: Any, name: str, make: Callable[[Any], Any]) -> Callable[[], None
     return put_back
 
 
-def _autocast_made(listener: Conversion) -> Any:
-    def on_made(self: autocast) -> None:
-        if self.enabled and not _is_ours(sys._getframe(1)):
-            listener.uses("torch.amp's autocast")
-
-    return on_made
-
-
 def _then(told: Callable[[Any], None]) -> Callable[[Any], Any]:
     """Returns a patch of a method, which then calls `told` with the object."""
 
@@ -129,6 +121,11 @@ def _then(told: Callable[[Any], None]) -> Callable[[Any], Any]:
         return method
 
     return patch
+
+
+def _autocast_made(listener: Conversion, region: autocast) -> None:
+    if region.enabled and not _is_ours(sys._getframe(2)):  # that makes it
+        listener.uses("torch.amp's autocast")
 
 
 def _scaler_made(listener: Conversion, scaler: AnyGradScaler) -> None:

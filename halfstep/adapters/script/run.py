@@ -69,11 +69,6 @@ def run(  # noqa: PLR0913  # what the command has
     called with the rank of the process, and returns the sinks of the session. With `observe` the session observes
     tensors at every 50th step. `ended` is called with the Ran at the end, also after an error; by then the session is
     closed and the patches of torch are removed.
-
-    Raises:
-        ScriptError: there is no such script.
-        PlanError: the plan or format is unknown.
-        BaseException: what the script raised, without frames of halfstep in the traceback.
     """
     _check(script, module=module)
     conversion = Conversion(plan, low, sinks, observe=observe, changes={"moments": moments, "products": products})
