@@ -166,9 +166,8 @@ def test_bad_input_is_refused(played, change, limit, said):
 
 def test_a_limit_is_kept_by_the_process(hungry):
     (model,) = hungry.models
-    asked = replace(hungry, settings={"more": "10"})
-    task = Task(asked.origin(model, load_workload(model, {"batch": "4"})), O0, asked.device)
-    with closing(Remote(task)) as remote:
+    origin = replace(hungry, settings={"more": "10"}).origin(model, load_workload(model, {"batch": "4"}))
+    with closing(Remote(Task(origin, O0, CPU))) as remote:
         remote.begin(0, limit=256 * MIB)
         assert remote.step(0, 2).loss > 0  # of 32 MiB
         with pytest.raises(OutOfMemory, match="out of memory"):

@@ -95,9 +95,8 @@ def test_tensors_are_sent_joined_by_dtype(process_group, low):
 def test_groups_of_processes_have_to_part_them_evenly(process_group):
     assert apex.create_syncbn_process_group(0) is None
     assert apex.create_syncbn_process_group(1) is not None
-    for size in (2, -1):
-        with pytest.raises(ValueError, match=f"'group_size' \\({size}\\) must"):
-            apex.create_syncbn_process_group(size)
+    with pytest.raises(ValueError, match="must not exceed the world size"):
+        apex.create_syncbn_process_group(2)
 
 
 def averaged(rank, low):
