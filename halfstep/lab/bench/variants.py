@@ -63,9 +63,10 @@ class Entry:
 
     @property
     def plan(self) -> Plan:
-        """The plan of a row that is no peer, before the scaling of its loss."""
+        """The plan of a row that is no peer."""
         plan = level(self.level, "bf16" if self.low == FP32 else self.low)
-        return customize(plan, moments=self.moments, products=self.products)
+        scale = "dynamic" if self.scaled else None
+        return customize(plan, moments=self.moments, products=self.products, loss_scale=scale)
 
     def start(self, workload: Workload, seed: int, device: torch.device) -> Variant:
         model = workload.build(seed).to(device)
@@ -73,7 +74,7 @@ class Entry:
             model.compile()
         if self.peer:
             return AmpVariant(workload, model, self.low, device, scaled=self.scaled)
-        return SessionVariant(workload, model, self.plan, loss_scale="dynamic" if self.scaled else None)
+        return SessionVariant(workload, model, self.plan)
 
 
 def entries(
@@ -117,11 +118,11 @@ def entries(
 class SessionVariant:
     """Trains in a halfstep session as the README does; only `train` is timed, `observe` follows each step."""
 
-    def __init__(self, workload: Workload, model: nn.Module, plan: Plan, *, loss_scale: str | None = None) -> None:
+    def __init__(self, workload: Workload, model: nn.Module, plan: Plan) -> None:
         self.model = model
         self.optimizer = workload.optimizer(model, fused=True)
         self._workload = workload
-        self._session = initialize(model, self.optimizer, plan, loss_scale=loss_scale)
+        self._session = initialize(model, self.optimizer, plan)
 
     def train(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Makes one training step, zeroing gradients first, and returns the loss on the device."""
