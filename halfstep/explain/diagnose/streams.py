@@ -13,19 +13,9 @@ from halfstep.explain.tape.locator import Locator
 from halfstep.explain.tape.recorder import Note
 from halfstep.formats import is_low
 
+INPUT = "an input"
 ENOUGH = 2  # modules that must cast the widened values: with only one there is no stream
 ADDED = ("add", "add_", "sub", "sub_", "rsub")
-
-
-@dataclass(frozen=True)
-class Outside:
-    """The origin of fp32 values that no low operation computed: an input, or the buffer `name`."""
-
-    kind: str
-    name: str = ""
-
-    def __str__(self) -> str:
-        return f"the {self.kind} {self.name!r}" if self.name else f"an {self.kind}"
 
 
 @dataclass
@@ -33,7 +23,7 @@ class Stream:
     """A chain of fp32 values that began when an operation combined low and fp32 values."""
 
     note: Note  # that operation
-    source: Outside  # of its fp32 operand
+    source: str  # of its fp32 operand: an input or a buffer, in words
     casts: dict[str, None] = field(default_factory=dict)  # modules that have cast values of the chain to low since then
 
     def evidence(self) -> str:
@@ -48,7 +38,7 @@ class Stream:
     def advice(self) -> str:
         cure = f"to keep activations low, cast {self.source} where it is used"
         plan = ", or set input='low' in the plan, which rounds all inputs"
-        return cure + plan * (self.source.kind == "input")
+        return cure + plan * self.source.startswith((INPUT, "the input"))
 
 
 class Streams:
@@ -56,7 +46,7 @@ class Streams:
 
     def __init__(self, locator: Locator) -> None:
         self._locator = locator
-        self._outside: dict[int, Outside] = {}  # by the index of the note that was computed from outside values only
+        self._outside: dict[int, str] = {}  # by the index of the note that was computed from outside values only
         self._wide: dict[int, Stream] = {}  # by the index of the note
         self._streams: list[Stream] = []
 
@@ -72,9 +62,9 @@ class Streams:
             elif is_low(note.dtype) and note.module is not None:
                 wide.casts[note.module] = None
             return
-        full = [(t, source) for t, source in pairs if t.dtype is torch.float32]
         if note.dtype is not torch.float32:
             return
+        full = [(t, source) for t, source in pairs if t.dtype is torch.float32]
         known = [self._from_outside(t, source) for t, source in full]
         if any(is_low(t.dtype) for t, _ in pairs):
             found = next((each for (t, _), each in zip(full, known, strict=True) if each is not None and t.dim()), None)
@@ -83,14 +73,16 @@ class Streams:
                 self._streams.append(stream)
                 self._wide[note.index] = stream
         elif None not in known and (known or note.module is None):  # what the closure makes is an input
-            self._outside[note.index] = known[0] if known and known[0] is not None else Outside("input")
+            self._outside[note.index] = next(filter(None, known), INPUT)
 
-    def _from_outside(self, tensor: Tensor, source: Note | None) -> Outside | None:
+    def _from_outside(self, tensor: Tensor, source: Note | None) -> str | None:
         """Returns the outside source of a tensor; None if a module computed the tensor or it is a parameter."""
         if source is not None:
             return self._outside.get(source.index)
         kind, name, _ = self._locator.tensor(tensor) or ("input", "", tensor)
-        return Outside(kind, name) if kind in ("input", "buffer") else None
+        if kind not in ("input", "buffer"):
+            return None
+        return f"the {kind} {name!r}" if name else INPUT
 
     def wide(self) -> list[Stream]:
         return [stream for stream in self._streams if len(stream.casts) >= ENOUGH]

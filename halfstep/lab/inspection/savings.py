@@ -145,7 +145,7 @@ def _wide_streams(step: Step, again: Again) -> Iterator[Saving]:
         return
     by_source: dict[str, list[Stream]] = defaultdict(list)
     for stream in step.meter.streams.wide():
-        by_source[str(stream.source)].append(stream)
+        by_source[stream.source].append(stream)
 
     def casting(streams: Sequence[Stream]) -> float:
         modules = {name for stream in streams for name in stream.casts}
