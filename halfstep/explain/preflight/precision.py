@@ -69,7 +69,7 @@ class Damage:
     """How far a step is from the same step in fp32: its outputs, in their spread, and its gradients, in their norm."""
 
     output: float  # of the worst of those that were compared
-    gradient: float | None  # None: they overflow
+    gradient: float | None  # None: they overflow; NaN: of a forward alone
     compared: int  # outputs; fewer in a trial, if some are not finite there
 
     @property
@@ -89,6 +89,8 @@ class Damage:
         outputs = f"the model's outputs are off by {share(self.output)} of their spread"
         if not self.compared:
             outputs = "no output could be compared"
+        if self.gradient is not None and math.isnan(self.gradient):
+            return outputs
         return f"{outputs}, gradients " + ("overflow" if self.gradient is None else f"by {share(self.gradient)}")
 
 
@@ -133,6 +135,8 @@ def damage_of(low: StepResult, exact: StepResult) -> Damage:
     ratios = []
     if len(low.outputs) == len(exact.outputs):
         ratios = [r for a, b in zip(low.outputs, exact.outputs, strict=True) if (r := off_by(a, b)) is not None]
+    if not (low.gradients and exact.gradients):
+        return Damage(max(ratios, default=0.0), math.nan, len(ratios))
     pairs = [(a, b) for a, b in zip(low.gradients, exact.gradients, strict=True) if a is not None and b is not None]
     error = math.hypot(*(_norm(torch.sub(a, b, alpha=low.scale / exact.scale)) / low.scale for a, b in pairs))
     norm = math.hypot(*(_norm(b) / exact.scale for _, b in pairs))
@@ -171,6 +175,7 @@ class _Check:
         self._first: Loss | None = None  # where it begins, if nothing cures it
         self._best: tuple[tuple[Edit, ...], Damage] | None = None  # and what helps most
         self._inside = False
+        self._again = StepResult()  # of a second forward under the session's own plan
 
     def findings(self) -> list[Finding]:
         exact = self._exact()
@@ -186,16 +191,24 @@ class _Check:
             limits = f"rounding alone may do {share(OUTPUT)} and {share(GRADIENT)}"
             lost = f"gradients were not compared (they overflow at a loss scale of {_SCALE:,.0f} too); "
             return [_compared(damage, f"{lost if damage.gradient is None else 'nothing to do: '}{limits}")]
-        found = self._cured(damage, exact)
-        again = 2 if len(self._losses_of_runs) > 1 else 1  # two, as runs may alternate
-        noises = (damage_of(self._exact(), exact) for _ in range(again))
-        noise = next((each for each in noises if not damage.is_cured_by(each)), None)
+        found = self._cured(damage, exact) or [self._uncured(damage)]
+        noise = next((n for n in self._noises(damage, exact, found[0]) if not damage.is_cured_by(n)), None)
         if noise is not None:
-            why = f"the model does not repeat even in fp32, where from one run to the next {noise}"
-            return [_not_compared(f"{damage}; {why}: what the format loses cannot be told from that")]
+            why = f"the model does not repeat: from one run to the next {noise}"
+            return [_not_compared(f"{damage}; {why}. What the format loses cannot be told from that")]
         names = named(f"{place_of(name, None)} ({why})" for name, why in self._unchecked.items())
         unchecked = [_not_compared(f"calls that could not be made again in fp32: {names}")] if names else []
-        return [*(found or [self._uncured(damage)]), *unchecked]
+        return [*found, *unchecked]
+
+    def _noises(self, damage: Damage, exact: StepResult, found: Finding) -> Iterator[Damage]:
+        """Yields how far runs under one plan are apart: those that there are, and if it is no note, more in fp32."""
+        alone = damage.output <= OUTPUT  # gradients
+        if not (self._inside or alone):
+            yield damage_of(self._again, self._low)
+            yield damage_of(self._low, self._again)  # in the other spread
+        more = 0 if found.severity == "note" else 2 if len(self._losses_of_runs) > 1 else 1  # two: runs may alternate
+        for _ in range(more):
+            yield damage_of(self._exact(backward=alone), exact)
 
     def _uncured(self, damage: Damage) -> Finding:
         first, best = self._first, self._best
@@ -221,10 +234,10 @@ class _Check:
         ]
         return found or [_not_compared(f"{said}; no module alone is off by more than {share(SUSPECT)} of its spread")]
 
-    def _exact(self) -> StepResult:
-        return self._step(level("O0", self._plan.low))
+    def _exact(self, *, backward: bool = True) -> StepResult:
+        return self._step(level("O0", self._plan.low), backward=backward)
 
-    def _step(self, plan: Plan | None) -> StepResult:
+    def _step(self, plan: Plan | None, *, backward: bool = True) -> StepResult:
         """Runs a step on copies under a plan; None: on the session's own models, under its own."""
         self._rehearsal.rewind()
         with outputs_of(self._roots, inside=self._inside) as taken:
@@ -232,7 +245,9 @@ class _Check:
                 take_step(self._rehearsal, self._rehearsal.loss(), taken)
             else:
                 with self._rehearsal.under(plan) as trial:
-                    take_step(trial, trial.loss(), taken)
+                    loss = trial.loss()
+                    if backward:
+                        take_step(trial, loss, taken)
         return taken
 
     def _cured(self, damage: Damage, exact: StepResult) -> list[Finding]:
@@ -241,18 +256,25 @@ class _Check:
         worst = sorted(suspects, key=lambda name: -(suspects[name].off_by() or 0.0))
         clear = any((suspects[name].off_by() or 0.0) > SUSPECT for name in worst[:1])
         alone = not (clear or damage.output > OUTPUT or self._inside)  # the gradients
+        is_own = alone and not suspects
         worst, most = ([], _OF_GRADIENTS) if alone else (worst, _TRIALS)  # lost in the model's own code, if at all
+        tried: list[tuple[list[str], tuple[Edit, ...], Damage]] = []
+        whole = []
+        for edits, plan in edited(self._plan, own_code(self._plan, self._roots, "full") if is_own else []):
+            whole = [([self._root], edits, self._trial(plan, exact))]
+            if not damage.is_cured_by(whole[0][2]):  # nor would less of it
+                return []
         losses = self._losses({name: suspects[name].number for name in worst[:_MODULES]})
         losses = {name: loss for name, loss in losses.items() if not alone or loss.ratio > _FAINT}
-        tried: list[tuple[list[str], tuple[Edit, ...], Damage]] = []
         waiting = self._candidates(worst, losses)
-        while len(tried) < most and (candidate := next(waiting, None)) is not None:
+        while len(tried) + len(whole) < most and (candidate := next(waiting, None)) is not None:
             names, edits = candidate
             for _, plan in edited(self._plan, [edits] if edits else []):
                 trial = self._trial(plan, exact)
                 tried.append((names, edits, trial))
                 if damage.is_cured_by(trial) and not trial.is_large:
                     waiting = iter([(few, self._rules(few, FULL)) for few in self._fewer(names, edits)])
+        tried += whole
         good = [each for each in tried if damage.is_cured_by(each[2])]
         if not good:
             self._first = next(iter(losses.values()), None)
@@ -338,7 +360,8 @@ class _Check:
         outermost = {id(unwrap(root)) for root in self._roots}
         parts = {name: module for name, module in self._modules.items() if id(module) not in outermost}
         own = {name: module for name, module in parts.items() if has_code(module)}
-        self._forward(Shadow(own, tell, self._fail, device_type=first_device(self._roots).type))
+        with outputs_of(self._roots) as self._again:
+            self._forward(Shadow(own, tell, self._fail, device_type=first_device(self._roots).type))
         clear = {name for name, (off, _) in found.items() if off > SUSPECT}
         names = clear or sorted(found, key=lambda name: -found[name][0])[:1]
         return {name: found[name][1] for name in names if not any(other.startswith(f"{name}.") for other in names)}
