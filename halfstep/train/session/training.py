@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from halfstep.records import StepRecord
-from halfstep.sharded import is_sharded
 from halfstep.torch_internals import hooks_of, post_accumulate_hooks_of
 from halfstep.train.cast.casting import Casting
 from halfstep.train.kernels.batch import Scratch
@@ -25,7 +24,7 @@ from halfstep.train.optim.masters import MasterStore
 from halfstep.train.optim.update_watch import UpdateWatch
 from halfstep.train.probe.probe import Probes
 from halfstep.train.processes.findings import NOT_FINITE
-from halfstep.train.processes.shards import Unreduced, reshard
+from halfstep.train.processes.shards import Unreduced, reshard, whole
 from halfstep.train.scale.accumulator import Collected
 from halfstep.train.scale.buffers import BufferGuard
 from halfstep.train.scale.loss import overflowed
@@ -83,9 +82,14 @@ class PlainTraining:
         if max_norm is not None:
             reshard(self.roots)
             mine = {id(p) for part in parts for p in part.parameters()}
-            ordered = [p for root in self.roots for p in root.parameters() if id(p) in mine]
-            norm = nn.utils.clip_grad_norm_(ordered, max_norm)  # in the model's order, on which the sum's bits depend
-            step.norm = norm.full_tensor() if is_sharded(norm) else norm
+            meshes: dict[Any, list[Parameter]] = {}  # in the model's order, on which the sum's bits depend
+            for p in (p for root in self.roots for p in root.parameters() if id(p) in mine and p.grad is not None):
+                meshes.setdefault(getattr(p.grad, "device_mesh", None), []).append(p)
+            together = list(meshes.values()) or [[]]  # torch takes gradients of one mesh at a time
+            norms = [whole(nn.utils.get_total_norm([p.grad for p in each])) for each in together]
+            step.norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+            for each in together:
+                nn.utils.clip_grads_with_norm_(each, max_norm, step.norm)
         step.record = StepRecord(number, self._false.clone(), self._one, step.norm, loss=loss)
         step.factors = [None] * len(parts)
         update_each(step, self._false, self._store, self.probes)
