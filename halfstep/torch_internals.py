@@ -36,7 +36,7 @@ WORKS_WITH = "2.13"
 # What differs between releases, and what provides for it:
 # 2.12  casts to e4m3 saturate, and gave NaN before: explain/forecast/backward.py
 # 2.13  the tag of compiled code is set for one context, and was for all threads: `_process_wide_tag`
-# 2.13  FSDP2 has several groups of parameters a module, and had one: `_held_by`
+# 2.13  FSDP2 has several groups of parameters a module, and had one: `_groups_of`
 # 2.13  low layer norms on a CPU sum the gradients of fp32 parameters low: `_LOW_SUMS_ON_CPU` in train/cast/opkernels.py
 # 2.13  reading of its TF32 switch warns: explain/forecast/backward.py
 # 2.15  FSDP2 keeps gradients that it has not reduced with the gathered parameter: `holds_unreduced` finds both
@@ -496,6 +496,7 @@ _CLASS_INDEX = "_orig_cls_mro_index"  # of a module's own class below the one th
 _SHARDING = "FSDPModule"
 # Of what FSDP2 keeps for a parameter.
 _WAITING, _GATHERED, _OFFLOADED = "unsharded_accumulated_grad", "_unsharded_param", "offload_to_cpu"
+_DTYPE = "_orig_dtype"
 _POLICY = "_mp_policy"
 
 
@@ -512,6 +513,16 @@ def holds_unreduced(module: Any) -> bool:
     if any(getattr(p, _WAITING) is not None for p in held):
         return True
     return any(getattr(p, _GATHERED).grad is not None for p in held if hasattr(p, _GATHERED))
+
+
+def learns_gradients(module: Any) -> bool:
+    """Has FSDP2 look for the dtypes of gradients of a module if it trained no weight yet; tells whether it now does."""
+    # By itself it does so in the first forward only, and what is unfrozen later gets low gradients (pytorch#186998).
+    groups = [group for group in _groups_of(module) if getattr(group, _DTYPE, None) is None]
+    for group in groups:
+        if hasattr(group, _DTYPE):
+            group._init_mp_dtypes()
+    return all(getattr(group, _DTYPE, None) is not None for group in groups)
 
 
 def offloads(module: Any) -> bool:
@@ -545,11 +556,13 @@ def summed_twice(module: Any) -> list[nn.Module]:
 
 def _held_by(module: Any) -> list[Any]:
     """Returns FSDP2's records of the parameters that `fully_shard` sharded when it was called on this very module."""
+    return [p for group in _groups_of(module) for p in group.fsdp_params]
+
+
+def _groups_of(module: Any) -> list[Any]:
     state = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.13; before, one or none
-    if groups is None:
-        groups = [group for group in (state._fsdp_param_group,) if group is not None]
-    return [p for group in groups for p in group.fsdp_params]
+    groups: list[Any] | None = getattr(state, "_fsdp_param_groups", None)  # torch 2.13; before, one or none
+    return [each for each in (state._fsdp_param_group,) if each is not None] if groups is None else groups
 
 
 def is_sharding(cls: type) -> bool:

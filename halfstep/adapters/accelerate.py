@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch.optim import Optimizer
 
 from halfstep.adapters.versions import extra
 from halfstep.errors import SessionError, SetupError
-from halfstep.formats import is_narrow
+from halfstep.formats import FP32, is_narrow
 from halfstep.initialize import check_adapted, initialize
 from halfstep.machine import read_facts
 from halfstep.plan.compatibility import check_optimizers, check_parameters
@@ -25,7 +24,8 @@ from halfstep.plan.matching import match_parameters
 from halfstep.plan.plan import Plan
 from halfstep.plan.resolve import resolve
 from halfstep.records import StepRecord
-from halfstep.sharded import is_sharded, tied
+from halfstep.sharded import fsdp_modules, is_sharded, tied
+from halfstep.torch_internals import policy_of
 from halfstep.train.processes.collectives import failing_together
 from halfstep.train.processes.shards import fsdp_policy
 from halfstep.train.session.session import Session
@@ -124,18 +124,18 @@ def attach(
             "Accelerate's FSDP2 would offload shards to the CPU, where halfstep cannot step them yet; set "
             "fsdp_offload_params: false in `accelerate config`, or leave cpu_offload out of the plugin, or use O0"
         )
-    if plugin.cpu_ram_efficient_loading and any(
-        {is_sharded(p) for p in each.parameters()} == {0, 1} for each in models
-    ):
+    sharded = {is_sharded(p) for model in models for p in model.parameters()}
+    if plugin.cpu_ram_efficient_loading and sharded == {False, True}:
         raise SetupError(
             "some modules were sharded before prepare, whose weights Accelerate's fsdp_cpu_ram_efficient_loading would "
             "send as if they were whole; set it to false"
         )
-    gathered = getattr(plugin.mixed_precision_policy, "param_dtype", None)
-    if gathered is not policy.param_dtype and any(hasattr(each, "_is_accelerate_prepared") for each in models):
+    read = policy.param_dtype or FP32.dtype
+    gathered = {policy_of(module).param_dtype or FP32.dtype for module in fsdp_modules(models)}
+    if gathered and read not in gathered and sharded == {True}:
         raise SetupError(
-            f"Accelerate has sharded this model before, to gather weights in {gathered or 'fp32'}, and this plan reads "
-            f"{policy.param_dtype or 'fp32'}; pass a new model to halfstep's prepare, in place of accelerator.prepare"
+            "accelerator.prepare or fully_shard sharded this model before, to gather weights in another format than "
+            f"{read}; pass a new model to halfstep's prepare, which shards it, and to no other"
         )
     if plugin.mixed_precision_policy not in (None, policy) and accelerator.scaler is None:
         raise SetupError("mixed_precision_policy is set in the plugin, and halfstep sets its own; leave it out")
@@ -246,7 +246,7 @@ class SessionScaler:
 
     def scale(self, loss: Tensor) -> SimpleNamespace:
         """Returns an object to use in place of the loss: its `backward()` is `session.backward(loss)`."""
-        return SimpleNamespace(backward=partial(self.session.backward, loss))
+        return SimpleNamespace(backward=lambda **kwargs: self.session.backward(loss, **kwargs))
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> None:
         """Steps one optimizer, which the session has taken over; calls `closure`, if any."""

@@ -20,7 +20,7 @@ from halfstep.machine import read_facts
 from halfstep.plan.io import choose_plan
 from halfstep.plan.plan import Plan
 from halfstep.sharded import fsdp_modules, is_sharded, is_wrapped
-from halfstep.torch_internals import holds_unreduced, policy_of, version_of
+from halfstep.torch_internals import holds_unreduced, learns_gradients, policy_of, version_of
 from halfstep.validate import with_near_misses
 
 if TYPE_CHECKING:
@@ -130,16 +130,21 @@ def reshard(roots: Iterable[nn.Module]) -> None:
 
 
 class Unreduced:
-    """Refuses a backward pass at another loss scale than that of gradients which FSDP2 holds unreduced."""
+    """Refuses a backward pass at another loss scale than that of gradients which FSDP2 holds unreduced.
 
-    def __init__(self, roots: Iterable[nn.Module]) -> None:
-        self._roots = list(roots)
+    It also tells FSDP2 of weights that were unfrozen where it had trained none.
+    """
+
+    def __init__(self, roots: Iterable[nn.Module], *, scaled: bool) -> None:
+        self._roots, self._scaled = list(roots), scaled
+        self._frozen = fsdp_modules(self._roots)  # or not known to train yet
         self._carried: tuple[Tensor, int] | None = None  # the scale of the last backward pass, and the writes to it
 
     def before_backward(self, scale: Tensor) -> None:
         """Notes the scale of the next backward pass."""
+        self._frozen = [module for module in self._frozen if not learns_gradients(module)]
         before, self._carried = self._carried, (scale, version_of(scale))
-        if before is None or (before[0] is scale and before[1] == self._carried[1]):
+        if not self._scaled or before is None or (before[0] is scale and before[1] == self._carried[1]):
             return
         if any(holds_unreduced(module) for module in fsdp_modules(self._roots)):
             self._carried = before

@@ -86,7 +86,7 @@ class PlainTraining:
             for p in (p for root in self.roots for p in root.parameters() if id(p) in mine and p.grad is not None):
                 meshes.setdefault(getattr(p.grad, "device_mesh", None), []).append(p)
             together = list(meshes.values()) or [[]]  # torch takes gradients of one mesh at a time
-            norms = [whole(nn.utils.get_total_norm([p.grad for p in each])) for each in together]
+            norms = [whole(nn.utils.get_total_norm(p.grad for p in each if p.grad is not None)) for each in together]
             step.norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
             for each in together:
                 nn.utils.clip_grads_with_norm_(each, max_norm, step.norm)
@@ -117,7 +117,7 @@ class MixedTraining:
         self._clip = Clip(self.device)
         self._hearing = Hearing(self.replicas)
         self._habits = Habits(self.name_of)
-        self._unreduced = Unreduced(self.roots) if self.replicas.sharded and self.scales.active else None
+        self._unreduced = Unreduced(self.roots, scaled=self.scales.active) if self.replicas.sharded else None
 
     @contextmanager
     def scaling(  # noqa: C901  # parts of it would be calls in each step
