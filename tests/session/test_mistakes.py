@@ -88,12 +88,15 @@ def test_check_names_parameters_that_the_model_has_no_more(level):
         halfstep.check(session)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.int64])
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_batch_that_no_plan_casts_is_named(level, dtype):
-    model, _, session = opened(level)
-    with pytest.raises(RuntimeError, match=rf"given a {dtype} tensor.*pass x\.float\(\)"):
-        step(session, model, torch.ones(3, 8, dtype=dtype))
+@pytest.mark.parametrize(("level", "rules"), [("O1", []), ("O2", []), ("O1", [halfstep.Rule("0", halfstep.FULL)])])
+def test_a_batch_that_no_plan_casts_is_named(level, rules):
+    for layer, shape in ((nn.Linear(8, 2), (3, 8)), (nn.Conv1d(8, 2, 1), (3, 8, 1))):
+        model = nn.Sequential(layer)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with halfstep.initialize(model, optimizer, level, low="bf16", rules=rules):
+            for dtype in (torch.float64, torch.int64, torch.int32, torch.uint8):
+                with pytest.raises(RuntimeError, match=rf"given a {dtype} tensor.*pass x\.float\(\)"):
+                    model(torch.ones(shape, dtype=dtype))
 
 
 def test_ids_are_not_blamed_for_formats_that_meet_inside():

@@ -45,10 +45,10 @@ GIVEN = (
 )
 # As torch's errors name the formats that no plan casts: a model may be given ids too, which are not at fault.
 _NO_PLAN_CASTS = {
-    torch.float64: re.compile("Double|float64"),
-    torch.int64: re.compile("Long|int64"),
-    torch.int32: re.compile(r"\bInt\b|\bint32"),
-    torch.uint8: re.compile("Byte|uint8"),
+    torch.float64: re.compile("[Dd]ouble|float64"),
+    torch.int64: re.compile("(?<!expected scalar type )Long|long int|int64"),
+    torch.int32: re.compile(r"\bInt\b|\(int\)|\bint32"),
+    torch.uint8: re.compile("Byte|unsigned char|uint8"),
 }
 # How torch words errors about formats that do not go together.
 MIXED = re.compile(
@@ -56,17 +56,20 @@ MIXED = re.compile(
     r"|[Tt]ype promoting not supported|dtypes? .*(differ|match)|did not match|have dtype"
 )
 _LOW = re.compile("Half|BFloat16|b?float16")
+_WEIGHT = re.compile(r"Half|[Ff]loat(?!64)")
 _NOBODY_LOOKS = nullcontext()
 _MANY = 64  # calls of one module at least, before those whose memory is gone are dropped
 
 
 def _why_mixed(given: Any, error: str) -> str | None:
     """Returns why an operation got two formats in a call with the arguments `given`, after which torch said `error`."""
-    if not _LOW.search(error):  # it may be of integers, which no plan casts
+    if not _WEIGHT.search(error):  # it may be of integers, which no plan casts
         return None
     came = {leaf.dtype for leaf in tree_leaves(given) if isinstance(leaf, Tensor)}
     wide = [dtype for dtype, words in _NO_PLAN_CASTS.items() if dtype in came and words.search(error)]
-    return GIVEN.format(dtype=wide[0]) if wide else INSIDE
+    if wide:
+        return GIVEN.format(dtype=wide[0])
+    return INSIDE if _LOW.search(error) else None
 
 
 @dataclass
