@@ -112,8 +112,8 @@ def _groups(row, count, start, left, MASKED: tl.constexpr, BLOCK: tl.constexpr):
     """Returns a block's first element and group, where its elements (n, 64) and groups lie from there, and masks.
 
     `start` is a number of elements, `left` one of groups, as they share a base (train/optim/codes.py). The last result
-    is the index of each element in the whole tensor. Not MASKED, the block and its groups are full. Places have 32
-    bits, since 64 take more registers.
+    is the index of each element in the whole tensor. Not MASKED, the block and its groups are full, and callers drop
+    the masks, as Triton 3.6 cannot return None. Places have 32 bits, since 64 take more registers.
     """
     length, stride = tl.load(row + 12 * count), tl.load(row + 13 * count)
     first = start // 64
@@ -132,7 +132,7 @@ def _groups(row, count, start, left, MASKED: tl.constexpr, BLOCK: tl.constexpr):
         last = column.to(tl.uint32) + near.to(tl.uint32) - over * each.to(tl.uint32) == each.to(tl.uint32) - 1
         mask = present & ((lane < 64 - lacking) | (last == 0))
     else:
-        at, present, mask = near * 64 + lane, None, None
+        at, present, mask = near * 64 + lane, near, near
     return start, first, at, mask, near, present, index
 
 
@@ -142,9 +142,8 @@ def _elements(row, count, start, left, KEPT: tl.constexpr, MASKED: tl.constexpr,
     if KEPT:
         start, first, at, mask, group, present, index = _groups(row, count, start, left, MASKED, BLOCK)
     else:
-        first, at, mask, group, present, index = None, tl.arange(0, BLOCK), None, None, None, None
-        if MASKED:
-            mask = at < left
+        first, at = start, tl.arange(0, BLOCK)
+        mask, group, present, index = at < left, at, at, at
     return start, first, at, mask, group, present, index
 
 
@@ -328,6 +327,8 @@ def _adam_block(
 ):
     KEPT: tl.constexpr = ROUNDS or WIDTH != "full"
     start, first, at, mask, group, present, index = _elements(row, count, start, left, KEPT, MASKED, BLOCK)
+    if not MASKED:
+        mask, present = None, None
     weight, extra = tl.load(row + 2 * count), tl.load(row + 3 * count)
     mean, square = tl.load(row + 5 * count), tl.load(row + 6 * count)
     g = _gradient(grad, start, at, mask, factor, GRAD, SCALED, MAXIMIZE, ALIGNED)
@@ -404,6 +405,8 @@ def _sgd_block(
 ):
     KEPT: tl.constexpr = ROUNDS or WIDTH != "full"
     start, first, at, mask, group, present, index = _elements(row, count, start, left, KEPT, MASKED, BLOCK)
+    if not MASKED:
+        mask, present = None, None
     weight, extra, buffer = tl.load(row + 2 * count), tl.load(row + 3 * count), tl.load(row + 5 * count)
     g = _gradient(grad, start, at, mask, factor, GRAD, SCALED, MAXIMIZE, ALIGNED)
     w = _load_weight(weight, extra, start, at, mask, LAYOUT, KIND, ALIGNED)
@@ -487,6 +490,8 @@ def _whole_block(  # noqa: C901  # two laws, before and after their norms
     ALIGNED: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
 ):
     start, _first, at, mask, _group, _present, index = _elements(row, count, start, left, ROUNDS, MASKED, BLOCK)
+    if not MASKED:
+        mask = None
     weight, extra, mean, square = (
         tl.load(row + 2 * count), tl.load(row + 3 * count), tl.load(row + 5 * count), tl.load(row + 6 * count)
     )
