@@ -22,6 +22,7 @@ from halfstep.train.cast.casting import Casting
 from halfstep.train.cast.narrow import PRODUCTS
 from halfstep.train.cast.recipes import RECIPES, Coded, Rounded
 from tests.cast.laws import product_of
+from tests.cast.test_recipes import SCALED
 
 EIGHT = Policy("low", "low", "low", products="recipe")
 LOW_PRODUCTS = Policy("low", "low", "low", products="low")
@@ -120,6 +121,7 @@ def test_the_three_products_of_a_layer_are_those_of_the_recipe(products, call, p
     session.close()
 
 
+@SCALED
 @pytest.mark.parametrize("products", ["fp8", "fp8-row"])
 def test_a_devices_own_units_train_as_their_emulation_does(products, monkeypatch):
     """A CPU has the products of these recipes, with sums in fp32."""

@@ -9,7 +9,6 @@ import sys
 from dataclasses import replace
 from functools import partial
 
-import click
 import pytest
 import torch
 import typer.main
@@ -199,7 +198,7 @@ def test_what_is_run_instead_exists(test):
 def test_a_command_of_halfstep_is_taken_as_it_is_shown(command):
     _, name, *arguments = shlex.split(command)
     group = typer.main.get_command(app)
-    with click.Context(group) as context:
+    with group.make_context("halfstep", [], resilient_parsing=True) as context:
         found = group.get_command(context, name)
         assert found is not None, f"there is no command {name}"
         found.make_context(name, arguments, parent=context, resilient_parsing=True)

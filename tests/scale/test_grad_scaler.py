@@ -178,6 +178,8 @@ class TestStep:
 
     @pytest.mark.parametrize("fused", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adam, torch.optim.Adagrad])
     def test_fused_optimizers_never_sync(self, fused):
+        if fused is torch.optim.Adagrad and torch.__version__ < "2.12":
+            pytest.skip("fused Adagrad reads found_inf on the host in this torch")
         optimizer = fused([weight()], lr=0.1, fused=True)
         scaler = GradScaler("cpu", hysteresis=2)
         with NoSync():
