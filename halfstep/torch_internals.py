@@ -192,6 +192,12 @@ unflatten: Callable[[Tensor, Sequence[Tensor]], Sequence[Tensor]] = _name("torch
 _guards: Callable[..., Any] = _name("torch._C._dynamo.guards.TensorGuards")
 
 
+def viewed(tensor: Tensor) -> Tensor:
+    """Returns the tensor that a tensor is a view of, or itself."""
+    base = tensor._base if tensor._is_view() else None
+    return tensor if base is None else base
+
+
 def transforms_differentiate() -> bool:
     """Tells whether a transform of torch.func computes derivatives here."""
     return any(each.key() != _VMAP for each in _transforms() or ())

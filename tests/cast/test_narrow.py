@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
 import halfstep
@@ -196,6 +197,22 @@ def test_a_weight_is_rounded_once_until_it_changes():
     found = {(each.product, each.operand): each.elements for each in session.status().lost if each.layer == "3"}
     assert found["output", "weight"] == found["grad_input", "weight"] == 2 * 64 * 64
     assert found["output", "input"] == 2 * 3 * 10 * 64
+
+
+def test_of_weights_that_a_forward_computes_and_of_copies_nothing_is_kept():
+    model = made()
+    weight_norm(model[3])
+    _, session = opened(model)
+    held = []
+    for step in range(3):
+        session.backward(model(batch(step)).square().mean())
+        held.append(len(session._casting.layers._held))
+    assert held == [1] * 3
+    counted = session.status().lost
+    copy.deepcopy(model[0])(batch(0))
+    assert session.status().lost == counted
+    assert sum(each.elements for each in counted if each.layer == "3") == 3 * (2 * 64 * 64 + 4 * 10 * 64)
+    session.close()
 
 
 def test_code_may_write_into_the_output():

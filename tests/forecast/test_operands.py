@@ -22,6 +22,11 @@ CALLS = {
 }
 
 
+class Masked(nn.Linear):
+    def forward(self, x):
+        return F.linear(x, self.weight * (self.weight > 0), self.bias)
+
+
 class Net(nn.Module):
     """`first` multiplies in a function of its own; the weight of `second` is also used outside of its forward."""
 
@@ -31,6 +36,8 @@ class Net(nn.Module):
         self.first, self.second, self.last = nn.Linear(32, 64), nn.Linear(64, 64), nn.Linear(64, 16)
         if call == "computed":
             weight_norm(self.second)
+        elif call == "masked":
+            self.second = Masked(64, 64)
         else:
             self.first.forward = lambda x: CALLS[call](self.first, x)
         self.reentrant = reentrant
@@ -64,6 +71,7 @@ def predicted(model, x, products=RECIPES, **options):
         ("O1", True, "addmm"),
         ("O2", False, "linear"),
         ("O2", True, "computed"),
+        ("O1", False, "masked"),
     ],
 )
 def test_what_is_lost_is_what_a_run_with_the_recipe_loses(plan, reentrant, call):
@@ -77,6 +85,7 @@ def test_what_is_lost_is_what_a_run_with_the_recipe_loses(plan, reentrant, call)
         with halfstep.initialize(model, optimizer, plan, low="bf16", products=recipe) as session:
             session.backward(model(x).square().mean())
             lost = session.status().lost
+        assert {each.layer for each in lost} == {"first", "second"}
         mine = [row.loss for row in found.products if row.recipe == recipe]
         assert [(a.layer, a.product, a.operand, a.elements) for a in mine] == [
             (a.layer, a.product, a.operand, a.elements) for a in lost

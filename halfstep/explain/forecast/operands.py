@@ -28,7 +28,6 @@ from halfstep.train.cast.narrow import (
     How,
     Layers,
     Operands,
-    computes_weight,
     fits,
     rows_of,
 )
@@ -62,8 +61,8 @@ class Recast:
         self.recipe, self._plan, device = plan.products, plan, first_device([model])
         self._how = How(self.recipe, "fp32")
         self._low = [param is not None and param is not FP32 for _, param in own.values()]  # whose weights are
-        self._computing = {name: module for name, (module, _) in own.items() if computes_weight(module)}
-        self._layers = Layers(((name, module) for name, (module, _) in own.items()), device)
+        self._own = {name: module for name, (module, _) in own.items()}
+        self._layers = Layers(self._own.items(), device)
         # Of each layer and product the squares of both operands and of the result, and those of their errors.
         self._squares = torch.zeros((len(own), len(PRODUCTS), 3, 2), dtype=torch.float64, device=device)
 
@@ -79,7 +78,7 @@ class Recast:
         """Rounds the operands of a call in `module` if a layer makes it, and those of its gradients when these come."""
         plain = all(readable(t) is t for t in (x, weight))
         found = plain and fits(RECIPES[self.recipe].multiple, x, weight, bias)
-        number = self._layers.find(weight, self._computing.get(module or "")) if found else None
+        number = self._layers.find(weight, self._own.get(module or "")) if found else None
         if number is None:
             return
         rows, w, needed = rows_of(x.detach()), weight.detach(), (x.requires_grad, weight.requires_grad)

@@ -28,7 +28,7 @@ from halfstep.train.cast.enter import Options, gated
 from halfstep.train.cast.functions import patch_functions
 from halfstep.train.cast.gate import Around, Casts, Gate, marking
 from halfstep.train.cast.modules import CastOut, Undo, bake, holds_state, inputs_to, outputs_to
-from halfstep.train.cast.narrow import HERE, MULTIPLIES, Layers, computes_weight
+from halfstep.train.cast.narrow import HERE, MULTIPLIES, Layers
 from halfstep.train.cast.opregistry import REGISTRY
 from halfstep.train.cast.ops import OpEngine, Switch, Token
 from halfstep.train.cast.probabilities import THREAD, Forward, Stuck, widened
@@ -165,8 +165,7 @@ class Casting:
                     by_recipe = None
                     if formats.products is not None and formats.compute is not FP32:
                         by_recipe = formats.products == self._plan.products
-                        layer = module if computes_weight(module) else None
-                        inside, outside = (multiplying(by_recipe, each, layer) for each in (inside, outside))
+                        inside, outside = (multiplying(by_recipe, each, module) for each in (inside, outside))
                     door = not formats.boundary and by_recipe is None
                 elif not holds_state(module) or not enterable(module):  # else copied and saved like the others
                     continue
@@ -308,23 +307,20 @@ def keeping(learned: tuple[dict[int, bool], Stuck], casts: Casts) -> Casts:
     return replace(casts, read=read, enter=enter, leave=leave)
 
 
-def multiplying(by_recipe: bool, casts: Casts, layer: nn.Module | None) -> Casts:
-    """Returns the casts around the forward of a linear layer, with products by a recipe or not.
-
-    `layer` is given if it computes its weight.
-    """
+def multiplying(by_recipe: bool, casts: Casts, layer: nn.Module) -> Casts:
+    """Returns the casts around the forward of a linear layer, with products by a recipe or not."""
     is_on, turn = torch.is_autocast_enabled, torch.set_autocast_enabled
 
     def read() -> Any:
-        return casts.read(), is_on(MULTIPLIES), HERE.computes
+        return casts.read(), is_on(MULTIPLIES), HERE.layer
 
     def enter(token: Any) -> None:
         casts.enter(token[0])
         turn(MULTIPLIES, by_recipe)
-        HERE.computes = layer
+        HERE.layer = layer
 
     def leave(token: Any) -> None:
-        HERE.computes = token[2]
+        HERE.layer = token[2]
         turn(MULTIPLIES, token[1])
         casts.leave(token[0])
 

@@ -35,6 +35,7 @@ from halfstep.torch_internals import (
     transforms_differentiate,
     uncompiled,
     version_of,
+    viewed,
 )
 from halfstep.train.cast.opkernels import Act, OpSite
 from halfstep.train.cast.recipes import (
@@ -122,10 +123,14 @@ class Layers:
         self._whole = [not any(map(is_sharded, each.parameters(recurse=False))) for each in self._modules]
         self._held: dict[tuple[Any, Product], tuple[int, Any, Operands]] = {}  # by a weight's memory and its form
         self._both: set[int] = set()  # layers whose inputs need gradients
-        self._at: dict[tuple[int, int], tuple[int, Any, int]] = {}  # by a weight's memory, with its size
+        # By a weight's memory, with its size; 0: it is computed.
+        self._at: dict[tuple[int, int], tuple[int, Any, int]] = {}
 
     def find(self, weight: Tensor, within: nn.Module | None = None) -> int | None:
-        """Returns the number of the layer that holds a weight, or computes it if it is `within`; None if none does."""
+        """Returns the number of the layer that has a weight, or uses it if it is `within` one; None if none does.
+
+        A parameter that no layer has is that of a copy.
+        """
         key = _memory(weight)
         found = self._at.get(key)
         if found is None or found[1].expired():
@@ -142,10 +147,10 @@ class Layers:
             for (storage, start), each in self._at.items() if found is None else ():
                 if storage == key[0] and start <= key[1] < start + each[2]:  # a part of a weight
                     found = each
-            within = within or HERE.computes
-            if found is None and within in self._modules:
+            within = within or HERE.layer
+            if found is None and within in self._modules and not isinstance(viewed(weight), nn.Parameter):
                 memory = StorageWeakRef(weight.untyped_storage())  # type: ignore[no-untyped-call]
-                self._at[key] = found = self._modules.index(within), memory, weight.numel()
+                self._at[key] = found = self._modules.index(within), memory, 0
         return None if found is None else found[0]
 
     def losses(self) -> tuple[ProductLoss, ...]:
@@ -211,9 +216,11 @@ class Layers:
     def weight(self, number: int, how: How, product: Product, weight: Tensor, w: Tensor, *, keep: bool) -> Operands:
         """Returns `w`, a layer's `weight` as an operand, rounded; with `keep` this is done once until it changes."""
         own: Place = (product, "b")
-        if not keep or not self._whole[number] or weight.is_inference():
+        memory = _memory(weight)
+        computed = memory in self._at and self._at[memory][2] == 0  # anew in each forward
+        if not keep or computed or not self._whole[number] or weight.is_inference():
             return self.round(number, how, [own], w)[0]
-        form, version = (*_memory(weight), weight.shape, weight.stride()), version_of(weight)
+        form, version = (*memory, weight.shape, weight.stride()), version_of(weight)
         held = self._held.get((form, product))
         if held is None or held[0] != version:
             places = [own]
@@ -222,22 +229,17 @@ class Layers:
             elif how.units == "own" and number in self._both:  # one read of the weight for both
                 places.append(("grad_input", "b"))
             rounded = self.round(number, how, places, w)
-            memory = StorageWeakRef(weight.untyped_storage())  # type: ignore[no-untyped-call]  # nothing else gets it
-            self._held |= {(form, place[0]): (version, memory, r) for place, r in zip(places, rounded, strict=True)}
+            kept = StorageWeakRef(weight.untyped_storage())  # type: ignore[no-untyped-call]  # nothing else gets it
+            self._held |= {(form, place[0]): (version, kept, r) for place, r in zip(places, rounded, strict=True)}
             return rounded[0]
         return held[2]
 
 
 class _Here(threading.local):
-    computes: nn.Module | None = None  # the layer whose forward the thread runs, if it computes its weight
+    layer: nn.Module | None = None  # whose forward the thread runs
 
 
 HERE = _Here()
-
-
-def computes_weight(module: nn.Module) -> bool:
-    """Tells whether a linear layer's weight is no parameter, as under `weight_norm` and other parametrizations."""
-    return isinstance(module, nn.Linear) and parameters_of(module).get("weight") is None
 
 
 def _memory(weight: Tensor) -> tuple[int, int]:
