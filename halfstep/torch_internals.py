@@ -45,10 +45,11 @@ WORKS_WITH = "2.13"
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _NAMES: list[str] = []
+_GONE = object()
 
 
 def _find(path: str) -> Any:
-    """Returns the object at a dotted path; None for an instance attribute that its class only annotates."""
+    """Returns the object at a dotted path, or `_GONE`; None for an instance attribute that its class only annotates."""
     first, *rest = path.split(".")
     found: Any = importlib.import_module(first)
     known = first
@@ -59,22 +60,19 @@ def _find(path: str) -> Any:
         elif inspect.ismodule(found):
             try:
                 found = importlib.import_module(known)
-            except ImportError as error:
-                raise AttributeError(known) from error
+            except ImportError:
+                return _GONE
         elif name in getattr(found, "__annotations__", {}):
             return None
         else:
-            raise AttributeError(known)
+            return _GONE  # no module of halfstep ever sees it: the import ends below
     return found
 
 
 def _name(path: str) -> Any:
-    """Returns the object at a dotted path, None if there is none, and registers the path for the check in `missing`."""
+    """Returns the object at a dotted path, and registers the path for the check in `missing`."""
     _NAMES.append(path)
-    try:
-        return _find(path)
-    except AttributeError:
-        return None  # no module of halfstep ever sees it: the import ends below
+    return _find(path)
 
 
 def _attribute(path: str) -> Any:
@@ -698,13 +696,7 @@ def onednn_takes_bf16() -> bool:
 
 def missing() -> list[str]:
     """Returns the paths of the private names that this torch lacks."""
-    found = []
-    for path in _NAMES:
-        try:
-            _find(path)
-        except AttributeError:
-            found.append(path)
-    return found
+    return [path for path in _NAMES if _find(path) is _GONE]
 
 
 if _absent := missing():

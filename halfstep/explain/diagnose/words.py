@@ -15,6 +15,7 @@ from halfstep.kinds import Kind
 from halfstep.plan.plan import Plan
 from halfstep.records import AFTER_BACKWARD, OpCall, Verdict, called, module_words
 from halfstep.train.cast.gate import INSIDE
+from halfstep.validate import named
 
 _HINT = re.compile(rf" \(\w+: {re.escape(INSIDE)}\)")  # to make a check
 _BUFFER = (
@@ -165,8 +166,7 @@ def _place(found: Diagnosis) -> str:
 
 def _seen(found: Diagnosis) -> str:
     if found.names:
-        more = f" and {len(found.names) - 3} more" if len(found.names) > 3 else ""
-        return f"the gradients of {', '.join(found.names[:3])}{more} were not finite when the backward pass began"
+        return f"the gradients of {named(found.names, 3)} were not finite when the backward pass began"
     if found.leaf is not None:
         leaf = found.leaf
         if leaf.kind == OTHERS:
