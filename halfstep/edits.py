@@ -222,6 +222,11 @@ ScalingKind = Literal["none", "static", "dynamic"]
 
 SMALLEST_SCALE = 2.0**-126
 LARGEST_SCALE = 2.0**126
+_RANGES = {
+    **dict.fromkeys(("init", "min", "max"), (SMALLEST_SCALE, LARGEST_SCALE)),
+    "growth": (1.0, LARGEST_SCALE),
+    "backoff": (SMALLEST_SCALE, 1.0),
+}
 _USED_BY = {"none": ("kind",), "static": ("kind", "init")}  # the fields of the kinds that do not adapt
 
 
@@ -253,12 +258,10 @@ class Scaling:
 
     def __post_init__(self) -> None:
         one_of("scale kind", self.kind, get_args(ScalingKind))
-        for name in ("init", "min", "max"):
-            self._set(name, real(f"scale {name}", getattr(self, name), low=SMALLEST_SCALE, high=LARGEST_SCALE))
-        self._set("growth", real("scale growth", self.growth, low=1.0, high=LARGEST_SCALE))
-        self._set("backoff", real("scale backoff", self.backoff, low=SMALLEST_SCALE, high=1.0))
-        self._set("growth_interval", count("scale growth_interval", self.growth_interval))
-        self._set("hysteresis", count("scale hysteresis", self.hysteresis))
+        for name, (low, high) in _RANGES.items():
+            object.__setattr__(self, name, real(f"scale {name}", getattr(self, name), low=low, high=high))
+        for name in ("growth_interval", "hysteresis"):
+            object.__setattr__(self, name, count(f"scale {name}", getattr(self, name)))
         if self.adapts:
             self._check_schedule()
         else:
@@ -280,9 +283,6 @@ class Scaling:
     def first(self) -> float:
         """The scale of the first step; 1 if the loss is not scaled."""
         return self.init if self.active else 1.0
-
-    def _set(self, name: str, value: float) -> None:
-        object.__setattr__(self, name, value)
 
     def _check_schedule(self) -> None:
         if self.growth == 1.0:

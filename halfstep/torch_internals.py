@@ -228,8 +228,7 @@ buffers_of: Callable[[nn.Module], dict[str, Tensor | None]] = _attribute("torch.
 modules_of: Callable[[nn.Module], dict[str, nn.Module | None]] = _attribute("torch.nn.Module._modules")
 _STATE = ("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
 state_dict_hooks_of: Callable[[nn.Module], tuple[OrderedDict[int, Any], ...]] = operator.attrgetter(*_STATE)
-for _hooks in _STATE:
-    _name(f"torch.nn.Module.{_hooks}")
+_NAMES += [f"torch.nn.Module.{hooks}" for hooks in _STATE]
 forward_pre_hooks_of: Callable[[nn.Module], MutableMapping[int, Any]] = _attribute("torch.nn.Module._forward_pre_hooks")
 COMPILED = "_orig_mod"  # the name of a module inside the wrapper of torch.compile
 CHECKPOINTED = "_checkpoint_wrapped_module"  # and inside that of torch's checkpoint_wrapper, which Accelerate calls
@@ -391,8 +390,8 @@ _name("torch._C._autograd.SavedTensor.unpack_hook")
 _READY: Any = _name("torch.amp.grad_scaler.OptState.READY")
 _UNSCALED: Any = _name("torch.amp.grad_scaler.OptState.UNSCALED")
 _fresh_optimizer_state: Callable[[], dict[str, Any]] = _name("torch.amp.grad_scaler._refresh_per_optimizer_state")
-for _of_scaler in ("_maybe_opt_step", "_lazy_init_scale_growth_tracker", "_check_scale_growth_tracker"):
-    _name(f"torch.amp.GradScaler.{_of_scaler}")
+_OF_SCALER = ("_maybe_opt_step", "_lazy_init_scale_growth_tracker", "_check_scale_growth_tracker")
+_NAMES += [f"torch.amp.GradScaler.{name}" for name in _OF_SCALER]
 
 
 # torch.compile.

@@ -38,7 +38,9 @@ def untouched(roots: Sequence[nn.Module], params: Sequence[nn.Parameter]) -> Ite
     rewind = _rewinding(roots, params)
     with ExitStack() as stack:
         for param in params:
-            stack.callback(_without_hooks(param))
+            if hooks := post_accumulate_hooks_of(param):
+                stack.callback(hooks.update, dict(hooks))
+                hooks.clear()
             stack.callback(setattr, param, "grad", param.grad)
         stack.callback(rewind)
         stack.callback(put_in_place((wrapper, partial(_locally, wrapper)) for wrapper in wrappers_of(roots)))
@@ -122,15 +124,6 @@ def give_attributes(module: nn.Module, own: Mapping[str, Any]) -> None:
     for name in attributes(module).keys() - own.keys():
         del module.__dict__[name]
     module.__dict__.update(own)
-
-
-def _without_hooks(param: nn.Parameter) -> Callable[[], None]:
-    hooks = post_accumulate_hooks_of(param)
-    if not hooks:
-        return lambda: None
-    kept = dict(hooks)
-    hooks.clear()
-    return lambda: hooks.update(kept)
 
 
 def is_readable(value: Any) -> bool:

@@ -19,6 +19,7 @@ from halfstep.explain.diagnose.cures import (
     edited,
     is_op,
     is_whole,
+    lower_scales,
     narrow_candidates,
     rules_around,
     with_edits,
@@ -96,9 +97,7 @@ def first_run(rehearsal: Rehearsal, scale: float, *, least: float = 1.0, recorde
     run = Run(float(loss.detach()), recorder, found, scale)
     if found is None or not found.may_be_scale or not finite:
         return run
-    lower = scale
-    while lower > least:
-        lower = max(lower / 2, least)
+    for lower in lower_scales(scale, least):
         if is_finite_at(rehearsal, loss, lower):
             return replace(run, lower=lower)
     if scale <= least:

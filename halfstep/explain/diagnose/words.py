@@ -56,8 +56,7 @@ _NO_VALUE = (
 
 def of_another(processes: Sequence[int]) -> Verdict:
     """Returns the verdict for a process that found nothing itself, when the processes numbered `processes` did."""
-    who = ", ".join(map(str, processes))
-    evidence = f"the fault is in the step of process {who}; all processes skip that step"
+    evidence = f"the fault is in the step of process {', '.join(map(str, processes))}; all processes skip that step"
     return Verdict("", "all_reduce", "backward", Kind.ANOTHER_PROCESS, None, (), evidence, Kind.ANOTHER_PROCESS.advice)
 
 
