@@ -285,17 +285,18 @@ class Scaling:
         return self.init if self.active else 1.0
 
     def _check_schedule(self) -> None:
-        if self.growth == 1.0:
-            raise PlanError("scale growth is 1, so the scale could never recover; set it above 1, for example to 2")
-        if self.backoff == 1.0:
-            raise PlanError("scale backoff is 1, so every overflow would repeat; set it below 1, for example to 0.5")
-        if self.min > self.max:
-            raise PlanError(f"scale min {self.min:g} is above max {self.max:g}; swap them or widen the range")
-        if not self.min <= self.init <= self.max:
-            raise PlanError(
-                f"scale init {self.init:g} is outside [min, max] = [{self.min:g}, {self.max:g}]; "
-                "set init within that range, or change min or max"
-            )
+        for wrong, why in (
+            (self.growth == 1, "growth is 1, so the scale could never recover; set it above 1, for example to 2"),
+            (self.backoff == 1, "backoff is 1, so every overflow would repeat; set it below 1, for example to 0.5"),
+            (self.min > self.max, f"min {self.min:g} is above max {self.max:g}; swap them or widen the range"),
+            (
+                not self.min <= self.init <= self.max,
+                f"init {self.init:g} is outside [min, max] = [{self.min:g}, {self.max:g}]; set init within that range, "
+                "or change min or max",
+            ),
+        ):
+            if wrong:
+                raise PlanError(f"scale {why}")
 
     def _check_unused(self) -> None:
         used = _USED_BY[self.kind]
