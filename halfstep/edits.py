@@ -262,10 +262,26 @@ class Scaling:
             object.__setattr__(self, name, real(f"scale {name}", getattr(self, name), low=low, high=high))
         for name in ("growth_interval", "hysteresis"):
             object.__setattr__(self, name, count(f"scale {name}", getattr(self, name)))
-        if self.adapts:
-            self._check_schedule()
-        else:
-            self._check_unused()
+        if not self.adapts:
+            for field in fields(self):
+                if field.name not in _USED_BY[self.kind] and getattr(self, field.name) != field.default:
+                    raise PlanError(
+                        f"scale {field.name} is {getattr(self, field.name)!r}, but a scale of kind {self.kind!r} does "
+                        "not use it; leave it out, or use kind 'dynamic'"
+                    )
+            return
+        for wrong, why in (
+            (self.growth == 1, "growth is 1, so the scale could never recover; set it above 1, for example to 2"),
+            (self.backoff == 1, "backoff is 1, so every overflow would repeat; set it below 1, for example to 0.5"),
+            (self.min > self.max, f"min {self.min:g} is above max {self.max:g}; swap them or widen the range"),
+            (
+                not self.min <= self.init <= self.max,
+                f"init {self.init:g} is outside [min, max] = [{self.min:g}, {self.max:g}]; set init within that range, "
+                "or change min or max",
+            ),
+        ):
+            if wrong:
+                raise PlanError(f"scale {why}")
 
     __repr__ = _code
 
@@ -283,29 +299,6 @@ class Scaling:
     def first(self) -> float:
         """The scale of the first step; 1 if the loss is not scaled."""
         return self.init if self.active else 1.0
-
-    def _check_schedule(self) -> None:
-        for wrong, why in (
-            (self.growth == 1, "growth is 1, so the scale could never recover; set it above 1, for example to 2"),
-            (self.backoff == 1, "backoff is 1, so every overflow would repeat; set it below 1, for example to 0.5"),
-            (self.min > self.max, f"min {self.min:g} is above max {self.max:g}; swap them or widen the range"),
-            (
-                not self.min <= self.init <= self.max,
-                f"init {self.init:g} is outside [min, max] = [{self.min:g}, {self.max:g}]; set init within that range, "
-                "or change min or max",
-            ),
-        ):
-            if wrong:
-                raise PlanError(f"scale {why}")
-
-    def _check_unused(self) -> None:
-        used = _USED_BY[self.kind]
-        for field in fields(self):
-            if field.name not in used and getattr(self, field.name) != field.default:
-                raise PlanError(
-                    f"scale {field.name} is {getattr(self, field.name)!r}, but a scale of kind {self.kind!r} does not "
-                    f"use it; leave it out, or use kind 'dynamic'"
-                )
 
 
 Edit = Rule | OpChange | Scaling

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 
 from halfstep.errors import LogError
-from halfstep.explain.report.async_reader import AsyncReader
 from halfstep.explain.report.lines import SCHEMA, START_BYTES, End, Event, Line, SessionLine, Start, check_start, encode
+from halfstep.later import AsyncReader
 from halfstep.machine import read_machine
 from halfstep.records import Finding, Observation, SessionStart, StepRecord, Verdict
 from halfstep.version import __version__

@@ -6,9 +6,9 @@ import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 
-from halfstep.explain.report.async_reader import COLUMNS, FLAGS, AsyncReader
 from halfstep.explain.report.log import reason
 from halfstep.formats import FORMATS, FP16, Format
+from halfstep.later import COLUMNS, FLAGS, AsyncReader
 from halfstep.records import (
     BIAS,
     LIMITS,

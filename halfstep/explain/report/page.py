@@ -17,12 +17,12 @@ import torch
 
 from halfstep.edits import Edit, spell
 from halfstep.errors import HalfstepError, LogError
-from halfstep.explain.report.async_reader import COLUMNS
 from halfstep.explain.report.gather import FIRST, MEASURES, MODEL, AbsorbedAt, Gathered, PrecisionOf, Sums, gather
 from halfstep.explain.report.headline import GRADIENTS, Headline, headline
 from halfstep.explain.report.lines import Event
 from halfstep.explain.report.run import Run, shown
 from halfstep.formats import FORMATS, FP16, NARROW, Format, as_format
+from halfstep.later import COLUMNS
 from halfstep.plan.io import from_dict
 from halfstep.records import (
     ABSORBED_SAMPLE,
