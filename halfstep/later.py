@@ -23,7 +23,8 @@ class Later:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._host = [t.to("cpu", non_blocking=True) for t in tensors]
-        self._done = [_behind_all(device) for device in {t.device for t in tensors} if device.type != "cpu"]
+        devices = {t.device for t in tensors if t.device.type != "cpu"}
+        self._done = [torch.accelerator.current_stream(device).record_event() for device in devices]
 
     def arrived(self) -> bool:
         """Tells whether `read` would return without waiting."""
@@ -39,12 +40,6 @@ class Later:
 def is_capturing() -> bool:
     """Tells whether what runs now is captured into a CUDA graph, whose replays would give a later read their values."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
-
-
-def _behind_all(device: torch.device) -> torch.Event:
-    event = torch.Event(device)
-    event.record(torch.accelerator.current_stream(device))
-    return event
 
 
 class AsyncReader:
