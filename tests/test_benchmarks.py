@@ -98,6 +98,7 @@ def test_the_sweep_of_operations_has_each_direction_and_what_has_no_kernel(tmp_p
     assert "avg_pool3d" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_every_operation_of_the_sweep_runs_in_fp32():
     sweep = load("op_sweep")
     for cases in sweep.KINDS.values():
@@ -107,6 +108,7 @@ def test_every_operation_of_the_sweep_runs_in_fp32():
             assert backward is None or backward()
 
 
+@pytest.mark.slow
 def test_the_optimizer_step_measures_every_implementation_and_peer(tmp_path, main, capsys):
     path = tmp_path / "made" / "here.json"
     assert main("optimizer_step", "--device", "cpu", "--numel", 60000, "--rounds", 1, "--json", path) == 0
@@ -213,6 +215,7 @@ def test_the_demo_is_the_benchmark_with_its_options(main, monkeypatch, capsys):
 
 
 class TestGpuScript:
+    @pytest.mark.slow
     @pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
     def test_what_an_earlier_run_has_left_does_not_count(self, tmp_path):
         """All parts fail, as the python that they run with runs the summary alone."""
@@ -464,6 +467,7 @@ def test_the_kept_page_has_the_figures_of_its_results_and_no_script():
     check_static(page.read_text(encoding="utf-8"))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_browser() is None, reason="no Chromium is installed here")
 def test_a_static_page_has_its_charts_drawn(tmp_path, main):
     main("sweep_page", SWEEP, tmp_path / "page.html", "--static")

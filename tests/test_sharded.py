@@ -69,9 +69,10 @@ CASES |= {f"parts by {name}": (sharded.parts_cast, (name,)) for name in RECIPES}
 CASES |= {f"muon {dims}": (sharded.coded, ("muon", *dims)) for dims in CODED}
 CASES |= {f"{level} summed": (sharded.summed, (level,)) for level in LEVELS}
 CASES |= {f"unfrozen {what}": (sharded.unfrozen, ("O2", what == "group")) for what in ("weight", "group")}
-SLOW_CASES = ("O1 bf16", "O2 fp16", "O3 bf16", "O1 fp16 full")
+SLOW_CASES = ("O1 bf16", "O2 fp16", "O3 bf16", "O1 fp16 full", "truncated")
 SAVED = [("O1", "fp16"), ("O2", "bf16"), ("O3", "bf16")]
 FORMS = ("dcp", "full")
+CUT = ("missing", "truncated")
 
 
 def checkpoints(folder, *, save):
@@ -96,7 +97,7 @@ def coded_checkpoint(folder):
 
 
 def pooled(folder, slow):
-    cut = {how: (sharded.cut_short, (str(folder / how), how)) for how in ("missing", "truncated")}
+    cut = {how: (sharded.cut_short, (str(folder / how), how)) for how in CUT}
     (folder / "8bit").mkdir(exist_ok=True)
     cases = CASES | checkpoints(folder, save=True) | coded_checkpoint(folder) | cut
     return {name: case for name, case in cases.items() if slow or not name.startswith(SLOW_CASES)}
@@ -423,7 +424,8 @@ def test_each_of_the_others_names_the_one_of_four_that_is_gone(tmp_path):
         assert re.search(r"process(es)? [\d, ]*3 ha", message)
 
 
-@pytest.mark.parametrize("how", ["missing", "truncated"])
+@pytest.mark.slow_but("missing")
+@pytest.mark.parametrize("how", CUT)
 def test_a_checkpoint_that_was_cut_short_is_an_error_in_all_processes_and_changes_nothing(how, found):
     for each in found:
         message, alike = each[how]

@@ -260,6 +260,7 @@ def test_a_command_of_halfstep_ends_well(command, room, halfstep):
     assert out
 
 
+@pytest.mark.slow_but("accuracy", "check_cost", "loaded_low", "sum_cost", "whatif")  # of a second each
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_ends_well(name, room, monkeypatch, capsys):
     if name == "report_page" and find_browser() is None:

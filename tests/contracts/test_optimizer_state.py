@@ -71,7 +71,7 @@ def test_a_spoiled_state_is_taken_and_steps_or_changes_nothing(name, optimizer):
     saved = copy.deepcopy(kept[1].state_dict())
     kept[2].close()
 
-    @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+    @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck), database=None)
     @given(spoiled(saved))
     def check(state):
         run = start(name, optimizer)

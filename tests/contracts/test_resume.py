@@ -93,14 +93,8 @@ torch.save(snapshot(model, opt, session), target)
 """
 
 
-@pytest.mark.parametrize(
-    ("name", "low"),
-    [
-        pytest.param("O1", "fp16", marks=pytest.mark.slow),
-        ("O2", "bf16"),
-        pytest.param("O2", "fp16", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow  # test_kill.py goes on in another process too
+@pytest.mark.parametrize(("name", "low"), [("O1", "fp16"), ("O2", "bf16"), ("O2", "fp16")])
 def test_a_new_process_goes_on_bit_identically(name, low, tmp_path):
     model, opt, session = start(name, low)
     train(session, model, opt, range(3), poison=[2])

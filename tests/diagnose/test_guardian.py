@@ -93,6 +93,7 @@ def as_it_is(inputs):
         (Cnn, "O3", nn.Identity, loud, "overflow", "conv2d"),
     ],
 )
+@pytest.mark.slow_but("Gain", "Squares", "CustomBackward", "Cnn-O1-Eps", "O3")
 def test_a_named_cure_makes_the_run_train(host, plan, plant, change, kind, operator):
     model = host(plant())
     session, optimizer = session_on(model, plan)

@@ -89,6 +89,7 @@ def test_a_recurrence_that_explodes_in_fp32_too_gets_advice_and_no_edit(plan):
 
 
 @PLANS
+@pytest.mark.slow_but("few runs")
 @pytest.mark.parametrize(("gain", "times"), [(3.0, 50), (10.0, 7), (20.0, 40)], ids=["loss", "few runs", "itself"])
 def test_what_a_recurrence_that_explodes_makes_overflow_in_fp32_is_no_second_fault(plan, gain, times):
     # in fp32, of which the largest is 3.4e38: (3**50)**2 is 5e47; (10**7)**2 is 1e14; 20**40 is 1e52
