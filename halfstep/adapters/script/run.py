@@ -115,7 +115,9 @@ def _run_file(path: Path) -> None:
         return
     main, before = ModuleType("__main__"), sys.modules["__main__"]
     loader = SourceFileLoader("__main__", str(path))
-    vars(main).update(__file__=str(path), __loader__=loader, __cached__=None, __builtins__=builtins, __annotations__={})
+    vars(main).update(__file__=str(path), __loader__=loader, __cached__=None, __builtins__=builtins)
+    if sys.version_info < (3, 14):  # from then on they are computed when somebody asks
+        main.__annotations__ = {}
     sys.modules["__main__"] = main
     try:
         exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), vars(main))
