@@ -19,7 +19,9 @@ from torch.optim import Optimizer
 from halfstep.errors import PlanError, SetupError
 
 _SHOWN = 80
+_NAMED = 5
 _APEX = ", which is apex's: session = halfstep.initialize(model, optimizer, {!r})"
+_ELSEWHERE = {"level": "plan", "dtype": "low", "keep_batchnorm_fp32": "norms"}  # what other libraries call it
 
 Made = TypeVar("Made", bound=Callable[..., Any])
 
@@ -45,7 +47,7 @@ def check_keywords(name: str, given: Mapping[str, Any], known: Collection[str]) 
     """Raises a TypeError if one of the keywords `given` is not `known`; it names the nearest that is."""
     for word, value in given.items():
         if word not in known:
-            instead = _APEX.format(value) if word == "opt_level" else near_miss(word, known)
+            instead = _APEX.format(value) if word == "opt_level" else near_miss(_ELSEWHERE.get(word, word), known)
             raise TypeError(f"{name} has no keyword {word!r}{instead}; it has {', '.join(known)}")
 
 
@@ -154,8 +156,8 @@ def as_list(value: Any, kind: type, what: str, *, empty: bool = False) -> list[A
     return items
 
 
-def named(names: Iterable[str], shown: int = 5) -> str:
+def named(names: Iterable[str]) -> str:
     """Returns the first few names as text, with the number of further names."""
     names = list(names)
-    more = f" and {len(names) - shown} more" if len(names) > shown else ""
-    return ", ".join(names[:shown]) + more
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more

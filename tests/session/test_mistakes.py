@@ -123,6 +123,9 @@ NEAREST = {
     "opt_level": lambda given: halfstep.initialize(*make(), **given),
     "momnets": lambda given: halfstep.initialize(*make(), **given),
     "loss_scales": lambda given: halfstep.initialize(*make(), **given),
+    "level": lambda given: halfstep.initialize(*make(), **given),
+    "dtype": lambda given: halfstep.initialize(*make(), **given),
+    "keep_batchnorm_fp32": lambda given: halfstep.initialize(*make(), **given),
     "xyz": lambda given: halfstep.initialize(*make(), **given),
     "evry": lambda given: opened()[2].observe(**given),
     "maxnorm": lambda given: opened()[2].step(**given),
@@ -147,6 +150,9 @@ NEAREST = {
 }
 SAID = {
     "opt_level": "which is apex's: session = halfstep.initialize",
+    "level": "did you mean 'plan'",
+    "dtype": "did you mean 'low'",
+    "keep_batchnorm_fp32": "did you mean 'norms'",
     "xyz": "it has model, optimizer, plan",
     "stepping": "an adapter's initialize.. has no keyword 'stepping'.*it has low, loss_scale",
     "momnets": "did you mean 'moments'.; it has model, ",
