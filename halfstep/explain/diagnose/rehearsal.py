@@ -232,8 +232,7 @@ def _standing_in(models: Sequence[nn.Module], twins: Sequence[nn.Module]) -> Ite
         for own, twin in pairs:
             stack.callback(give_attributes, own, attributes(own))
             for name, param in parameters_of(own).items():
-                for remove in _share_hooks(param, parameters_of(twin).get(name)):
-                    stack.callback(remove)
+                stack.callback(_share_hooks(param, parameters_of(twin).get(name)))
         stack.callback(put_in_place((own, partial(calls.run, twin)) for own, twin in pairs))
         yield
 
@@ -260,9 +259,11 @@ class _Calls:
                 give_attributes(own, attributes(own) | new)
 
 
-def _share_hooks(param: nn.Parameter | None, twin: nn.Parameter | None) -> Iterator[Callable[[], None]]:
-    """Puts a parameter's hooks on its copy too, and yields what removes each."""
+def _share_hooks(param: nn.Parameter | None, twin: nn.Parameter | None) -> Callable[[], None]:
     hooks = None if param is None else hooks_of(param)
-    if hooks and twin is not None and not hooks_of(twin):  # else shared by two modules and already done
+    if not hooks or twin is None or hooks_of(twin):  # hooks on the twin: shared by two modules and already done
+        return lambda: None
+    with ExitStack() as stack:
         for hook in list(hooks.values()):
-            yield twin.register_hook(hook).remove  # type: ignore[no-untyped-call]
+            stack.callback(twin.register_hook(hook).remove)  # type: ignore[no-untyped-call]
+        return stack.pop_all().close

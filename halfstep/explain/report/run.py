@@ -251,7 +251,8 @@ def rows_of(runs: Sequence[Run]) -> tuple[ProcessRow, ...]:
         if number in rows:
             both = f"{rows[number].run.path} and {run.path}"
             raise LogError(f"{both} are both of process {number}; pass one log of each process of a run")
-        rows[number] = ProcessRow(number, run, min(_overflows(run), key=lambda seen: seen[0], default=None))
+        overflow = min(_overflows(run), key=lambda seen: seen[0], default=None)
+        rows[number] = ProcessRow(number, run, overflow)
     return tuple(rows[number] for number in sorted(rows))
 
 
