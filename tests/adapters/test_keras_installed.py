@@ -10,7 +10,7 @@ import pytest
 import halfstep
 from halfstep.errors import SetupError
 
-INSTALLED = Path(halfstep.__file__).parent / "adapters" / "keras" / "installed.py"
+BACKEND = Path(halfstep.__file__).parent / "adapters" / "keras" / "backend.py"
 
 
 class Failing:
@@ -42,11 +42,11 @@ def test_what_is_missing_is_said_with_the_line_to_write(error, words, monkeypatc
     monkeypatch.delitem(sys.modules, "keras", raising=False)
     monkeypatch.setattr(sys, "meta_path", [Failing(error), *sys.meta_path])
     with pytest.raises(ImportError, match=words):
-        runpy.run_path(str(INSTALLED))
+        runpy.run_path(str(BACKEND))
 
 
 @pytest.mark.parametrize("version", ["2.15.0", "3.3.3"])
 def test_a_keras_before_3_and_an_early_one_are_refused(version, monkeypatch):
     monkeypatch.setitem(sys.modules, "keras", SimpleNamespace(__version__=version))
     with pytest.raises(SetupError, match=rf"keras {version} is installed.*pip install 'keras>=3"):
-        runpy.run_path(str(INSTALLED))
+        runpy.run_path(str(BACKEND))

@@ -1,4 +1,4 @@
-"""What differs between Keras's backends; `backend()` is that of the backend that Keras runs on."""
+"""Imports Keras, with an error that says what to install, and has what differs between its backends."""
 
 from __future__ import annotations
 
@@ -7,8 +7,34 @@ from functools import cache
 from importlib import import_module
 from typing import Any, cast
 
-from halfstep.adapters.keras.installed import BACKEND
+from halfstep.adapters.versions import check_version
 from halfstep.records import Verdict
+
+try:
+    import keras
+except ImportError as error:
+    missing = (error.name or "keras").partition(".")[0]
+    raise ImportError(
+        "halfstep.adapters.keras needs keras; run: pip install 'halfstep[keras]'"
+        if missing == "keras"
+        else f"Keras is set to run on {missing}, which is not installed; run: pip install {missing}, or choose an "
+        "installed backend before importing keras: os.environ['KERAS_BACKEND'] = 'torch'"
+    ) from error
+except ValueError as error:  # of a name that no backend has
+    raise ImportError(
+        f"{error}; choose tensorflow, jax or torch before importing keras: os.environ['KERAS_BACKEND'] = 'torch'"
+    ) from error
+
+check_version("keras", keras.__version__, first="3.15", below="3.16")
+
+BACKEND: str = keras.backend.backend()
+if BACKEND not in ("tensorflow", "jax", "torch"):
+    raise ImportError(
+        f"halfstep supports the Keras backends tensorflow, jax and torch, not {BACKEND}; choose one before importing "
+        "keras: os.environ['KERAS_BACKEND'] = 'jax'"
+    )
+
+__all__ = ["BACKEND", "Backend", "Run", "backend", "keras"]
 
 Run = Callable[[Callable[[Any], Any]], Any]
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from halfstep.adapters.keras.installed import keras
+from halfstep.adapters.keras.backend import keras
 from halfstep.adapters.keras.policies import layers_of
 
 # They call the layers in them while a loop is compiled, where there are no numbers to look at.

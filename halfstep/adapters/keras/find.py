@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from halfstep.adapters.keras.backend import backend
+from halfstep.adapters.keras.backend import backend, keras
 from halfstep.adapters.keras.calls import Call, Original, computes_low, in_fp32, watched
-from halfstep.adapters.keras.installed import keras
 from halfstep.edits import FULL, Rule, Scaling
 from halfstep.errors import SetupError
 from halfstep.kinds import Kind

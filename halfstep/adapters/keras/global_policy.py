@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from fnmatch import translate
 from typing import Any
 
-from halfstep.adapters.keras.installed import keras
+from halfstep.adapters.keras.backend import keras
 from halfstep.edits import FULL, TYPE_PREFIX, OpChanges, Policy, Rule
 from halfstep.errors import PlanError
 from halfstep.formats import BF16, FP16, FP32

@@ -10,9 +10,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from halfstep.adapters.keras.backend import backend
+from halfstep.adapters.keras.backend import backend, keras
 from halfstep.adapters.keras.find import find_cause, loss_of_batch
-from halfstep.adapters.keras.installed import keras
 from halfstep.adapters.keras.policies import describe, layers_of, own_variables
 from halfstep.adapters.keras.scale import LossScaleOptimizer
 from halfstep.errors import PlanError, SetupError

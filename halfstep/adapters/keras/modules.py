@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from halfstep.adapters.keras.installed import BACKEND, keras
+from halfstep.adapters.keras.backend import BACKEND, keras
 from halfstep.adapters.keras.policies import layers_of, named_children, own_variables
 from halfstep.errors import SetupError
 from halfstep.torch_internals import buffers_of

@@ -7,8 +7,7 @@ from typing import Any
 
 import jax
 
-from halfstep.adapters.keras.backend import Backend, Run
-from halfstep.adapters.keras.installed import keras
+from halfstep.adapters.keras.backend import Backend, Run, keras
 
 
 class _Jax(Backend):

@@ -7,8 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from halfstep.adapters.keras.backend import Backend, Run
-from halfstep.adapters.keras.installed import keras
+from halfstep.adapters.keras.backend import Backend, Run, keras
 from halfstep.errors import SetupError
 
 

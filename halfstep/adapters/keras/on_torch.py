@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from halfstep.adapters.keras.backend import Backend, Run
-from halfstep.adapters.keras.installed import keras
+from halfstep.adapters.keras.backend import Backend, Run, keras
 from halfstep.adapters.keras.modules import seen_as_modules
 from halfstep.errors import HalfstepError
 from halfstep.explain.diagnose.blame import blame

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
+from halfstep.adapters.keras.backend import keras
 from halfstep.adapters.keras.global_policy import DTYPES, NORMS, mixed_name, policy_name, policy_of, rules_seen
-from halfstep.adapters.keras.installed import keras
 from halfstep.edits import Rule
 from halfstep.errors import PlanError
 from halfstep.plan.matching import Site, match_rules

@@ -8,9 +8,8 @@ from operator import mul
 from threading import local
 from typing import Any
 
-from halfstep.adapters.keras.backend import backend
+from halfstep.adapters.keras.backend import backend, keras
 from halfstep.adapters.keras.global_policy import built_models, set_plan, tell_unseen_rules
-from halfstep.adapters.keras.installed import keras
 from halfstep.edits import Scaling
 from halfstep.errors import SetupError
 from halfstep.plan.levels import as_scaling, customize, level
