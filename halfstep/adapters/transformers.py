@@ -35,11 +35,6 @@ if TYPE_CHECKING:
 else:
     _Mixed = object  # what a Trainer is mixed with
 
-FILTERED = (
-    "TrainingArguments(logging_nan_inf_filter=True), the default, logs the mean of earlier losses instead of infinite "
-    "and NaN ones, which hides failures that halfstep reports; look at halfstep/skipped in the logs, the number of "
-    "skipped steps. With False, the Trainer logs NaN for all losses from the first such loss on"
-)
 TRL = "1.16"  # the release that tests/trainers/test_trl.py ran with
 _LOG = logging.getLogger("halfstep")
 
@@ -69,9 +64,17 @@ class HalfstepMixin(_Mixed):
         self._counts: dict[str, Any] = {}  # of skipped steps of the session
         super().__init__(*args, **kwargs)
         if any(each.__module__.startswith("trl.") for each in type(self).__mro__):
-            _say_what_was_tested(sys.modules["trl"].__version__)
+            version = sys.modules["trl"].__version__
+            if not f"{version}.".startswith(f"{TRL}."):
+                what = "TRL %s is installed, and halfstep was tested with TRL %s; try a short run first"
+                _LOG.warning(what, version, TRL)
         if self.args.logging_nan_inf_filter:
-            _LOG.warning(FILTERED)
+            _LOG.warning(
+                "TrainingArguments(logging_nan_inf_filter=True), the default, logs the mean of earlier losses instead "
+                "of infinite and NaN ones, which hides failures that halfstep reports; look at halfstep/skipped in the "
+                "logs, the number of skipped steps. With False, the Trainer logs NaN for all losses from the first "
+                "such loss on"
+            )
 
     def create_accelerator_and_postprocess(self) -> None:
         """Makes the Accelerator as the Trainer does, and checks it."""
@@ -110,10 +113,7 @@ class HalfstepMixin(_Mixed):
         return super().training_step(*args, **kwargs)
 
     def call_model_init(self, *args: Any, **kwargs: Any) -> Any:
-        """Makes the model as the Trainer does, and widens its fp16 and bf16 weights to fp32.
-
-        A checkpoint may be loaded before the session opens; its values would be rounded in low-precision weights.
-        """
+        """Makes the model as the Trainer does, and widens its fp16 and bf16 weights to fp32."""
         return self._widened(super().call_model_init(*args, **kwargs))
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -145,14 +145,12 @@ class HalfstepMixin(_Mixed):
         super().save_model(output_dir, *args, **kwargs)
         folder = Path(output_dir or self.args.output_dir)
         whole = isinstance(self.model, PreTrainedModel) and (folder / CONFIG_NAME).exists()  # not adapters alone
-        if self.args.should_save and whole and self._saves_full():
-            self.model.config.dtype = torch.float32
-            self.model.config.save_pretrained(folder)
-
-    def _saves_full(self) -> bool:
         scaler = self.accelerator.scaler
         low = isinstance(scaler, SessionScaler) and scaler.session.low_parameters()  # which are saved in fp32
-        return bool(low) or any(p.dtype is torch.float32 for p in self.model.parameters())
+        full = low or any(p.dtype is torch.float32 for p in self.model.parameters())
+        if self.args.should_save and whole and full:
+            self.model.config.dtype = torch.float32
+            self.model.config.save_pretrained(folder)
 
     def _widened(self, model: Any) -> Any:
         """Widens a model's fp16 and bf16 weights to fp32; returns the model."""
@@ -175,11 +173,6 @@ class HalfstepMixin(_Mixed):
 
 class HalfstepTrainer(HalfstepMixin, Trainer):
     """Hugging Face's Trainer under a plan: `HalfstepTrainer(model, args, ..., plan="O2")`."""
-
-
-def _say_what_was_tested(version: str) -> None:
-    if not f"{version}.".startswith(f"{TRL}."):
-        _LOG.warning("TRL %s is installed, and halfstep was tested with TRL %s; try a short run first", version, TRL)
 
 
 def _check_arguments(args: Any) -> None:
