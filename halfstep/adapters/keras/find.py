@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from halfstep.adapters.keras.backend import backend, keras
-from halfstep.adapters.keras.calls import Call, Original, computes_low, in_fp32, watched
+from halfstep.adapters.keras.policies import layers_of
 from halfstep.edits import FULL, Rule, Scaling
 from halfstep.errors import SetupError
 from halfstep.kinds import Kind
 from halfstep.records import Verdict
 
 ops, tree = keras.ops, keras.tree
-_LOSS = Call("", None)
 
 
 def find_broken(
@@ -137,7 +138,7 @@ def _of_call(broken: Call) -> Verdict:
 
 def _gives_finite(call: Call) -> bool:
     with keras.StatelessScope(collect_losses=True) as scope:
-        outputs = call.layer(*call.args, **(call.kwargs or {}) | {"training": True})
+        outputs = call.layer(*call.args, **call.kwargs | {"training": True})
         return _finite((outputs, scope.losses))
 
 
@@ -232,13 +233,19 @@ def _backward(model: keras.Model, run: Callable[[], Any], scale: float) -> Itera
 
 def _cured_in_fp32(layer: Any, run: Callable[[], bool]) -> bool | None:
     """Returns the result of `run`, called while a layer and all layers inside it compute in fp32."""
-    if not any(computes_low(each) for each in layer._flatten_layers()):
-        return False
+    low = [each for each in layer._flatten_layers() if each.compute_dtype in ("float16", "bfloat16")]
+    held = [each._dtype_policy for each in low]
+    for each in low:
+        policy = keras.DTypePolicy("float32")
+        policy._variable_dtype = each.variable_dtype  # by which Keras decides whether to cast weights
+        vars(each)["_dtype_policy"] = policy
     try:
-        with in_fp32(layer):
-            return run()
+        return bool(low) and run()
     except Exception:  # of code that was never run so; the verdict goes without
         return None
+    finally:
+        for each, policy in zip(low, held, strict=True):
+            vars(each)["_dtype_policy"] = policy
 
 
 def _wide(cure: Rule) -> str:
@@ -270,3 +277,85 @@ def _figures(values: Any) -> str:
 def _floating(values: Any) -> list[np.ndarray[Any, Any]]:
     found = [each for each in tree.flatten(values) if _is_floating(each)]
     return [np.asarray(ops.convert_to_numpy(ops.cast(each, "float32"))) for each in found]
+
+
+# ---- calls of layers
+
+# They call the layers in them while a loop is compiled, where there are no numbers to look at.
+_OPAQUE = (keras.layers.RNN, keras.layers.TimeDistributed)
+Original = Callable[..., Any]
+
+
+@dataclass(eq=False)
+class Call:
+    """One recorded call of a layer."""
+
+    path: str
+    layer: Any
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    parent: Call | None = None  # the call of the layer around it
+    outputs: Any = None
+    is_leaf: bool = True  # False if it has called other layers
+    gives: Literal["outputs", "losses", "casts"] = "outputs"  # added losses and casts of inputs are calls too
+
+    @property
+    def given(self) -> Any:
+        return self.args, self.kwargs
+
+
+@contextmanager
+def watched(
+    model: keras.Model,
+    around: Callable[[Call, Original], Any] = lambda call, original: original(*call.args, **call.kwargs),
+) -> Iterator[list[Call]]:
+    """Within the context, makes every call of a layer run as `around(call, original)`, where that is its own `call`."""
+    calls: list[Call] = []
+    stack: list[Call] = []
+
+    def watch(path: str, layer: Any) -> dict[str, Any]:
+        policy = copy.copy(layer._dtype_policy)  # others may have it too
+        latest: Call | None = None
+        original_call, add_loss, convert = layer.call, layer.add_loss, policy.convert_input
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal latest
+            made = latest = Call(path, layer, args, kwargs, stack[-1] if stack else None)
+            if made.parent is not None:
+                made.parent.is_leaf = False
+            stack.append(made)
+            try:
+                made.outputs = around(made, original_call)
+            finally:
+                stack.pop()
+            calls.append(made)
+            return made.outputs
+
+        def add(loss: Any) -> None:
+            add_loss(loss)
+            if latest is not None:
+                calls.append(replace(latest, outputs=loss, gives="losses"))
+
+        def convert_input(value: Any, autocast: bool, dtype: Any) -> Any:
+            cast = convert(value, autocast, dtype)
+            if cast is not value:
+                parent = stack[-1] if stack else None
+                calls.append(Call(path, layer, (value,), parent=parent, outputs=cast, gives="casts"))
+            return cast
+
+        policy.convert_input = convert_input
+        return {"call": call, "add_loss": add, "_dtype_policy": policy}
+
+    layers = list(layers_of(model, opaque=_OPAQUE))
+    held = [layer._dtype_policy for _, layer in layers]
+    for path, layer in layers:
+        vars(layer).update(watch(path, layer))
+    try:
+        yield calls
+    finally:
+        for (_, layer), policy in zip(layers, held, strict=True):
+            del vars(layer)["call"], vars(layer)["add_loss"]
+            vars(layer)["_dtype_policy"] = policy
+
+
+_LOSS = Call("", None)
