@@ -265,7 +265,7 @@ def test_what_is_saved_goes_before_the_table(quick, config, monkeypatch, caplog)
     attention = again.choices[-1]
     said = (attention.used, attention.measured, attention.agrees)
     assert said == (", ".join(f"16 at head width {width}" for width in (32, 64, 128)), "never", False)
-    assert attention.table == doctor._lengths(before.wide_backward)
+    assert attention.table == doctor._said(before)[-1][1]
     lines = [str(part) for part in doctor_report(again).renderables]
     assert any(f"{attention.used} (by the table: {attention.table}); measured here: never" in line for line in lines)
 

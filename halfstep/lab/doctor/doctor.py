@@ -145,7 +145,7 @@ def _gain_of_wide(width: int, length: int, seconds: float) -> float:
     generator = torch.Generator(device="cpu").manual_seed(0)
     shape = (1, _HEADS, length, width)
     made = [torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").bfloat16() for _ in range(4)]
-    (*operands, grad) = made
+    *operands, grad = made
     low = _backward(operands, grad)
     wide_pass = _backward([each.float() for each in operands], grad.float())
 
@@ -175,11 +175,8 @@ def compare(
 
 def _said(row: Processor) -> list[tuple[str, str]]:
     gains = {f"{low} products": row.gain(low) for low in (BF16, FP16)}
+    lengths = (f"{length} at head width {width}" for width, length in row.wide_backward)
     return [
         *((what, "not measured" if g is None else "native" if g >= WORTH else "emulated") for what, g in gains.items()),
-        ("attention's backward pass in fp32 up to length", _lengths(row.wide_backward)),
+        ("attention's backward pass in fp32 up to length", ", ".join(lengths) or "never"),
     ]
-
-
-def _lengths(wide: tuple[tuple[int, int], ...]) -> str:
-    return ", ".join(f"{length} at head width {width}" for width, length in wide) or "never"

@@ -74,14 +74,14 @@ def kept_full(step: Step, module: str | None, call: Call) -> Reason | None:
     why: list[str] = []
     advice: list[str] = []
     edits: list[Edit] = []
-    if ("deny", operator) in plan.op_changes.listed():
-        why.append(f"the plan denies {operator}")
-        advice.append(f"take {operator} off the deny list")
-        edits.append(OpChange("allow", operator))
-    elif ("promote", operator) in plan.op_changes.listed():
-        why.append(f"the plan promotes {operator}, and an input is fp32")
-        advice.append(f"allow {operator}")
-        edits.append(OpChange("allow", operator))
+    for listed, because, instead in (
+        ("deny", f"the plan denies {operator}", f"take {operator} off the deny list"),
+        ("promote", f"the plan promotes {operator}, and an input is fp32", f"allow {operator}"),
+    ):
+        if (listed, operator) in plan.op_changes.listed():
+            why.append(because)
+            advice.append(instead)
+            edits.append(OpChange("allow", operator))
     rules = _rules_over(step, module)
     if rules:
         several = len(rules) > 1
