@@ -9,7 +9,7 @@ from torch.optim import SGD, Adam, AdamW
 from halfstep.records import BINS, COUNTS, DOUBLES
 from halfstep.train.kernels import library
 from halfstep.train.kernels.stats import add_stats, empty_rows, in_last_places, takes_updates
-from halfstep.train.optim.update_watch import UpdateWatch
+from halfstep.train.optim.steppers import watching
 from tests.kernels.test_native import every_layout, grads_of, rows_kept, run_of
 from tests.optim.cases import FALSE, TRUE, assert_same_bits, matrices, own_run
 
@@ -37,8 +37,9 @@ def test_the_unit_of_wide_formats_is_the_distance_to_the_next(dtype):
 
 
 def watched(run, grads, factor=None, skipped=FALSE):
-    watch = UpdateWatch(run.stepper, run.store, skipped)
-    return list(watch.before(run.params, grads, factor))
+    found = []
+    with watching(run.stepper, run.store, factor, skipped, run.params, grads, found.append):
+        return found
 
 
 def native_rows(coming, sample=None):

@@ -17,7 +17,7 @@ from halfstep.errors import ObserveError, SessionError
 from halfstep.machine import AVX512_BF16
 from halfstep.records import TENSOR_KINDS
 from halfstep.train.kernels import stats as kernel
-from halfstep.train.optim import update_watch
+from halfstep.train.optim import steppers
 from halfstep.train.probe import probe as probe_module
 from halfstep.train.probe.rows import measure
 from tests.contracts.cases import Kept, backward_and_step, batch, every_plan, mixed_plans, start, train
@@ -231,7 +231,7 @@ def test_observed_steps_train_to_the_same_bits(name, low):
 def test_an_observed_step_does_not_wait_for_the_device(name, low, native, monkeypatch):
     if not native:
         monkeypatch.setattr(kernel, "loops", lambda: None)
-        monkeypatch.setattr(update_watch, "takes_updates", lambda *args: False)
+        monkeypatch.setattr(steppers, "takes_updates", lambda *args: False)
     model, optimizer, session = start(name, low)
     probe = session.observe(every=1, tensors=ALL, sample=64)
     train(session, model, optimizer, [0])

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 import halfstep
 from halfstep.errors import SessionError
 from halfstep.train.optim.optimizers import Lamb, Lion
-from halfstep.train.optim.update_watch import UpdateWatch
+from halfstep.train.optim.steppers import watching
 from tests.contracts.cases import batch, every_plan, make, train
 
 
@@ -27,22 +27,18 @@ OPTIMIZERS = {
 }
 
 
-def watched(session):
-    part = session._parts[0]
-    return UpdateWatch(part.stepper, session._store, torch.zeros((), dtype=torch.bool))
-
-
 def updates(session, sample=None):
-    """Makes the step and returns what the watch said was added, by parameter: parts of (stored weight, update)."""
-    held = session._parts[0].accumulator.collect()
-    watch = watched(session)
-    found = {
-        p: list(coming.parts(index, sample))
-        for coming in watch.before(held.params, held.grads, held.inverse)
-        for index, p in enumerate(coming.params)
-    }
-    session.step()
-    return found | {made.params[0]: [(made.stored[0], made.update)] for made in watch.after()}
+    """Makes the step and returns what was said to be added, by parameter: parts of (stored weight, update)."""
+    part, found = session._parts[0], {}
+    held = part.accumulator.collect()
+
+    def take(made):
+        found.update({p: list(made.parts(index, sample)) for index, p in enumerate(made.params)})
+
+    skipped = torch.zeros((), dtype=torch.bool)
+    with watching(part.stepper, session._store, held.inverse, skipped, held.params, held.grads, take):
+        session.step()
+    return found
 
 
 def values(session):

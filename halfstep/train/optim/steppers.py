@@ -1,12 +1,13 @@
-"""How a session makes an optimizer's update: by halfstep, by the optimizer on masters, or by the optimizer alone."""
+"""How a session makes an update (by halfstep, by the optimizer on masters, or by it alone), and what that adds."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,41 +15,33 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from halfstep.torch_internals import mark_stepped
-from halfstep.train.kernels.batch import Scratch
+from halfstep.train.kernels.batch import Batch, Scratch, as_real, chunks, in_layout_of, is_dense, mapped
+from halfstep.train.kernels.stats import (
+    Updates,
+    add_updates,
+    addresses_of,
+    is_sampled,
+    sampled_places,
+    takes_updates,
+)
+from halfstep.train.optim.codes import opened
 from halfstep.train.optim.gradients import check_gradients, named, true_gradients
 from halfstep.train.optim.hooks import original_step, run_own_step
+from halfstep.train.optim.laws import Group, Row, precise
 from halfstep.train.optim.masters import COPIED, PICKLED, MasterStore
 from halfstep.train.optim.moments import Moments
+from halfstep.train.optim.split import join
 from halfstep.train.optim.step import OnePassStepper
 from halfstep.train.optim.table import row_of
 from halfstep.train.processes.shards import part_of
 
-
-class Stepper(Protocol):
-    """Makes one optimizer's updates; `syncs`: `step` waits to read `found`, which else takes effect on the device."""
-
-    syncs: bool
-
-    def step(
-        self, params: list[Parameter], grads: list[Tensor], factor: Tensor | None, found: Tensor
-    ) -> BaseException | None:
-        """Updates `params` from `grads` times `factor`; changes nothing if `found` is true."""
-
-    def prepare(self) -> None:
-        """Makes the state that a first update of the parameters with a gradient needs, before it is read or loaded."""
-
-    def bytes(self) -> int:
-        """Returns how many bytes of optimizer state are kept outside of `optimizer.state`."""
-        return 0
-
-    def close(self) -> None:
-        """Removes what the stepper attached to the optimizer."""
+_PART = 2**16  # elements at a time, 256 KiB each of some eight tensors
 
 
-class PlainStepper(Stepper):
-    """The optimizer's own step on the parameters and gradients as they are, as at O0."""
+class PlainStepper:
+    """Makes one optimizer's updates by its own step, on the parameters and gradients as they are, as at O0."""
 
-    syncs = False
+    syncs = False  # whether `step` waits to read `found`, which else takes effect on the device
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
@@ -64,11 +57,15 @@ class PlainStepper(Stepper):
         """Makes the optimizer's initial state by calling its `step`; all gradients and learning rates must be zero."""
         original_step(self._optimizer)()
 
+    def bytes(self) -> int:
+        """Returns how many bytes of optimizer state are kept outside of `optimizer.state`."""
+        return 0
+
     def close(self) -> None:
-        """Does nothing: nothing was attached."""
+        """Removes what the stepper attached to the optimizer."""
 
 
-class ForeignStepper(Stepper):
+class ForeignStepper(PlainStepper):
     """Runs an optimizer's own `step`, with stand-ins for low-precision parameters: fp32 value, unscaled gradient."""
 
     syncs = True
@@ -76,7 +73,7 @@ class ForeignStepper(Stepper):
     def __init__(
         self, optimizer: Optimizer, store: MasterStore, name_of: Callable[[Parameter], str] | None = None
     ) -> None:
-        self._optimizer = optimizer
+        super().__init__(optimizer)
         self._store = store
         self._name_of = name_of
         self._stand_ins: dict[Parameter, Parameter] = {}
@@ -100,10 +97,6 @@ class ForeignStepper(Stepper):
         grads = [part_of(p.grad, p) for p in params if p.grad is not None]
         if failed := self.step(params, grads, None, torch.zeros((), dtype=torch.bool, device="cpu")):
             raise failed
-
-    def close(self) -> None:
-        """Drops the fp32 stand-ins of the parameters."""
-        self._stand_ins.clear()
 
     @contextmanager
     def _stood_in(self, params: list[Parameter]) -> Iterator[list[Parameter]]:
@@ -149,6 +142,10 @@ class ForeignStepper(Stepper):
             optimizer.state[by.get(key, key) if isinstance(key, Parameter) else key] = value
 
 
+Stepper = PlainStepper | OnePassStepper
+"""Makes one optimizer's updates."""
+
+
 def make_stepper(
     optimizer: Optimizer,
     store: MasterStore,
@@ -175,3 +172,121 @@ def needs_closure(optimizer: Optimizer) -> bool:
     step: Callable[..., Any] = type(optimizer).step
     closure = inspect.signature(step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
+
+
+@contextmanager
+def watching(  # the arguments of a step, and who looks on
+    stepper: Stepper,
+    store: MasterStore,
+    factor: Tensor | None,
+    found: Tensor,
+    params: Sequence[Parameter],
+    grads: Sequence[Tensor],
+    take: Callable[[Updates], None],
+) -> Iterator[None]:
+    """Passes to `take` what a step within a `with` block adds to `params`, a part of its own, before any rounding."""
+    # By the law of a row, before the step. For other optimizers, and for laws of whole weights (LAMB, NovoGrad), it is
+    # the change that the step makes to the fp32 value.
+    foreign = stepper if isinstance(stepper, ForeignStepper) else None
+    held: list[tuple[Parameter, Tensor, Tensor]] = []
+    unrounded: dict[Parameter, Tensor] = {}
+    with torch.no_grad():
+        if not isinstance(stepper, OnePassStepper) or stepper.row.whole:
+            held = [(p, p.detach().clone(), store.full(p).clone()) for p in params]
+        else:
+            for group, dense in stepper.batches(params, grads):
+                for each in dense:
+                    device = each.batch.device
+                    local = None if factor is None else factor.to(device, non_blocking=True)
+                    given = [params[i] for i in each.places]
+                    skipped = found.to(device, non_blocking=True)
+                    take(Coming(given, each.batch.weights, stepper.row, each.batch, group, local, skipped))
+    if foreign is not None:
+        foreign.unrounded = unrounded
+    try:
+        yield
+        with torch.no_grad():
+            for p, stored, full in held:
+                value = unrounded[p] if p in unrounded else store.full(p)
+                take(Made([p], [as_real(stored)], as_real(value).double() - as_real(full).double()))
+    finally:
+        if foreign is not None:
+            foreign.unrounded = None
+
+
+@dataclass(frozen=True)
+class Coming(Updates):
+    """The updates that a step will make to the parameters of one batch."""
+
+    row: Row
+    batch: Batch  # whose `steps` do not count that step yet
+    group: Group
+    factor: Tensor | None  # of the true gradients over `batch.grads`; None: 1
+    skipped: Tensor  # 0-dim bool; all updates are 0
+
+    @torch.no_grad()
+    def add_to(self, rows: Tensor, places: Sequence[int | None], *, sample: int | None) -> None:
+        """Adds the statistics of the update of `params[i]` to `rows[places[i]]`; skips it if `places[i]` is None."""
+        kernel, options = self.row.native, self.row.options(self.group)
+        if kernel is not None and self.row.compiled(self.group) and takes_updates(self.batch, options, rows):
+            found = addresses_of(rows, places)
+            add_updates(kernel, self.batch, options, self.factor, self.skipped, found, sample=sample)
+        else:
+            super().add_to(rows, places, sample=sample)
+
+    def parts(self, index: int, sample: int | None) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields (stored weight, update in float64) of one parameter, in parts that fit into a processor's cache."""
+        # Of a weight with more than `sample` elements, the parts hold only those that `add_stats` would read.
+        alone = self._batch_of(index)
+        if alone.kept is not None:
+            coded = alone.kept.kind != "full"
+            (alone,) = chunks(alone, alone.weights[0].numel())  # in one row
+            alone = replace(alone, states=opened(alone) if coded else alone.states, kept=None)
+        if sample is not None and is_sampled(alone.weights[0], sample) and is_dense(alone.weights[0]):
+            chosen = sampled_places(alone.weights[0].numel(), sample, alone.device)
+            alone = mapped(alone, lambda ts: [t.as_strided((t.numel(),), (1,)).index_select(0, chosen) for t in ts])
+        for part in chunks(alone, _PART):
+            yield part.extras[0], torch.where(self.skipped, 0.0, _update_of(self.row, part, self.group, self.factor))
+
+    def _batch_of(self, index: int) -> Batch:
+        """Returns one parameter as a batch: its full weight as `weights`, its stored weight as `extras`."""
+        batch, stored = self.batch, self.batch.weights[index]
+        full = stored.float() if batch.layout == "low" else stored
+        if batch.extras:
+            extra = batch.extras[index]
+            full = join(stored, extra) if batch.layout == "split" else extra
+        return Batch(
+            "full",
+            [in_layout_of(full, stored)],
+            [stored],
+            [batch.grads[index]],
+            {name: [tensors[index]] for name, tensors in batch.states.items()},
+            [batch.steps[index] + 1] if batch.steps else [],
+            kept=batch.kept and batch.kept.cut([(index, 0, 0)]),
+        )
+
+
+@dataclass(frozen=True)
+class Made(Updates):
+    """The update that a step has made to one parameter, in float64."""
+
+    update: Tensor
+
+    def parts(self, index: int, sample: int | None) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields the stored weight and the update."""
+        yield self.stored[index], self.update
+
+
+def _update_of(row: Row, part: Batch, group: Group, factor: Tensor | None) -> Tensor:
+    """Returns in float64 what an update adds to the weight of `part`, a batch of one parameter."""
+    # On a weight of zero but for its decay, so that an update far smaller than the weight is not rounded away.
+    weight, dtype = part.weights[0], part.dtype
+    grad = part.grads[0].to(dtype) if factor is None else part.grads[0].to(dtype) * factor
+    grad = -grad if group["maximize"] else grad
+    decay, decoupled = group["weight_decay"], row.decoupled(group)
+    if decay and not decoupled:
+        grad = grad + weight * decay
+    alone = replace(part, weights=[torch.zeros_like(weight)], grads=[grad])
+    ((update, *_),) = row.law(alone, {**group, "weight_decay": 0.0, "maximize": False})
+    kept = weight.double() * (precise(group["lr"], part) * decay) if decay and decoupled else 0.0
+    return update.double() - kept

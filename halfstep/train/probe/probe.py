@@ -6,8 +6,8 @@ import logging
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, Protocol
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import Parameter
@@ -28,19 +28,8 @@ KEPT_DELIVERED = 500  # where a log or a sink has them
 _LOG = logging.getLogger("halfstep")
 KINDS = (*TENSOR_KINDS, UPDATE)
 _OF_PARAMETERS = {"weight", "weight_grad", UPDATE}
-
-
-class Watch(Protocol):
-    """Measures the updates of one step, that is what the step adds to the parameters."""
-
-    def before(self, params: Sequence[Parameter], grads: Sequence[Tensor], factor: Tensor | None) -> Iterator[Updates]:
-        """Yields the updates known before the step is made, from the step's gradients times `factor`."""
-
-    def after(self) -> Iterator[Updates]:
-        """Yields the remaining updates, after the step."""
-
-    def forget(self) -> None:
-        """Releases what `before` kept; called in place of `after` if the step was not made."""
+# Takes parameters, their gradients, and what gets the updates that are made to them inside the context that it returns.
+Watching = Callable[[Sequence[Parameter], Sequence[Tensor], Callable[[Updates], None]], AbstractContextManager[None]]
 
 
 class Probe(AbstractContextManager["Probe"]):
@@ -204,33 +193,25 @@ class Probes:
         for window in self._windows():
             window.read(params, grads, scale)
 
-    @contextmanager
     def updating(
-        self, make: Callable[[], Watch], params: Sequence[Parameter], grads: Sequence[Tensor], factor: Tensor | None
-    ) -> Iterator[None]:
-        """Observes the update of `params` that is made inside the `with`, from `grads` times `factor`."""
+        self, watching: Watching, params: Sequence[Parameter], grads: Sequence[Tensor]
+    ) -> AbstractContextManager[None]:
+        """Observes the update of `params` from `grads` that is made inside the `with`."""
         windows = [window for window in self._windows() if UPDATE in window.kinds]
         if not windows:
-            yield
-            return
+            return nullcontext()
         owned = set().union(*(window.owners for window in windows))
         mine = [(p, grad) for p, grad in zip(params, grads, strict=True) if id(p) in owned]
         parted = {type(p.data).__name__ for p, _ in mine if readable(p) is not p}  # DTensors and the like
         for window in windows:
             window.unread.update(f"{name} (updates)" for name in parted)
         mine = [(p, grad) for p, grad in mine if readable(p) is p]
-        watch = make()
-        for updates in watch.before([p for p, _ in mine], [grad for _, grad in mine], factor):
+
+        def take(updates: Updates) -> None:
             for window in windows:
                 window.update(updates)
-        try:
-            yield
-        except BaseException:
-            watch.forget()
-            raise
-        for updates in watch.after():
-            for window in windows:
-                window.update(updates)
+
+        return watching([p for p, _ in mine], [grad for _, grad in mine], take)
 
     def stepped(self, step: int, parts: Sequence[object], of: Sequence[object]) -> None:
         """Ends step number `step`, made by the optimizers `parts` of all (`of`)."""

@@ -21,7 +21,7 @@ from halfstep.train.cast.casting import Casting
 from halfstep.train.kernels.batch import Scratch
 from halfstep.train.optim.gradients import check_gradients
 from halfstep.train.optim.masters import MasterStore
-from halfstep.train.optim.update_watch import UpdateWatch
+from halfstep.train.optim.steppers import watching
 from halfstep.train.probe.probe import Probes
 from halfstep.train.processes.findings import NOT_FINITE
 from halfstep.train.processes.shards import Unreduced, reshard, whole
@@ -214,9 +214,8 @@ def read_for(probes: Probes, step: Step) -> None:
 def update_each(step: Step, found: Tensor, store: MasterStore, probes: Probes) -> None:
     """Makes the updates of a step, unless `found`; an error of a hook ends the step there, as in torch."""
     for part, held, factor in zip(step.parts, step.held, step.factors, strict=True):
-        watch = partial(UpdateWatch, part.stepper, store, found)
-        looking = probes.looking
-        with probes.updating(watch, held.params, held.grads, factor) if looking else nullcontext():
+        watch = partial(watching, part.stepper, store, factor, found)
+        with probes.updating(watch, held.params, held.grads) if probes.looking else nullcontext():
             failed = part.stepper.step(held.params, held.grads, factor, found)
         step.made.append(part)
         if failed is not None:  # after the update
