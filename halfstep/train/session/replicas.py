@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
@@ -15,19 +15,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from halfstep.errors import SessionError, SetupError
 from halfstep.formats import bits_of, is_low
 from halfstep.pages import PROCESSES, more
+from halfstep.plan.io import to_dict
+from halfstep.plan.plan import Plan
+from halfstep.sharded import is_sharded
 from halfstep.torch_internals import is_joining, sends_weights
 from halfstep.train.cast.arriving import line_to_shard
+from halfstep.train.optim.masters import MasterStore
 from halfstep.train.processes.buckets import WideSums
 from halfstep.train.processes.collectives import naming_who_is_gone, told_by_all
 from halfstep.train.processes.findings import Findings
 from halfstep.train.processes.shards import group_is_open, group_of, policies, sharded_parameters
 from halfstep.train.processes.wrappers import ALONE, living_wrappers_of, retire, stage_groups_of
-from halfstep.train.session.parts import on_registration
-from halfstep.train.session.shared import SharedState
+from halfstep.train.scale.scales import LossScales
+from halfstep.train.session.parts import on_registration, updated_by
 
 WRAPPING = (
     "DistributedDataParallel(model), where the sessions of all processes compare their levels. A process without a "
@@ -43,9 +48,20 @@ class Replicas:
     # Once wrapped in DistributedDataParallel, they train together until the session ends, even without the wrapper:
     # whether a process takes part in a step's sum must not depend on when its garbage is collected.
 
-    def __init__(self, roots: Sequence[nn.Module], shared: SharedState, given: dist.ProcessGroup | None = None) -> None:
-        self._roots = list(roots)
-        self._state = shared
+    def __init__(  # noqa: PLR0913  # all that must be the same in all of them
+        self,
+        roots: Sequence[nn.Module],
+        plan: Plan,
+        store: MasterStore,
+        scales: LossScales,
+        optimizers: Callable[[], Sequence[Optimizer]],
+        name_of: Callable[[nn.Parameter], str],
+        replaced: Callable[[], None],
+        given: dist.ProcessGroup | None,
+    ) -> None:
+        self._roots, self._plan, self._store, self._scales = list(roots), plan, store, scales
+        self._optimizers, self._name_of = optimizers, name_of
+        self._replaced = replaced  # called once the weights and states of another process have come
         self._group: dist.ProcessGroup | None = None
         self._given = given  # who steps together, where the user says so
         self._stages: dist.ProcessGroup | None = None  # who steps together, if some hold other models
@@ -74,7 +90,7 @@ class Replicas:
                     raise SetupError(
                         f"the mp_policy of {name or 'the model'} differs between processes: process {rank} has "
                         f"{theirs.get(name)}, process 0 has {first.get(name)}; write "
-                        f"{line_to_shard(self._state.plan)}, in all processes"
+                        f"{line_to_shard(self._plan)}, in all processes"
                     )
 
     def open(self, *, search: bool, plain: bool = False) -> None:
@@ -216,13 +232,14 @@ class Replicas:
         """Returns the parameters that differ between processes, by name, with the ranks that differ from process 0."""
         found = told_by_all([int(_number_of(self._held(p))) for p in self._alike], self._group)
         others = {
-            self._state.name_of(p): [rank for rank, theirs in enumerate(found) if theirs[i] != first]
+            self._name_of(p): [rank for rank, theirs in enumerate(found) if theirs[i] != first]
             for i, (p, first) in enumerate(zip(self._alike, found[0], strict=True))
         }
         return {name: ranks for name, ranks in others.items() if ranks}
 
-    def _held(self, parameter: nn.Parameter) -> list[Tensor]:
-        return self._state.held([parameter]) or [parameter]
+    def _held(self, p: nn.Parameter) -> list[Tensor]:
+        """Returns a weight, followed by its master or remainder if it has one."""
+        return [p, self._store.extra(p)] if self._store.keeps(p) else [p]
 
     def _registered(self, wrapper: nn.Module, name: str, module: nn.Module | None) -> None:
         """Notes a new wrapper; if it broadcasts weights, first copies masters and optimizer states from process 0."""
@@ -279,16 +296,83 @@ class Replicas:
         ignored: set[str] = wrapper.parameters_to_ignore
         return [p for name, p in module.named_parameters() if id(p) in own and name not in ignored]
 
+    @torch.no_grad()
     def _hand_on(self, parameters: Sequence[nn.Parameter], source: int, *, sent_again: bool) -> None:
-        """Copies the session's state of these parameters from process `source` to all others."""
+        """Copies the session's state of these parameters from process `source` to all others, bit for bit."""
+        # Pass `sent_again` if DistributedDataParallel will write the same weights once more, so that its write does
+        # not count as a change of the weights.
         assert self._group is not None
-        scales = self._compare(parameters)
-        self._state.hand_on(parameters, scales[source], self._group, source, sent_again=sent_again)
+        scales = self._compare(parameters)[source]
+        for tensor in (each for p in parameters if self._store.keeps(p) for each in self._held(p)):
+            bits = tensor.detach()
+            if bits.dtype is torch.int16:  # which no backend sends
+                bits = bits.view(torch.bfloat16)
+            sent = bits.contiguous()
+            dist.broadcast(sent, group=self._group, group_src=source)
+            if sent.data_ptr() != bits.data_ptr():
+                bits.copy_(sent)
+        self._store.note(parameters, writes_to_come=int(sent_again))
+        if scales != self._scales.state_dict():
+            self._scales.load_state_dict(scales)
+        self._replaced()
+        self._hand_on_moments(parameters, self._group, source)
+
+    def _hand_on_moments(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, source: int) -> None:
+        """Copies optimizer states of these parameters, and the options of their param groups, from `source` to all."""
+        is_source = dist.get_rank(group) == source
+        every = [each for optimizer in self._optimizers() for each in optimizer.param_groups]
+        groups = [each for each in every if not {*map(id, parameters)}.isdisjoint(map(id, each["params"]))]
+        own: dict[int, dict[str, Any]] = {}
+        for optimizer in self._optimizers() if is_source else ():
+            states = optimizer.state_dict()["state"]
+            own |= {id(p): states.get(index, {}) for index, p in enumerate(updated_by(optimizer))}
+        shapes = [{name: _to_announce(each, p) for name, each in own.get(id(p), {}).items()} for p in parameters]
+        options = [{name: value for name, value in each.items() if name != "params"} for each in groups]
+        sent: list[Any] = [(shapes, options) if is_source else None]
+        dist.broadcast_object_list(sent, group=group, group_src=source)
+        shapes, options = sent[0]
+        for state, p in zip(shapes, parameters, strict=True):
+            for name, value in state.items():
+                if isinstance(value, Tensor) and value.is_meta:
+                    new = torch.empty_like(value, device=p.device, memory_format=torch.contiguous_format)
+                    state[name] = own[id(p)][name].contiguous() if is_source else new
+                    dist.broadcast(state[name], group=group, group_src=source)
+        if not is_source:
+            self._take_moments(dict(zip(map(id, parameters), shapes, strict=True)))
+        for each, values in zip(groups, options if not is_source else (), strict=False):
+            for name, value in values.items():
+                if isinstance(each.get(name), Tensor) and isinstance(value, Tensor):
+                    each[name].copy_(value)  # a schedule may hold it
+                else:
+                    each[name] = value
+
+    def _take_moments(self, theirs: Mapping[int, dict[str, Any]]) -> None:
+        for optimizer in self._optimizers():
+            saved, updated = optimizer.state_dict(), updated_by(optimizer)
+            new = {i: theirs[id(p)] for i, p in enumerate(updated) if id(p) in theirs}
+            state = {i: each for i, each in (saved["state"] | new).items() if each}
+            if new and (saved["state"] or state):
+                optimizer.load_state_dict({**saved, "state": state})
 
     def _compare(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None = None) -> list[Any]:
         """Checks that all processes have the same plan and parameters; returns the loss scales of each process."""
-        self._meeting, scales = self._state.compare(parameters, group or self._group)
-        return scales
+        lines = [f"the plan's {key} = {value!r}" for key, value in to_dict(self._plan).items()]
+        for p in parameters:
+            placed = f"{p.dtype} and placed as {p.placements}" if is_sharded(p) else str(p.dtype)
+            lines.append(f"{self._name_of(p)} of shape {tuple(p.shape)} stored as {placed}")
+        found = told_by_all((lines, self._scales.state_dict(), secrets.token_hex(8)), group or self._group)
+        first = found[0][0]
+        for rank, (theirs, *_) in enumerate(found):
+            differing = [pair for pair in zip(theirs, first, strict=False) if pair[0] != pair[1]]
+            if len(theirs) != len(first):
+                differing.append((f"{len(theirs)} entries", f"{len(first)}"))
+            if differing:
+                raise SessionError(
+                    f"what is trained differs between processes: process {rank} has {differing[0][0]}, process 0 has "
+                    f"{differing[0][1]}; use the same model, optimizer and plan in all processes"
+                )
+        self._meeting = found[0][2]
+        return [scales for _, scales, _ in found]
 
 
 class _Join:
@@ -332,6 +416,13 @@ class _Joined(JoinHook):
         """Makes the replicas the same when no process has data any more."""
         self._hook.post_hook(is_last_joiner)
         self._replicas.end_join(self._wrapper, is_last_joiner)
+
+
+def _to_announce(value: Any, parameter: nn.Parameter) -> Any:
+    """Returns what to send first of a value of an optimizer state: of a tensor that follows, its shape and dtype."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.to("meta") if value.dim() and value.device == parameter.device else value.cpu()
 
 
 def _part(t: Tensor, turn: int) -> Tensor:

@@ -90,7 +90,6 @@ from halfstep.train.session.decide import (
 from halfstep.train.session.parts import Part, StepFacts, memory_of, parts_to_step, updated_by
 from halfstep.train.session.replicas import Replicas
 from halfstep.train.session.runtime import Runtime
-from halfstep.train.session.shared import SharedState
 from halfstep.train.session.state import STATE_SCHEMA, check_state
 from halfstep.train.session.step import Step
 from halfstep.train.session.training import MixedTraining, PlainTraining, Training
@@ -171,8 +170,8 @@ class Session:
         self._stepped = Step([])  # the last one
         self._last: dict[int, Step] = {}  # by loss id: the last one that used its gradients
         self._first_losses: dict[int, Tensor] = {}  # likewise
-        shared = SharedState(plan, self._store, self._scales, lambda: self.optimizers, self._name_of, self._replaced)
-        self._replicas = Replicas(roots, shared, decision.group)
+        mine = self._store, self._scales, lambda: self.optimizers, self._name_of, self._replaced
+        self._replicas = Replicas(roots, plan, *mine, decision.group)
         self.runtime = Runtime(
             plan, roots, device, self._casting, self._scales, self._store.full, self._store.fit, self._replicas.summing
         )
