@@ -293,10 +293,6 @@ step_pre_hooks_of: Callable[[Optimizer], MutableMapping[int, Any]] = _attribute(
     "torch.optim.Optimizer._optimizer_step_pre_hooks"
 )
 step_post_hooks_of: Callable[[Optimizer], Any] = _attribute("torch.optim.Optimizer._optimizer_step_post_hooks")
-load_pre_hooks_of: Callable[[Optimizer], Any] = _attribute("torch.optim.Optimizer._optimizer_load_state_dict_pre_hooks")
-load_post_hooks_of: Callable[[Optimizer], Any] = _attribute(
-    "torch.optim.Optimizer._optimizer_load_state_dict_post_hooks"
-)
 REGISTRATION_HOOKS: MutableMapping[int, Any] = _name("torch.nn.modules.module._global_module_registration_hooks")
 LOADS_STATE = "_process_value_according_to_param_policy"  # the static method that casts a loaded state
 _name(f"torch.optim.Optimizer.{LOADS_STATE}")

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
+from functools import partial, wraps
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from halfstep.errors import StateError
 from halfstep.formats import is_narrow
-from halfstep.torch_internals import load_post_hooks_of, load_pre_hooks_of
 from halfstep.train.optim.hooks import put_over
 from halfstep.train.optim.table import any_row_of
 from halfstep.train.processes.shards import local
@@ -29,45 +27,15 @@ CHOICES = ("foreach", "fused", "capturable", "differentiable")  # options that c
 
 
 def exact_state_loading(optimizer: Optimizer) -> Callable[[], None]:
-    """Makes `optimizer.load_state_dict` keep fp32 state fp32 and copy it; returns a function that undoes this."""
+    """Makes `optimizer.load_state_dict` keep fp32 state fp32, and change all or nothing; returns what undoes this."""
     # Without this, torch casts state to the dtype of the parameter, so that the moments of a low weight would lose
     # bits. torch also uses the tensors of the loaded dict themselves, so that a later step would overwrite them. A
     # state that the optimizer cannot continue from raises a StateError before anything is changed. This is checked
     # after all load pre-hooks have run, because a pre-hook may change the state.
-    loading: list[StateDict] = []
-
-    def keep(_: Optimizer, state_dict: StateDict) -> StateDict:
-        _check(optimizer, state_dict)
-        state = {key: entry for key, entry in state_dict["state"].items() if entry != {}}
-        loading[:] = [{**state_dict, "state": state}]  # as none, an empty entry says that no update has come
-        return loading[0]
-
-    def put_back(_: Optimizer) -> None:
-        saved = loading.pop()
-        members = [p for group in optimizer.param_groups for p in group["params"]]
-        indices = [i for group in saved["param_groups"] for i in group["params"]]
-        for p, index in zip(members, indices, strict=True):
-            if p in optimizer.state and index in saved["state"]:
-                optimizer.state[p] = _exact(optimizer.state[p], saved["state"][index], is_narrow(p.dtype))
-
-    handles = [
-        optimizer.register_load_state_dict_pre_hook(keep),
-        optimizer.register_load_state_dict_post_hook(put_back),
-    ]
-    with ExitStack() as undo:
-        for handle in handles:
-            undo.callback(handle.remove)
-        undo.callback(_all_or_nothing(optimizer, *handles))
-        return undo.pop_all().close
-
-
-def _all_or_nothing(optimizer: Optimizer, judge: RemovableHandle, mend: RemovableHandle) -> Callable[[], None]:
-    """Makes `optimizer.load_state_dict` put the old state back if it raises; returns a function that undoes this."""
     load = optimizer.load_state_dict
-    pre, post = load_pre_hooks_of(optimizer), load_post_hooks_of(optimizer)
     released = False
 
-    @functools.wraps(load)
+    @wraps(load)
     def load_state_dict(state_dict: StateDict) -> None:
         if released:
             return load(state_dict)
@@ -76,26 +44,44 @@ def _all_or_nothing(optimizer: Optimizer, judge: RemovableHandle, mend: Removabl
                 f"expected the optimizer state as a dict, got {type(state_dict).__name__}; "
                 "pass what state_dict() of an optimizer returned"
             )
-        pre.move_to_end(judge.id)
-        post.move_to_end(mend.id, last=False)
-        before = optimizer.state, optimizer.param_groups
-        try:
-            load(state_dict)
-            for number, (group, old) in enumerate(zip(optimizer.param_groups, before[1], strict=True)):
-                options = [name for name in optimizer.defaults if name in old]
-                _require(f"parameter group {number} of the optimizer state", group, options)
-        except BaseException:
-            optimizer.state, optimizer.param_groups = before
-            raise
+        saved: StateDict = {}
 
-    put_back = put_over(optimizer, "load_state_dict", load_state_dict)
+        def keep(_: Optimizer, given: StateDict) -> StateDict:
+            _check(optimizer, given)
+            state = {key: entry for key, entry in given["state"].items() if entry != {}}
+            saved.update(given, state=state)  # as none, an empty entry says that no update has come
+            return saved
+
+        before = optimizer.state, optimizer.param_groups
+        with ExitStack() as hooks:
+            hooks.callback(optimizer.register_load_state_dict_pre_hook(keep).remove)  # the last one
+            hooks.callback(optimizer.register_load_state_dict_post_hook(partial(_put_back, saved), prepend=True).remove)
+            try:
+                load(state_dict)
+                for number, (group, old) in enumerate(zip(optimizer.param_groups, before[1], strict=True)):
+                    options = [name for name in optimizer.defaults if name in old]
+                    _require(f"parameter group {number} of the optimizer state", group, options)
+            except BaseException:
+                optimizer.state, optimizer.param_groups = before
+                raise
+
+    restore = put_over(optimizer, "load_state_dict", load_state_dict)
 
     def undo() -> None:
         nonlocal released
         released = True
-        put_back()
+        restore()
 
     return undo
+
+
+def _put_back(saved: StateDict, optimizer: Optimizer) -> None:
+    """Gives parameters the `saved` states as they were before torch has cast them."""
+    members = [p for group in optimizer.param_groups for p in group["params"]]
+    indices = [i for group in saved["param_groups"] for i in group["params"]]
+    for p, index in zip(members, indices, strict=True):
+        if p in optimizer.state and index in saved["state"]:
+            optimizer.state[p] = _exact(optimizer.state[p], saved["state"][index], is_narrow(p.dtype))
 
 
 def _check(optimizer: Optimizer, saved: StateDict) -> None:
