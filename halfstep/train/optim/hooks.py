@@ -1,26 +1,37 @@
-"""What stands in place of an optimizer's methods, and its step hooks, run for updates that do not call its `step`."""
+"""What stands in place of an optimizer's methods, its step hooks, and the gradients that it finds in `p.grad`.
+
+Hooks are run for updates that do not call the optimizer's `step`. They and the `step` see gradients unscaled in fp32.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import chain
 from types import MethodType
 from typing import Any
 from weakref import WeakMethod
 
+import torch
+from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from halfstep.errors import SessionError
+from halfstep.formats import is_narrow
+from halfstep.sharded import is_sharded, is_wrapped
 from halfstep.torch_internals import (
     GLOBAL_STEP_POST_HOOKS,
     GLOBAL_STEP_PRE_HOOKS,
     SCHEDULED,
+    sparse_indices,
+    sparse_values,
     step_post_hooks_of,
     step_pre_hooks_of,
 )
+from halfstep.train.processes.shards import like, local
 
 _ORIGINAL = "_halfstep_original_step"  # functools.wraps carries it on, so the original is found below wrappers
 
@@ -112,32 +123,38 @@ def original_step(optimizer: Optimizer) -> Callable[..., Any]:
     return step
 
 
-class _Watch:
-    """A step hook that passes the optimizer to a method, without keeping the method's object alive."""
+class _Weak:
+    """A global hook that calls a method, without keeping the method's object alive."""
 
-    def __init__(self, look: WeakMethod[Callable[[Optimizer], None]]) -> None:
-        self.look = look
+    def __init__(self, method: Callable[..., None]) -> None:
+        self.method = WeakMethod(method)
 
-    def __call__(self, optimizer: Optimizer, *_: Any) -> None:
-        look = self.look()
-        if look is not None:
-            look(optimizer)
+    def __call__(self, *args: Any) -> None:
+        if (method := self.method()) is not None:
+            method(*args)
 
 
-def watch_steps(look: Callable[[Optimizer], None]) -> Callable[[], None]:
-    """Calls `look`, a method held weakly, with each optimizer before it steps; returns a function that undoes this."""
+def hook_weakly(
+    hooks: MutableMapping[int, Any], register: Callable[[Any], Any], method: Callable[..., None]
+) -> Callable[[], None]:
+    """Adds a method, held weakly, to `hooks` of torch, in which `register` puts it; returns what takes it away."""
     # Those whose object is gone are taken away here: when it goes, torch may be going over them.
-    for key, hook in list(GLOBAL_STEP_PRE_HOOKS.items()):
-        if type(hook) is _Watch and hook.look() is None:
-            GLOBAL_STEP_PRE_HOOKS.pop(key, None)
-    undo: Callable[[], None] = register_optimizer_step_pre_hook(_Watch(WeakMethod(look))).remove
+    for key, hook in list(hooks.items()):
+        if type(hook) is _Weak and hook.method() is None:
+            hooks.pop(key, None)
+    undo: Callable[[], None] = register(_Weak(method)).remove
     return undo
+
+
+def watch_steps(look: Callable[..., None]) -> Callable[[], None]:
+    """Calls `look`, a method held weakly, with each optimizer before it steps; returns a function that undoes this."""
+    return hook_weakly(GLOBAL_STEP_PRE_HOOKS, register_optimizer_step_pre_hook, look)
 
 
 def has_hooks(optimizer: Optimizer) -> bool:
     """Returns whether a step of `optimizer` runs any hook, its own or a global one, except those of `watch_steps`."""
     own = step_pre_hooks_of(optimizer) or step_post_hooks_of(optimizer)
-    others = [hook for hook in GLOBAL_STEP_PRE_HOOKS.values() if type(hook) is not _Watch]
+    others = [hook for hook in GLOBAL_STEP_PRE_HOOKS.values() if type(hook) is not _Weak]
     return bool(own or others or GLOBAL_STEP_POST_HOOKS)
 
 
@@ -177,3 +194,81 @@ def run_own_step(optimizer: Optimizer, step: Callable[[], Any]) -> BaseException
     finally:
         note.remove()
     return None
+
+
+def check_gradients(
+    params: list[Parameter], grads: list[Tensor], name_of: Callable[[Parameter], str] | None = None
+) -> None:
+    """Refuses gradients that do not fit their parameters."""
+    for p, grad in zip(params, grads, strict=True):
+        if type(grad) is not Tensor and is_wrapped(grad):
+            raise SessionError(_wrapped(grad, p, named(p, name_of)))
+        own = local(p)
+        if grad.shape != own.shape or grad.device != own.device:
+            raise SessionError(
+                f"the gradient of {named(p, name_of)} has shape {tuple(grad.shape)} on {grad.device}, but the "
+                f"parameter has {tuple(p.shape)} on {p.device}; call zero_grad() after you reshape or move a parameter"
+            )
+
+
+def _wrapped(grad: Tensor, p: Parameter, name: str) -> str:
+    """Returns the error message for a gradient of a tensor subclass that is not stored as `p` is, such as a DTensor."""
+    if is_sharded(grad) and is_sharded(p):
+        return (
+            f"the gradient of {name} is placed over the processes as {grad.placements}, but the parameter as "
+            f"{p.placements}; set p.grad = p.grad.redistribute(p.device_mesh, p.placements) before session.step()"
+        )
+    return (
+        f"the gradient of {name} is of type {type(grad).__name__}, which has no plain "
+        "storage; set p.grad to a plain tensor (.to_local(), .full_tensor())"
+    )
+
+
+def named(p: Parameter, name_of: Callable[[Parameter], str] | None) -> str:
+    """Returns how an error message calls `p`: "the parameter 'NAME'", or "a parameter" if `name_of` is None."""
+    return "a parameter" if name_of is None else f"the parameter {name_of(p)!r}"
+
+
+@contextmanager
+def true_gradients(params: list[Parameter], grads: list[Tensor], factor: Tensor | None) -> Iterator[None]:
+    """Sets `p.grad` of each parameter to its gradient times `factor` within a `with` block, in fp32 if `p` is low."""
+    # At the end of the block, `p.grad` becomes what it was before, even if code in the block assigned another
+    # gradient.
+    held: list[tuple[Parameter, Tensor | None]] = []
+    try:
+        for p, grad in zip(params, grads, strict=True):
+            true = like(p, _unscaled(grad, torch.float32 if is_narrow(p.dtype) else p.dtype, factor))
+            held.append((p, p.grad))
+            _assign(p, true)
+        yield
+    finally:
+        for p, previous in held:
+            if p.grad is not None:
+                _assign(p, previous)
+
+
+def _unscaled(grad: Tensor, dtype: torch.dtype, factor: Tensor | None) -> Tensor:
+    """Returns `grad`, dense or sparse, converted to `dtype` and multiplied by `factor`."""
+    local = None if factor is None else factor.to(grad.device, non_blocking=True)
+    if grad.is_sparse:
+        values = _unscaled(sparse_values(grad), dtype, local)
+        indices, coalesced = sparse_indices(grad), grad.is_coalesced()
+        return torch.sparse_coo_tensor(
+            indices, values, grad.shape, device=grad.device, is_coalesced=coalesced, check_invariants=False
+        )
+    full = grad.detach().to(dtype)
+    return full if local is None else full * local
+
+
+def widened(grad: Tensor) -> Tensor:
+    """Returns a sparse gradient with low-precision values as fp32, so that the values of one row add up in fp32."""
+    if not is_narrow(grad.dtype) or grad.is_coalesced():
+        return grad
+    return _unscaled(grad, torch.float32, None)
+
+
+def _assign(p: Parameter, grad: Tensor | None) -> None:
+    p.grad = None
+    if grad is not None and p.grad_dtype not in (None, grad.dtype):
+        p.grad_dtype = None  # any dtype, also those that hooks assign
+    p.grad = grad

@@ -30,8 +30,15 @@ from halfstep.train.kernels.batch import (
     resolved,
 )
 from halfstep.train.kernels.tables import addresses
-from halfstep.train.optim.gradients import check_gradients, named, true_gradients, widened
-from halfstep.train.optim.hooks import has_hooks, run_post_hooks, run_pre_hooks
+from halfstep.train.optim.hooks import (
+    check_gradients,
+    has_hooks,
+    named,
+    run_post_hooks,
+    run_pre_hooks,
+    true_gradients,
+    widened,
+)
 from halfstep.train.optim.implementations import IMPLEMENTATIONS, Implementation, update
 from halfstep.train.optim.laws import Group, Row, uncoded
 from halfstep.train.optim.masters import MasterStore

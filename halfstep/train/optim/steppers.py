@@ -25,8 +25,7 @@ from halfstep.train.kernels.stats import (
     takes_updates,
 )
 from halfstep.train.optim.codes import opened
-from halfstep.train.optim.gradients import check_gradients, named, true_gradients
-from halfstep.train.optim.hooks import original_step, run_own_step
+from halfstep.train.optim.hooks import check_gradients, named, original_step, run_own_step, true_gradients
 from halfstep.train.optim.laws import Group, Row, precise
 from halfstep.train.optim.masters import COPIED, PICKLED, MasterStore
 from halfstep.train.optim.moments import Moments

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
@@ -16,6 +13,7 @@ from torch.optim import Optimizer
 from halfstep.errors import SessionError
 from halfstep.plan.compatibility import FSDP_LINES
 from halfstep.torch_internals import REGISTRATION_HOOKS, sparse_indices, sparse_values
+from halfstep.train.optim.hooks import hook_weakly
 from halfstep.train.optim.steppers import Stepper
 from halfstep.train.processes.shards import local, reshard
 from halfstep.train.scale.accumulator import GradientAccumulator
@@ -94,15 +92,7 @@ def parts_to_step(parts: Sequence[Part], awaiting: Sequence[Part], optimizer: Op
 
 def on_registration(method: Callable[[nn.Module, str, nn.Module | None], None]) -> Callable[[], None]:
     """Calls a method for each module put into another, while its object lives or until what is returned is called."""
-    for key, hook in list(REGISTRATION_HOOKS.items()):  # not as one dies: torch may be iterating over them then
-        if isinstance(hook, partial) and hook.func is _call and hook.args[0]() is None:
-            del REGISTRATION_HOOKS[key]
-    return register_module_module_registration_hook(partial(_call, weakref.WeakMethod(method))).remove
-
-
-def _call(method: Callable[[], Callable[..., None] | None], *registered: Any) -> None:
-    if (living := method()) is not None:
-        living(*registered)
+    return hook_weakly(REGISTRATION_HOOKS, register_module_module_registration_hook, method)
 
 
 class Replacements:

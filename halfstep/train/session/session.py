@@ -322,7 +322,7 @@ class Session:
             undo.callback(optimizer.register_step_post_hook(self._count_own_step).remove)
         return part
 
-    def _refuse_others(self, optimizer: Optimizer) -> None:
+    def _refuse_others(self, optimizer: Optimizer, *_: Any) -> None:
         """Refuses a step by an optimizer outside of the session that would round weights or read scaled gradients."""
         if any(optimizer is part.optimizer for part in self._parts):
             return

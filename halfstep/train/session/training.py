@@ -19,7 +19,7 @@ from halfstep.records import StepRecord
 from halfstep.torch_internals import hooks_of, post_accumulate_hooks_of
 from halfstep.train.cast.casting import Casting
 from halfstep.train.kernels.batch import Scratch
-from halfstep.train.optim.gradients import check_gradients
+from halfstep.train.optim.hooks import check_gradients
 from halfstep.train.optim.masters import MasterStore
 from halfstep.train.optim.steppers import watching
 from halfstep.train.probe.probe import Probes
