@@ -6,7 +6,7 @@ import torch
 from halfstep.edits import Scaling
 from halfstep.errors import SessionError, StateError
 from halfstep.train.scale.accumulator import Collected
-from halfstep.train.scale.scales import LossScales
+from halfstep.train.scale.scaling import LossScales
 
 CPU = torch.device("cpu")
 

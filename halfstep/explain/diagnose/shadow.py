@@ -21,7 +21,7 @@ from halfstep.later import is_capturing
 from halfstep.plan.matching import first_device, uncompiled, unwrap
 from halfstep.torch_internals import in_backward, tree_leaves, tree_map
 from halfstep.train.cast.copies import plain_class, plain_copies
-from halfstep.train.probe.window import Errors, Shadows
+from halfstep.train.probe.rows import Errors, Shadows
 
 _LOG = logging.getLogger("halfstep")
 

@@ -31,7 +31,7 @@ from halfstep.torch_internals import (
 )
 from halfstep.train.cast.products import PRODUCTS
 from halfstep.train.probe.hooks import dense, tensors_in
-from halfstep.train.probe.window import owned
+from halfstep.train.probe.rows import owned
 from halfstep.train.scale.loss import graph_nodes
 
 _PRODUCTS = {schema_of(op).name for op in PRODUCTS}  # names on every device; attention is matched by the prefix below

@@ -18,8 +18,7 @@ from halfstep.plan.matching import find_sites, nearest, uncompiled
 from halfstep.records import TENSOR_KINDS, UPDATE, Observation
 from halfstep.train.kernels.stats import Updates
 from halfstep.train.probe.hooks import readable, undo_all
-from halfstep.train.probe.rows import Pending, check_sample
-from halfstep.train.probe.window import More, Window, owned
+from halfstep.train.probe.rows import More, Pending, Window, check_sample, owned
 from halfstep.validate import near_miss, short
 
 LONGEST = 8  # consecutive steps that are observed until each optimizer has made one

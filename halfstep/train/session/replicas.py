@@ -31,7 +31,7 @@ from halfstep.train.processes.collectives import naming_who_is_gone, told_by_all
 from halfstep.train.processes.findings import Findings
 from halfstep.train.processes.shards import group_is_open, group_of, policies, sharded_parameters
 from halfstep.train.processes.wrappers import ALONE, living_wrappers_of, retire, stage_groups_of
-from halfstep.train.scale.scales import LossScales
+from halfstep.train.scale.scaling import LossScales
 from halfstep.train.session.parts import on_registration, updated_by
 
 WRAPPING = (

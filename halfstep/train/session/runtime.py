@@ -16,7 +16,7 @@ from halfstep.torch_internals import TorchDispatchMode
 from halfstep.train.cast.casting import Casting
 from halfstep.train.optim.masters import Fit
 from halfstep.train.scale.loss import FP16_LOSS_CEILING, wide
-from halfstep.train.scale.scales import LossScales
+from halfstep.train.scale.scaling import LossScales
 
 
 @dataclass(frozen=True, eq=False)

@@ -61,7 +61,7 @@ from halfstep.train.optim.moments import Moments
 from halfstep.train.optim.state import exact_state_loading, widen_states
 from halfstep.train.optim.steppers import make_stepper, needs_closure
 from halfstep.train.probe.probe import Probe, Probes, make_probe
-from halfstep.train.probe.window import Overflows, Shadows
+from halfstep.train.probe.rows import Overflows, Shadows
 from halfstep.train.processes.shards import local, own_number, reshard
 from halfstep.train.scale.accumulator import GradientAccumulator
 from halfstep.train.scale.buffers import BufferGuard
@@ -76,8 +76,7 @@ from halfstep.train.scale.loss import (
     true_gradient,
 )
 from halfstep.train.scale.norm import read
-from halfstep.train.scale.scales import LossScales
-from halfstep.train.scale.scaling import Scale
+from halfstep.train.scale.scaling import LossScales, Scale
 from halfstep.train.session.decide import (
     Decision,
     at_places,
@@ -91,8 +90,7 @@ from halfstep.train.session.parts import Part, StepFacts, memory_of, parts_to_st
 from halfstep.train.session.replicas import Replicas
 from halfstep.train.session.runtime import Runtime
 from halfstep.train.session.state import STATE_SCHEMA, check_state
-from halfstep.train.session.step import Step
-from halfstep.train.session.training import MixedTraining, PlainTraining, Training
+from halfstep.train.session.training import MixedTraining, PlainTraining, Step, Training
 from halfstep.validate import as_list, with_near_misses
 
 Sink = Callable[[StepRecord], None]
