@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from halfstep.machine import read_machine
-from halfstep.train.processes.findings import LOSSES, Findings
+from halfstep.train.processes.collectives import LOSSES, Findings
 
 SIZES = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 PARAMETERS = 291  # tensors of a Llama of 7 billion weights

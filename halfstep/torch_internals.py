@@ -302,7 +302,7 @@ GLOBAL_STEP_POST_HOOKS: MutableMapping[int, Any] = _name("torch.optim.optimizer.
 
 def is_made(optimizer: Optimizer) -> bool:
     """Tells whether `Optimizer.__init__` was called; wrappers of other optimizers do not call it."""
-    return hasattr(optimizer, "_optimizer_load_state_dict_pre_hooks")
+    return hasattr(optimizer, "_optimizer_step_pre_hooks")
 
 
 def mark_stepped(optimizer: Optimizer, stepped: bool = True) -> None:

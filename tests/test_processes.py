@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 import halfstep
 from halfstep.errors import SessionError
-from halfstep.train.processes.findings import LOSSES, SCALE_BITS, WEIGHT_BITS, Findings, _folded
+from halfstep.train.processes.collectives import LOSSES, SCALE_BITS, WEIGHT_BITS, Findings, _folded
 from halfstep.train.processes.shards import local, reshard
 from tests import replicas
 from tests.replicas import MODES, SETTINGS, WRAPPINGS

@@ -124,11 +124,6 @@ def test_fp32_values_that_are_put_in_place_of_a_weight_are_its_values(kind, low)
     assert_same_bits([store.full(p)], [value])
 
 
-def test_split_is_for_bf16():
-    with pytest.raises(ValueError, match="master 'split' requires bf16"):
-        MasterStore("split", FP16)
-
-
 @pytest.mark.parametrize("kind", ["copy", "split"])
 def test_adopted_weights_are_the_value_and_the_others_keep_their_master(kind):
     store, p = tracked(kind, BF16, [TIE, 0.3, -0.7, 5.0])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from halfstep.edits import Scaling
-from halfstep.train.processes.findings import NOT_FINITE
+from halfstep.train.processes.collectives import NOT_FINITE
 from halfstep.train.scale.accumulator import GradientAccumulator
 from halfstep.train.scale.scaling import make_scale
 from tests.scale.reads import global_norm

@@ -68,8 +68,6 @@ class MasterStore:
     """
 
     def __init__(self, kind: Master, low: torch.dtype, joins: Callable[[Parameter], bool] | None = None) -> None:
-        if kind == "split" and low is not torch.bfloat16:
-            raise ValueError(f"master 'split' requires bf16 weights, not {low}; use master 'copy'")
         self.kind = kind
         self.low = low
         self._joins = joins
@@ -137,8 +135,7 @@ class MasterStore:
     def extra(self, p: Parameter) -> Tensor:
         """Returns the fp32 master (`copy`) or the int16 remainder (`split`) of a tracked `p`, on the device of `p`."""
         entry = self._entries[id(p)]
-        if entry.extra is None:
-            raise KeyError(f"masters of kind {entry.kind!r} keep nothing beside the weight")
+        assert entry.extra is not None
         if entry.extra.device != p.device or entry.extra.stride() != p.stride():  # moved, or in another memory format
             entry.extra = torch.empty_like(p, dtype=entry.extra.dtype, requires_grad=False).copy_(entry.extra)
             entry.stored = p.detach() if p.dtype is self.low else entry.stored.to(p.device)
@@ -199,8 +196,8 @@ class MasterStore:
         if layout == "copy":
             master = self.extra(p)
             master.copy_(self._reconciled(master, weight))
-        elif layout == "split":
-            self.extra(p).masked_fill_(_without_remainder(weight), 0)
+        elif layout == "split":  # zeros by their bits: on a CPU that flushes subnormals these compare equal to zero
+            self.extra(p).masked_fill_((bits_of(weight) << 1 == 0) | ~weight.isfinite(), 0)
         self.note([p])
 
     def adopt_changed(self, params: Sequence[Parameter]) -> None:
@@ -321,13 +318,6 @@ def full_state(cast: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     """Casts a value that any optimizer loads as torch does, but to fp32 where the parameter is tracked by a store."""
     (p, given), value = args[:2], cast(*args, **kwargs)
     return given.to(p.device, torch.float32) if COPIED in vars(p) and value.dtype is p.dtype else value
-
-
-def _without_remainder(weight: Tensor) -> Tensor:
-    """Returns which elements of a changed weight need a remainder of 0: zeros and values that are not finite."""
-    if weight.dtype is torch.bfloat16:  # its bits: on a CPU that flushes subnormals they compare equal to zero
-        return (bits_of(weight) << 1 == 0) | ~weight.isfinite()
-    return (weight == 0) | ~weight.isfinite()
 
 
 @torch.no_grad()

@@ -141,8 +141,8 @@ class _Group:
 
 def _restorable(buffer: Tensor) -> bool:
     """Returns whether a buffer can be copied and written in place: a strided tensor with memory for each element."""
-    if is_lazy(buffer) or buffer.is_meta or buffer.is_inference():
+    if is_lazy(buffer) or buffer.is_meta or buffer.is_inference() or buffer.is_quantized:
         return False
-    if buffer.layout is not torch.strided or buffer.is_quantized:
-        return False
-    return not any(stride == 0 and size > 1 for size, stride in zip(buffer.shape, buffer.stride(), strict=True))
+    return buffer.layout is torch.strided and not any(
+        stride == 0 and size > 1 for size, stride in zip(buffer.shape, buffer.stride(), strict=True)
+    )

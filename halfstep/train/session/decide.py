@@ -98,14 +98,12 @@ def decide(  # noqa: PLR0913  # all that it depends on
                 'stepping="optimizer"; call session.step(), train at O1 to O3, or use moments="full"'
             )
     untrained = _untrained(roots, optimizers) if training else frozenset()
-    resolved = functools.partial(resolve, made_low=made_low, untrained=at_places(roots, untrained))
-    assignment = resolved(plan, roots)
+    if any(row_of(optimizer) is None for optimizer in optimizers):  # what their own step needs
+        plan = replace(plan, master="copy" if plan.master == "split" else plan.master, rounding="nearest")
+    assignment = resolve(plan, roots, made_low=made_low, untrained=at_places(roots, untrained))
     check_forwards(roots, plan)
     check_some_products(assignment)
     check_functions(plan.op_changes)
-    if any(row_of(optimizer) is None for optimizer in optimizers):  # what their own step needs
-        plan = replace(plan, master="copy" if plan.master == "split" else plan.master, rounding="nearest")
-        assignment = resolved(plan, roots)
     mixed = plan.ops != "none"
     return Decision(
         roots,

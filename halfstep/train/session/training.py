@@ -26,7 +26,7 @@ from halfstep.train.optim.hooks import check_gradients
 from halfstep.train.optim.masters import MasterStore
 from halfstep.train.optim.steppers import watching
 from halfstep.train.probe.probe import Probes
-from halfstep.train.processes.findings import LOSSES, NOT_FINITE, Findings
+from halfstep.train.processes.collectives import LOSSES, NOT_FINITE, Findings
 from halfstep.train.processes.shards import Unreduced, reshard, shards, whole
 from halfstep.train.scale.accumulator import Collected
 from halfstep.train.scale.buffers import BufferGuard
