@@ -53,5 +53,5 @@ def test_scales_are_those_of_the_time_and_equal_ones_are_one():
 def test_a_step_without_anything_has_no_rows():
     pending = StepRows(None).pending(1)
     assert len(pending) == 0
-    assert pending.arrived()
+    assert pending.numbers.arrived()
     assert pending.read() == []

@@ -294,24 +294,21 @@ class MasterStore:
 
 def _copied(store: weakref.ref[MasterStore], of: weakref.ref[Parameter], memo: dict[int, Any]) -> Parameter:
     """Returns a deep copy of a parameter, with its fp32 value."""
-    p, values = _both(store, of)
-    full = values.full(p).detach()
-    own = full.clone() if full.data_ptr() == p.data_ptr() else full
-    memo[id(p)] = twin = Parameter(own, p.requires_grad)
+    twin: Parameter = memo.setdefault(id(of()), _twin(store, of))
     return twin
 
 
 def _pickled(store: weakref.ref[MasterStore], of: weakref.ref[Parameter], protocol: Any) -> Any:
     """Pickles a parameter with its fp32 value."""
-    p, values = _both(store, of)
-    twin = Parameter(values.full(p).detach(), p.requires_grad)
-    return twin.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+    return _twin(store, of).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
-def _both(store: weakref.ref[MasterStore], of: weakref.ref[Parameter]) -> tuple[Parameter, MasterStore]:
-    p, values = of(), store()
+def _twin(store: weakref.ref[MasterStore], of: weakref.ref[Parameter]) -> Parameter:
+    p = of()
     assert p is not None  # it is being copied
-    return p, values or MasterStore("none", p.dtype)  # of a session that is gone
+    values = store() or MasterStore("none", p.dtype)  # of a session that is gone
+    full = values.full(p).detach()
+    return Parameter(full.clone() if full.data_ptr() == p.data_ptr() else full, p.requires_grad)
 
 
 def full_state(cast: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -124,7 +124,7 @@ class Probe(AbstractContextManager["Probe"]):
                 )
 
     def _hand_over(self, *, wait: bool) -> None:
-        while self._arriving and (wait or self._arriving[0].arrived()):
+        while self._arriving and (wait or self._arriving[0].numbers.arrived()):
             for observation in self._arriving.popleft().read():
                 for take in self._deliver:
                     take(observation)

@@ -112,9 +112,6 @@ class Pending:
     def __len__(self) -> int:
         return sum(map(len, self.rows)) + len(self.absorbed)
 
-    def arrived(self) -> bool:
-        return self.numbers.arrived()
-
     def read(self) -> list[Observation]:
         """Returns the observations; if the copy to the host is not complete, waits for it."""
         given, *parts = self.numbers.read()

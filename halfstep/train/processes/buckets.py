@@ -162,16 +162,11 @@ def _mean(sums: WideSums, bucket: Any) -> Tensor:
         dist.all_reduce(buffer, group=sums.group)
         return buffer
     sums.add_held(bucket)
-    return _low_mean_(buffer, divisor, sums.group)
-
-
-def _low_mean_(t: Tensor, divisor: Tensor | int, group: dist.ProcessGroup | None) -> Tensor:
-    """Replaces a 1-D low tensor by its sum over the processes divided by `divisor`."""
-    size = dist.get_world_size(group)
-    share = -(-t.numel() // size)
-    sent = pad(t, (0, share * size - t.numel())) if t.numel() % size else t
+    size = dist.get_world_size(sums.group)
+    share = -(-buffer.numel() // size)
+    sent = pad(buffer, (0, share * size - buffer.numel())) if buffer.numel() % size else buffer
     came = torch.empty_like(sent)
-    dist.all_to_all_single(came, sent, group=group)
-    mean = came.view(size, share).sum(0, dtype=torch.float32).div_(divisor).to(t.dtype)
-    dist.all_gather(list(came.view(size, share).unbind()), mean, group=group)
-    return t.copy_(came[: t.numel()])
+    dist.all_to_all_single(came, sent, group=sums.group)
+    mean = came.view(size, share).sum(0, dtype=torch.float32).div_(divisor).to(buffer.dtype)
+    dist.all_gather(list(came.view(size, share).unbind()), mean, group=sums.group)
+    return buffer.copy_(came[: buffer.numel()])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -58,22 +58,21 @@ class BufferGuard:
             return False
         buffer = slot.buffers[slot.name]
         if slot.alias is None:
-            return not self._guarded(buffer)
+            return self._alias(buffer) is None
         return buffer is not None and slot.holds(buffer) and self._changes(buffer)
 
     def _arrange(self, held: list[tuple[Buffers, str]]) -> None:
         """Assigns each guarded buffer a place in the snapshot of its device and dtype."""
-        self._slots = [_Slot(buffers, name) for buffers, name in held]
+        self._slots = [_Slot(buffers, name, self._alias(buffers[name])) for buffers, name in held]
         groups: dict[tuple[torch.device, torch.dtype], list[_Slot]] = {}
         for slot in self._slots:
-            buffer = slot.buffers[slot.name]
-            if buffer is not None and self._guarded(buffer):
-                slot.alias = buffer.data
-                groups.setdefault((buffer.device, buffer.dtype), []).append(slot)
+            if slot.alias is not None:
+                groups.setdefault((slot.alias.device, slot.alias.dtype), []).append(slot)
         self._groups = [_Group(slots) for slots in groups.values()]
 
-    def _guarded(self, buffer: Tensor | None) -> bool:
-        return buffer is not None and _restorable(buffer) and self._changes(buffer)
+    def _alias(self, buffer: Tensor | None) -> Tensor | None:
+        """Returns a second tensor on a buffer's memory; None if the buffer is not guarded."""
+        return buffer.data if buffer is not None and _restorable(buffer) and self._changes(buffer) else None
 
     def _changes(self, buffer: Tensor) -> bool:
         """Returns whether training may change the buffer: it is small, new, or its version counter has moved."""
@@ -86,8 +85,7 @@ class BufferGuard:
         return seen[1] != version_of(buffer)
 
 
-@dataclass(eq=False, slots=True)
-class _Slot:
+class _Slot(NamedTuple):
     """One buffer of one module, looked up by its name."""
 
     # `alias` is a second tensor on the memory of the buffer last seen here (None: not guarded), so that no other gets
@@ -96,7 +94,7 @@ class _Slot:
 
     buffers: Buffers
     name: str
-    alias: Tensor | None = None
+    alias: Tensor | None
 
     def holds(self, buffer: Tensor) -> bool:
         """Returns whether `buffer` has the address, shape and strides of the buffer last seen here."""

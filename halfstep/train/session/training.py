@@ -174,7 +174,8 @@ class MixedTraining:
     def __post_init__(self) -> None:
         self._replacements = Replacements(self.roots, self.parts)
         self._clip = Clip(self.device)
-        self._hearing = Hearing(self.replicas)
+        self._coming: deque[Later] = deque()  # reports of steps
+        self._looks_at_weights = True
         self._knows_hooks = self._knows_changes = False
         self._unreduced = Unreduced(self.roots, scaled=self.scales.active) if self.replicas.sharded else None
 
@@ -256,7 +257,46 @@ class MixedTraining:
         if self.scales.active:
             count, void = len(step.made), step.bad_loss if self.replicas.agreeing() else None
             self.scales.update(step.held[:count], step.overflowed[:count], void)
-        self._hearing.hear(step)
+        self._hear(step)
+
+    def _hear(self, step: Step) -> None:
+        """Reads what the processes reported with a step: requests to stop, and differences between them."""
+        # On a GPU it reads the reports of `LAG` steps before; all processes read the same ones, and stop together.
+        if step.reports is None:
+            return
+        stops, differs = step.reports
+        told = (stops, *differs) if self._looks_at_weights else (stops, differs[0])
+        step.stopping, scales, weights = (*self._due(torch.stack(told)), [], [], [])[:3]
+        if weights:
+            self._looks_at_weights = False
+            parted = self.replicas.parted()
+            _LOG.warning(
+                "the replicas have diverged: weights in process %s differ from those in process 0 (%s); code that "
+                "loads or writes weights or optimizer states after DistributedDataParallel has wrapped the model must "
+                "do so in all processes",
+                ", ".join(map(str, sorted({rank for each in parted.values() for rank in each}))),
+                named(parted),
+            )
+        if scales:
+            raise SessionError(
+                f"gradients of process {', '.join(map(str, scales))} carry another loss scale than those of process 0, "
+                "so they do not fit together; the step was skipped. Use the same loss_id for a backward pass in all "
+                "processes, and load the same session state in all of them"
+            )
+
+    def _due(self, flags: Tensor) -> list[list[int]]:
+        """Takes rows of flags of this step; returns who set those of the step that is due to be read now."""
+        if flags.device.type == "cuda":
+            if is_capturing():
+                return []
+            self._coming.append(Later([flags]))
+            if len(self._coming) <= LAG:
+                return []
+            (flags,) = self._coming.popleft().read()
+        found = [[rank for rank, flag in enumerate(row) if flag] for row in flags.tolist()]
+        if any(found):
+            self._coming.clear()  # who wanted it has been heard
+        return found
 
     def _look_at_hooks(self) -> None:
         """Warns of a hook that limits gradients, at the first backward pass."""
@@ -293,55 +333,6 @@ def update_each(step: Step, found: Tensor, store: MasterStore, probes: Probes) -
         step.made.append(part)
         if failed is not None:  # after the update
             raise failed
-
-
-class Hearing:
-    """Reads on the host what the processes report with their steps: requests to stop, and differences between them."""
-
-    # On a GPU it does so `LAG` steps later; all processes read the same step, and stop together.
-
-    def __init__(self, replicas: Replicas) -> None:
-        self._replicas = replicas
-        self._coming: deque[Later] = deque()
-        self._looks_at_weights = True
-
-    def hear(self, step: Step) -> None:
-        """Takes the reports of a step and reads those that are due now, on a GPU those of some steps ago."""
-        if step.reports is None:
-            return
-        stops, differs = step.reports
-        told = (stops, *differs) if self._looks_at_weights else (stops, differs[0])
-        step.stopping, scales, weights = (*self._due(torch.stack(told)), [], [], [])[:3]
-        if weights:
-            self._looks_at_weights = False
-            parted = self._replicas.parted()
-            _LOG.warning(
-                "the replicas have diverged: weights in process %s differ from those in process 0 (%s); code that "
-                "loads or writes weights or optimizer states after DistributedDataParallel has wrapped the model must "
-                "do so in all processes",
-                ", ".join(map(str, sorted({rank for each in parted.values() for rank in each}))),
-                named(parted),
-            )
-        if scales:
-            raise SessionError(
-                f"gradients of process {', '.join(map(str, scales))} carry another loss scale than those of process 0, "
-                "so they do not fit together; the step was skipped. Use the same loss_id for a backward pass in all "
-                "processes, and load the same session state in all of them"
-            )
-
-    def _due(self, flags: Tensor) -> list[list[int]]:
-        """Takes rows of flags of this step; returns who set those of the step that is due to be read now."""
-        if flags.device.type == "cuda":
-            if is_capturing():
-                return []
-            self._coming.append(Later([flags]))
-            if len(self._coming) <= LAG:
-                return []
-            (flags,) = self._coming.popleft().read()
-        found = [[rank for rank, flag in enumerate(row) if flag] for row in flags.tolist()]
-        if any(found):
-            self._coming.clear()  # who wanted it has been heard
-        return found
 
 
 def _agree(replicas: Replicas, step: Step, square: Tensor, *, stop: bool) -> None:
