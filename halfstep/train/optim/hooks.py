@@ -110,10 +110,15 @@ def put_over(optimizer: Optimizer, name: str, method: Callable[..., Any]) -> Cal
     return undo
 
 
+def updated_by(optimizer: Optimizer) -> list[Parameter]:
+    """Returns the parameters that an optimizer updates, in the order of its groups."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
 def _changes_nothing(optimizer: Optimizer) -> bool:
     """Returns whether a step would only make state: no state yet, and all gradients and learning rates are zero."""
     rates = [group["lr"] for group in optimizer.param_groups if "lr" in group]
-    grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    grads = [p.grad for p in updated_by(optimizer) if p.grad is not None]
     return not optimizer.state and not any(map(float, rates)) and not any(bool(grad.any()) for grad in grads)
 
 

@@ -21,7 +21,7 @@ from halfstep.sharded import is_sharded
 from halfstep.torch_internals import shard_offset
 from halfstep.train.kernels.batch import GROUP, Batch, Code, Kept, Place, Width, chunks, in_layout_of, is_dense
 from halfstep.train.optim.codes import close, opened
-from halfstep.train.optim.hooks import put_over
+from halfstep.train.optim.hooks import put_over, updated_by
 from halfstep.train.processes.shards import like, local
 
 LEAST = 4096  # elements of a weight whose moments are not kept in fp32; its dimensions are 2 or more
@@ -50,7 +50,7 @@ class Moments:
             optimizer.register_state_dict_post_hook(self._widen).remove,
             put_over(optimizer, "__getstate__", self._pickled),
         ]
-        cut = [name_of(p) for p in self._members() if self.kind(p) not in ("full", width)]
+        cut = [name_of(p) for p in updated_by(self._optimizer) if self.kind(p) not in ("full", width)]
         if cut:
             _LOG.warning(
                 "moments of %d weights are kept in bf16, 2 bytes each, as their shards or their memory order cut the "
@@ -74,7 +74,7 @@ class Moments:
 
     def place(self, p: Parameter) -> Place:
         """Returns where this process's shard of `p` lies in the whole tensor."""
-        number = next(i for i, member in enumerate(self._members()) if member is p)
+        number = next(i for i, member in enumerate(updated_by(self._optimizer)) if member is p)
         own = local(p)
         row, strides = max(1, own.numel() // max(1, own.shape[0] if own.dim() else 1)), _strides(p.shape)
         first = sum(o * s for o, s in zip(shard_offset(p), strides, strict=True)) if is_sharded(p) else 0
@@ -137,11 +137,8 @@ class Moments:
         for p, _ in list(self._held.values()):
             self._optimizer.state[p].update(self._of(p, self._optimizer.state[p]))
             self.forget(p)
-        for p in [] if counts else self._members():
+        for p in [] if counts else updated_by(self._optimizer):
             self._optimizer.state.get(p, {}).pop("step", None)
-
-    def _members(self) -> Iterator[Parameter]:
-        return (p for group in self._optimizer.param_groups for p in group["params"])
 
     def _of(self, p: Parameter, state: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the moments of `p` in fp32 that are not in its state already."""
@@ -151,7 +148,7 @@ class Moments:
         """Puts moments in fp32 into a state dict."""
         self.forget_removed()
         numbers = (number for group in saved["param_groups"] for number in group["params"])
-        for p, number in zip(self._members(), numbers, strict=True):
+        for p, number in zip(updated_by(self._optimizer), numbers, strict=True):
             if id(p) in self._held:
                 entry = saved["state"][number]
                 saved["state"][number] = {**entry, **self._of(p, entry)}

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from halfstep.errors import StateError
 from halfstep.formats import is_narrow
-from halfstep.train.optim.hooks import put_over
+from halfstep.train.optim.hooks import put_over, updated_by
 from halfstep.train.optim.table import any_row_of
 from halfstep.train.processes.shards import local
 
@@ -77,9 +77,8 @@ def exact_state_loading(optimizer: Optimizer) -> Callable[[], None]:
 
 def _put_back(saved: StateDict, optimizer: Optimizer) -> None:
     """Gives parameters the `saved` states as they were before torch has cast them."""
-    members = [p for group in optimizer.param_groups for p in group["params"]]
     indices = [i for group in saved["param_groups"] for i in group["params"]]
-    for p, index in zip(members, indices, strict=True):
+    for p, index in zip(updated_by(optimizer), indices, strict=True):
         if p in optimizer.state and index in saved["state"]:
             optimizer.state[p] = _exact(optimizer.state[p], saved["state"][index], is_narrow(p.dtype))
 

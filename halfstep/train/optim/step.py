@@ -37,6 +37,7 @@ from halfstep.train.optim.hooks import (
     run_post_hooks,
     run_pre_hooks,
     true_gradients,
+    updated_by,
     widened,
 )
 from halfstep.train.optim.implementations import IMPLEMENTATIONS, Implementation, update
@@ -138,7 +139,7 @@ class OnePassStepper:
     @torch.no_grad()
     def prepare(self) -> None:
         """Makes initial state for parameters with a gradient."""
-        params = [p for p in self._members() if p.grad is not None]
+        params = [p for p in updated_by(self._optimizer) if p.grad is not None]
         self._sort(params, [resolved(part_of(p.grad, p)) for p in params if p.grad is not None])
 
     @torch.no_grad()
@@ -171,10 +172,10 @@ class OnePassStepper:
         optimizer = self._optimizer
         self._check(params, grads)
         given = {id(p) for p in params}
-        held = {id(p) for p in self._members() if p.grad is not None and id(p) not in given}
+        held = {id(p) for p in updated_by(self._optimizer) if p.grad is not None and id(p) not in given}
         with true_gradients(params, grads, factor):
             run_pre_hooks(optimizer)
-            left = [p for p in self._members() if p.grad is not None and id(p) not in held]
+            left = [p for p in updated_by(self._optimizer) if p.grad is not None and id(p) not in held]
             self._step(left, [resolved(part_of(p.grad, p)) for p in left if p.grad is not None], None, found)
             return run_post_hooks(optimizer)
 
@@ -187,7 +188,7 @@ class OnePassStepper:
             self._seen = None
             self._sorted = self._sort(params, grads)
             if not any(rows for _, rows in self._sorted):  # sparse rows are new in each step
-                held = [*self._members(), *_values(self._optimizer)]  # with the state that was made
+                held = [*updated_by(self._optimizer), *_values(self._optimizer)]  # with the state that was made
                 self._seen = _Seen(self._signature(), held, own, grads)
         else:
             for each in chain.from_iterable(dense for dense, _ in self._sorted):
@@ -209,9 +210,6 @@ class OnePassStepper:
             found += () if self._moments is None else self._codes(group).values()
         return found
 
-    def _members(self) -> list[Parameter]:
-        return [p for group in self._optimizer.param_groups for p in group["params"]]
-
     def _check(self, params: list[Parameter], grads: list[Tensor]) -> None:
         """Refuses gradients that the row does not support, and parameters of no group."""
         name = type(self._optimizer).__name__
@@ -222,7 +220,7 @@ class OnePassStepper:
                     f"the gradient of {named(p, self._name_of)} is sparse, and {name} takes no sparse gradients; use "
                     "SparseAdam or sparse=False"
                 )
-        if strange := {id(p) for p in params} - {id(p) for p in self._members()}:
+        if strange := {id(p) for p in params} - {id(p) for p in updated_by(self._optimizer)}:
             raise SessionError(
                 f"{len(strange)} parameters to update are in no group of this {name}; add them with add_param_group()"
             )

@@ -25,7 +25,7 @@ from halfstep.train.kernels.stats import (
     takes_updates,
 )
 from halfstep.train.optim.codes import opened
-from halfstep.train.optim.hooks import check_gradients, named, original_step, run_own_step, true_gradients
+from halfstep.train.optim.hooks import check_gradients, named, original_step, run_own_step, true_gradients, updated_by
 from halfstep.train.optim.laws import Group, Row, precise
 from halfstep.train.optim.masters import COPIED, PICKLED, MasterStore
 from halfstep.train.optim.moments import Moments
@@ -92,7 +92,7 @@ class ForeignStepper(PlainStepper):
 
     def prepare(self) -> None:
         """Makes the optimizer's initial state by calling its `step`; all gradients and learning rates must be zero."""
-        params = [p for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
+        params = [p for p in updated_by(self._optimizer) if p.grad is not None]
         grads = [part_of(p.grad, p) for p in params if p.grad is not None]
         if failed := self.step(params, grads, None, torch.zeros((), dtype=torch.bool, device="cpu")):
             raise failed

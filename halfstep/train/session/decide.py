@@ -24,6 +24,7 @@ from halfstep.plan.resolve import Assignment, check_forwards, resolve
 from halfstep.sharded import is_sharded
 from halfstep.torch_internals import parameters_of
 from halfstep.train.cast.functions import check_functions
+from halfstep.train.optim.hooks import updated_by
 from halfstep.train.optim.laws import uncoded
 from halfstep.train.optim.steppers import needs_closure
 from halfstep.train.optim.table import row_of, unsupported_options
@@ -140,7 +141,7 @@ def emulates_after(decision: Decision, saved: bool | None) -> bool:
 
 def _untrained(roots: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> Places:
     """Returns the places of parameters that no optimizer updates; without optimizers, of the frozen ones."""
-    held = [p for each in optimizers for group in each.param_groups for p in group["params"]]
+    held = [p for optimizer in optimizers for p in updated_by(optimizer)]
     if not optimizers:
         held = [p for root in roots for p in root.parameters()]
     trained = {id(p) for p in held if p.requires_grad}
@@ -276,7 +277,7 @@ def _refuse_whole_rows(optimizer: Optimizer) -> None:
     """Refuses an optimizer that has sharded parameters, if its update in halfstep needs whole weights."""
     row = row_of(optimizer)
     needs_whole = row is not None and row.whole and not row.gathers
-    if needs_whole and any(is_sharded(p) for group in optimizer.param_groups for p in group["params"]):
+    if needs_whole and any(map(is_sharded, updated_by(optimizer))):
         raise SetupError(
             f"{type(optimizer).__name__} needs the norms of whole weights, and its parameters are sharded over "
             "processes; use torch.optim.AdamW, Adam or SGD, or halfstep.Lion, or train replicas under "

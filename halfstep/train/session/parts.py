@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from halfstep.errors import SessionError
 from halfstep.plan.compatibility import FSDP_LINES
 from halfstep.torch_internals import REGISTRATION_HOOKS, sparse_indices, sparse_values
-from halfstep.train.optim.hooks import hook_weakly
+from halfstep.train.optim.hooks import hook_weakly, updated_by
 from halfstep.train.optim.steppers import Stepper
 from halfstep.train.processes.shards import local, reshard
 from halfstep.train.scale.accumulator import GradientAccumulator
@@ -151,8 +151,3 @@ class Replacements:
                 f"halfstep.initialize again after that; to shard: {FSDP_LINES}"
             )
         self._idle.update(absent)
-
-
-def updated_by(optimizer: Optimizer) -> list[nn.Parameter]:
-    """Returns the parameters that an optimizer updates, in the order of its groups."""
-    return [p for group in optimizer.param_groups for p in group["params"]]

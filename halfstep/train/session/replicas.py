@@ -25,13 +25,14 @@ from halfstep.plan.plan import Plan
 from halfstep.sharded import is_sharded
 from halfstep.torch_internals import is_joining, sends_weights
 from halfstep.train.cast.arriving import line_to_shard
+from halfstep.train.optim.hooks import updated_by
 from halfstep.train.optim.masters import MasterStore
 from halfstep.train.processes.buckets import WideSums
 from halfstep.train.processes.collectives import Findings, naming_who_is_gone, told_by_all
 from halfstep.train.processes.shards import group_is_open, group_of, policies, sharded_parameters
 from halfstep.train.processes.wrappers import ALONE, living_wrappers_of, retire, stage_groups_of
 from halfstep.train.scale.scaling import LossScales
-from halfstep.train.session.parts import on_registration, updated_by
+from halfstep.train.session.parts import on_registration
 
 WRAPPING = (
     "DistributedDataParallel(model), where the sessions of all processes compare their levels. A process without a "

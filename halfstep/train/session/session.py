@@ -55,7 +55,7 @@ from halfstep.train.cast.modules import (
 )
 from halfstep.train.cast.narrow import Layers
 from halfstep.train.kernels.batch import Scratch
-from halfstep.train.optim.hooks import forbid_step, lend_weights, send_step, watch_steps
+from halfstep.train.optim.hooks import forbid_step, lend_weights, send_step, updated_by, watch_steps
 from halfstep.train.optim.masters import MasterStore, full_state
 from halfstep.train.optim.moments import Moments
 from halfstep.train.optim.state import exact_state_loading, widen_states
@@ -86,7 +86,7 @@ from halfstep.train.session.decide import (
     modules_of,
     say_what_steps_itself,
 )
-from halfstep.train.session.parts import Part, StepFacts, memory_of, parts_to_step, updated_by
+from halfstep.train.session.parts import Part, StepFacts, memory_of, parts_to_step
 from halfstep.train.session.replicas import Replicas
 from halfstep.train.session.runtime import Runtime
 from halfstep.train.session.state import STATE_SCHEMA, check_state
@@ -324,7 +324,7 @@ class Session:
         """Refuses a step by an optimizer outside of the session that would round weights or read scaled gradients."""
         if any(optimizer is part.optimizer for part in self._parts):
             return
-        theirs = [p for group in optimizer.param_groups for p in group["params"]]
+        theirs = updated_by(optimizer)
         low = [p for p in theirs if p in self._store]
         scaled = [p for p in theirs if id(p) in self._untrained and p.grad is not None] if self._scales.active else []
         why = " with a gradient that carries the loss scale. Pass it to halfstep.initialize, or use bf16"
