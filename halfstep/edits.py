@@ -222,6 +222,11 @@ ScalingKind = Literal["none", "static", "dynamic"]
 
 SMALLEST_SCALE = 2.0**-126
 LARGEST_SCALE = 2.0**126
+_RANGES = {
+    **dict.fromkeys(("init", "min", "max"), (SMALLEST_SCALE, LARGEST_SCALE)),
+    "growth": (1.0, LARGEST_SCALE),
+    "backoff": (SMALLEST_SCALE, 1.0),
+}
 _USED_BY = {"none": ("kind",), "static": ("kind", "init")}  # the fields of the kinds that do not adapt
 
 
@@ -253,16 +258,30 @@ class Scaling:
 
     def __post_init__(self) -> None:
         one_of("scale kind", self.kind, get_args(ScalingKind))
-        for name in ("init", "min", "max"):
-            self._set(name, real(f"scale {name}", getattr(self, name), low=SMALLEST_SCALE, high=LARGEST_SCALE))
-        self._set("growth", real("scale growth", self.growth, low=1.0, high=LARGEST_SCALE))
-        self._set("backoff", real("scale backoff", self.backoff, low=SMALLEST_SCALE, high=1.0))
-        self._set("growth_interval", count("scale growth_interval", self.growth_interval))
-        self._set("hysteresis", count("scale hysteresis", self.hysteresis))
-        if self.adapts:
-            self._check_schedule()
-        else:
-            self._check_unused()
+        for name, (low, high) in _RANGES.items():
+            object.__setattr__(self, name, real(f"scale {name}", getattr(self, name), low=low, high=high))
+        for name in ("growth_interval", "hysteresis"):
+            object.__setattr__(self, name, count(f"scale {name}", getattr(self, name)))
+        if not self.adapts:
+            for field in fields(self):
+                if field.name not in _USED_BY[self.kind] and getattr(self, field.name) != field.default:
+                    raise PlanError(
+                        f"scale {field.name} is {getattr(self, field.name)!r}, but a scale of kind {self.kind!r} does "
+                        "not use it; leave it out, or use kind 'dynamic'"
+                    )
+            return
+        for wrong, why in (
+            (self.growth == 1, "growth is 1, so the scale could never recover; set it above 1, for example to 2"),
+            (self.backoff == 1, "backoff is 1, so every overflow would repeat; set it below 1, for example to 0.5"),
+            (self.min > self.max, f"min {self.min:g} is above max {self.max:g}; swap them or widen the range"),
+            (
+                not self.min <= self.init <= self.max,
+                f"init {self.init:g} is outside [min, max] = [{self.min:g}, {self.max:g}]; set init within that range, "
+                "or change min or max",
+            ),
+        ):
+            if wrong:
+                raise PlanError(f"scale {why}")
 
     __repr__ = _code
 
@@ -280,31 +299,6 @@ class Scaling:
     def first(self) -> float:
         """The scale of the first step; 1 if the loss is not scaled."""
         return self.init if self.active else 1.0
-
-    def _set(self, name: str, value: float) -> None:
-        object.__setattr__(self, name, value)
-
-    def _check_schedule(self) -> None:
-        if self.growth == 1.0:
-            raise PlanError("scale growth is 1, so the scale could never recover; set it above 1, for example to 2")
-        if self.backoff == 1.0:
-            raise PlanError("scale backoff is 1, so every overflow would repeat; set it below 1, for example to 0.5")
-        if self.min > self.max:
-            raise PlanError(f"scale min {self.min:g} is above max {self.max:g}; swap them or widen the range")
-        if not self.min <= self.init <= self.max:
-            raise PlanError(
-                f"scale init {self.init:g} is outside [min, max] = [{self.min:g}, {self.max:g}]; "
-                "set init within that range, or change min or max"
-            )
-
-    def _check_unused(self) -> None:
-        used = _USED_BY[self.kind]
-        for field in fields(self):
-            if field.name not in used and getattr(self, field.name) != field.default:
-                raise PlanError(
-                    f"scale {field.name} is {getattr(self, field.name)!r}, but a scale of kind {self.kind!r} does not "
-                    f"use it; leave it out, or use kind 'dynamic'"
-                )
 
 
 Edit = Rule | OpChange | Scaling

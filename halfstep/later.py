@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from halfstep.records import StepRecord, StepValues
+
+FLAGS = ("skipped", "bad_loss")
+# the numbers of a step, which a StepRecord has as tensors or None, and all sinks and the page show
+COLUMNS = tuple(each.name for each in fields(StepValues) if each.name not in ("step", "time", *FLAGS))
 
 
 class Later:
@@ -13,7 +23,8 @@ class Later:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._host = [t.to("cpu", non_blocking=True) for t in tensors]
-        self._done = [_behind_all(device) for device in {t.device for t in tensors} if device.type != "cpu"]
+        devices = {t.device for t in tensors if t.device.type != "cpu"}
+        self._done = [torch.accelerator.current_stream(device).record_event() for device in devices]
 
     def arrived(self) -> bool:
         """Tells whether `read` would return without waiting."""
@@ -31,7 +42,33 @@ def is_capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
 
 
-def _behind_all(device: torch.device) -> torch.Event:
-    event = torch.Event(device)
-    event.record(torch.accelerator.current_stream(device))
-    return event
+class AsyncReader:
+    """Reads StepRecords on the host without waiting for the device; what a CUDA graph captures is left out."""
+
+    def __init__(self) -> None:
+        self._coming: deque[tuple[StepRecord, float, Later]] = deque()
+
+    def add(self, record: StepRecord) -> None:
+        """Starts copying a step's numbers to the host, without waiting."""
+        place = record.scale.device
+        if not is_capturing():
+            given = [getattr(record, name) for name in (*FLAGS, *COLUMNS)]
+            row = torch.stack([v.reshape(()).to(place) for v in given if v is not None])
+            self._coming.append((record, time.time(), Later([row])))
+
+    def ready(self) -> Iterator[StepValues]:
+        """Yields the steps whose numbers have arrived on the host since the last call, in order."""
+        while self._coming and self._coming[0][-1].arrived():
+            yield _values(*self._coming.popleft())
+
+    def rest(self) -> Iterator[StepValues]:
+        """Yields all remaining steps, waiting for the device."""
+        while self._coming:
+            yield _values(*self._coming.popleft())
+
+
+def _values(record: StepRecord, now: float, numbers: Later) -> StepValues:
+    given = [name for name in (*FLAGS, *COLUMNS) if getattr(record, name) is not None]
+    values: dict[str, Any] = dict.fromkeys(COLUMNS) | dict(zip(given, numbers.read()[0].tolist(), strict=True))
+    flags = {name: bool(values[name]) for name in FLAGS if name in values}
+    return StepValues(record.step, now, **values | flags)

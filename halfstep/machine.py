@@ -290,9 +290,7 @@ def _git(folder: Path, *arguments: str) -> list[str]:
 @functools.cache
 def model_name() -> str:
     """Returns the processor's name as the operating system reports it."""
-    names = Path("/proc/cpuinfo")
-    if names.is_file():
-        for line in names.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    known = Path("/proc/cpuinfo")
+    lines = known.read_text(encoding="utf-8").splitlines() if known.is_file() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, "") or platform.processor() or platform.machine()

@@ -74,8 +74,8 @@ def is_composite(func: Any) -> bool:
     if not isinstance(func, OpOverload):
         return False
     name: str = func.name()  # type: ignore[no-untyped-call]
-    known = has_kernel(name)  # to ask for a key of an operation that it has not ends the process
-    return known and has_kernel_for(name, DispatchKey.CompositeImplicitAutograd)
+    # To ask for a key of an operation that has no kernel at all ends the process.
+    return has_kernel(name) and has_kernel_for(name, DispatchKey.CompositeImplicitAutograd)
 
 
 def _mixed(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

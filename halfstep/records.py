@@ -195,8 +195,6 @@ CERTAIN = 0.5  # of its spread: more than rounding alone does
 SUSPECT = 0.1  # of its spread in fp32: what a module returns may be off by so much before it is looked at
 COMPARED = "precision compared"  # the code of a finding: a step was compared with the same step in fp32
 SEVERITIES = ("note", "warning", "error")
-
-
 AFTER_BACKWARD = "after backward"  # a phase: what code does with gradients between the backward pass and the step
 BINS = 256  # entries of a histogram of exponents
 BIAS = 127  # entry e, from 1 on, has the magnitudes from 2^(e - BIAS) to twice that
@@ -221,8 +219,6 @@ class Limits:
 
 
 UPDATE_LIMITS = Limits(0.5, 0.5, math.inf)  # of an update, in units in the last place of the weight: what it can follow
-
-
 OPERAND_LIMITS = Limits(0.5, 0.5, 2.0)  # elements count as 1/4 if they became 0, as 4 if they saturated, else as 1
 LIMITS = {UPDATE: UPDATE_LIMITS, OPERAND: OPERAND_LIMITS}  # of kinds that no format judges
 

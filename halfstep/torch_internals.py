@@ -45,10 +45,11 @@ WORKS_WITH = "2.13"
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _NAMES: list[str] = []
+_GONE = object()
 
 
 def _find(path: str) -> Any:
-    """Returns the object at a dotted path; None for an instance attribute that its class only annotates."""
+    """Returns the object at a dotted path, or `_GONE`; None for an instance attribute that its class only annotates."""
     first, *rest = path.split(".")
     found: Any = importlib.import_module(first)
     known = first
@@ -59,22 +60,19 @@ def _find(path: str) -> Any:
         elif inspect.ismodule(found):
             try:
                 found = importlib.import_module(known)
-            except ImportError as error:
-                raise AttributeError(known) from error
+            except ImportError:
+                return _GONE
         elif name in getattr(found, "__annotations__", {}):
             return None
         else:
-            raise AttributeError(known)
+            return _GONE  # no module of halfstep ever sees it: the import ends below
     return found
 
 
 def _name(path: str) -> Any:
-    """Returns the object at a dotted path, None if there is none, and registers the path for the check in `missing`."""
+    """Returns the object at a dotted path, and registers the path for the check in `missing`."""
     _NAMES.append(path)
-    try:
-        return _find(path)
-    except AttributeError:
-        return None  # no module of halfstep ever sees it: the import ends below
+    return _find(path)
 
 
 def _attribute(path: str) -> Any:
@@ -230,8 +228,7 @@ buffers_of: Callable[[nn.Module], dict[str, Tensor | None]] = _attribute("torch.
 modules_of: Callable[[nn.Module], dict[str, nn.Module | None]] = _attribute("torch.nn.Module._modules")
 _STATE = ("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
 state_dict_hooks_of: Callable[[nn.Module], tuple[OrderedDict[int, Any], ...]] = operator.attrgetter(*_STATE)
-for _hooks in _STATE:
-    _name(f"torch.nn.Module.{_hooks}")
+_NAMES += [f"torch.nn.Module.{hooks}" for hooks in _STATE]
 forward_pre_hooks_of: Callable[[nn.Module], MutableMapping[int, Any]] = _attribute("torch.nn.Module._forward_pre_hooks")
 COMPILED = "_orig_mod"  # the name of a module inside the wrapper of torch.compile
 CHECKPOINTED = "_checkpoint_wrapped_module"  # and inside that of torch's checkpoint_wrapper, which Accelerate calls
@@ -389,8 +386,8 @@ _name("torch._C._autograd.SavedTensor.unpack_hook")
 _READY: Any = _name("torch.amp.grad_scaler.OptState.READY")
 _UNSCALED: Any = _name("torch.amp.grad_scaler.OptState.UNSCALED")
 _fresh_optimizer_state: Callable[[], dict[str, Any]] = _name("torch.amp.grad_scaler._refresh_per_optimizer_state")
-for _of_scaler in ("_maybe_opt_step", "_lazy_init_scale_growth_tracker", "_check_scale_growth_tracker"):
-    _name(f"torch.amp.GradScaler.{_of_scaler}")
+_OF_SCALER = ("_maybe_opt_step", "_lazy_init_scale_growth_tracker", "_check_scale_growth_tracker")
+_NAMES += [f"torch.amp.GradScaler.{name}" for name in _OF_SCALER]
 
 
 # torch.compile.
@@ -694,13 +691,7 @@ def onednn_takes_bf16() -> bool:
 
 def missing() -> list[str]:
     """Returns the paths of the private names that this torch lacks."""
-    found = []
-    for path in _NAMES:
-        try:
-            _find(path)
-        except AttributeError:
-            found.append(path)
-    return found
+    return [path for path in _NAMES if _find(path) is _GONE]
 
 
 if _absent := missing():

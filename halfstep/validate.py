@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 from halfstep.errors import PlanError, SetupError
 
 _SHOWN = 80
-_NAMED = 5
 _APEX = ", which is apex's: session = halfstep.initialize(model, optimizer, {!r})"
 _ELSEWHERE = {"level": "plan", "dtype": "low", "keep_batchnorm_fp32": "norms"}  # what other libraries call it
 
@@ -156,8 +155,8 @@ def as_list(value: Any, kind: type, what: str, *, empty: bool = False) -> list[A
     return items
 
 
-def named(names: Iterable[str]) -> str:
+def named(names: Iterable[str], shown: int = 5) -> str:
     """Returns the first few names as text, with the number of further names."""
     names = list(names)
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + more
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return ", ".join(names[:shown]) + more

@@ -215,8 +215,7 @@ def _sweep(asked: Asked, *, json: Path | None, page: Path | None, quiet: bool, p
     stdout().print(sheet_text(sheet))
     write_page(page, sheet)
     _save(plan, [point.result for point in found.points], asked.rows)
-    runs = (run for point in found.points for run in point.result.runs)
-    end(runs, complete=len(found.points) == found.total)
+    end((run for point in found.points for run in point.result.runs), complete=len(found.points) == found.total)
 
 
 def _largest(asked: Asked, limit: int, *, json: Path | None, page: Path | None, quiet: bool) -> None:

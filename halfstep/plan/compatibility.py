@@ -50,28 +50,29 @@ def check_models(models: Sequence[nn.Module], plan: Plan, made_low: Iterable[nn.
     # this plan applies.
     excused = {id(p) for p in made_low}
     for model in models:
-        lazy = [name for name, p in model.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
-        if lazy:
-            raise SetupError(
-                f"parameters have no shape yet: {named(lazy)}; run one batch through the lazy modules before initialize"
-            )
+        by_name = list(model.named_parameters())
+        _refuse(
+            [name for name, p in by_name if isinstance(p, nn.parameter.UninitializedParameter)],
+            "parameters have no shape yet: {}; run one batch through the lazy modules before initialize",
+        )
         if plan.ops == "none":
             continue
-        low = [
-            name
-            for name, p in model.named_parameters()
-            if p.requires_grad and is_narrow(p.dtype) and id(p) not in excused
-        ]
-        if low:
-            raise SetupError(
-                f"trainable parameters are already in low precision: {named(low)}; halfstep makes low weights itself, "
-                "from fp32 ones: call model.float() before halfstep.initialize, and before any fully_shard (frozen "
-                "parameters may stay low)"
-            )
+        _refuse(
+            [name for name, p in by_name if p.requires_grad and is_narrow(p.dtype) and id(p) not in excused],
+            "trainable parameters are already in low precision: {}; halfstep makes low weights itself, from fp32 "
+            "ones: call model.float() before halfstep.initialize, and before any fully_shard (frozen parameters may "
+            "stay low)",
+        )
         if not any(p.is_floating_point() or p.is_complex() for p in model.parameters()):
             raise SetupError(
                 f"{type(model).__name__} has no floating-point parameters; there is nothing to train in low precision"
             )
+
+
+def _refuse(names: Sequence[str], why: str) -> None:
+    """Raises a SetupError about what has these names, if there are any; they stand in place of {}."""
+    if names:
+        raise SetupError(why.replace("{}", named(names)))
 
 
 def loaded_low(models: Sequence[nn.Module], plan: Plan, made_low: Iterable[nn.Parameter]) -> list[nn.Parameter]:
@@ -131,45 +132,34 @@ def check_parameters(optimizers: Sequence[Optimizer], models: Sequence[nn.Module
         return
     trained = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     by_name = [item for model in models for item in model.named_parameters()]
-    older = [name or "the model" for model in models for name, module in model.named_modules() if is_fsdp1(module)]
-    if older:
-        raise SetupError(
-            f"FullyShardedDataParallel (FSDP1) shards {named(older)}, but FSDP1 works only at O0, where the optimizer "
-            f"steps by itself; shard with FSDP2 instead: {FSDP_LINES}"
-        )
-    wrapped = [
-        f"{name} ({type(p).__name__})"
-        for name, p in by_name
-        if id(p) in trained and is_wrapped(p) and not is_sharded(p)
-    ]
-    if wrapped:
-        raise SetupError(
-            f"parameters that have no plain storage cannot be trained at {plan.name}: {named(wrapped)}; use O0, where "
-            "the optimizer steps by itself"
-        )
+    modules = [(name or "the model", module) for model in models for name, module in model.named_modules()]
+    _refuse(
+        [name for name, module in modules if is_fsdp1(module)],
+        "FullyShardedDataParallel (FSDP1) shards {}, but FSDP1 works only at O0, where the optimizer steps by itself; "
+        f"shard with FSDP2 instead: {FSDP_LINES}",
+    )
+    _refuse(
+        [f"{n} ({type(p).__name__})" for n, p in by_name if id(p) in trained and is_wrapped(p) and not is_sharded(p)],
+        f"parameters that have no plain storage cannot be trained at {plan.name}: {{}}; use O0, where the optimizer "
+        "steps by itself",
+    )
     offloading = {id(module) for module in fsdp_modules(models) if offloads(module)}
-    offloaded = [
-        name or "the model" for model in models for name, module in model.named_modules() if id(module) in offloading
-    ]
-    if offloaded:
-        raise SetupError(
-            f"CPUOffloadPolicy offloads sharded modules to the CPU ({named(offloaded)}), where halfstep cannot step "
-            "them yet; leave offload_policy out, as in fully_shard(module, mp_policy=halfstep.fsdp_policy(plan, "
-            "low=...)), or use O0"
-        )
+    _refuse(
+        [name for name, module in modules if id(module) in offloading],
+        "CPUOffloadPolicy offloads sharded modules to the CPU ({}), where halfstep cannot step them yet; leave "
+        "offload_policy out, as in fully_shard(module, mp_policy=halfstep.fsdp_policy(plan, low=...)), or use O0",
+    )
     sharded = [(name, p) for name, p in by_name if is_sharded(p) and id(p) in trained]
-    other = [f"{name} ({p.dtype})" for name, p in sharded if p.is_floating_point() and p.dtype is not torch.float32]
-    if other:
-        raise SetupError(
-            f"sharded parameters are not fp32: {named(other)}; at {plan.name} they are the masters, and mp_policy "
-            f"makes fully_shard gather them in low precision. Call model.float() first, then {FSDP_LINES}"
-        )
-    frozen = [name for name, p in by_name if p.is_inference() and (id(p) in trained or plan.param == "low")]
-    if frozen:
-        raise SetupError(
-            f"parameters were made under torch.inference_mode(): {named(frozen)}; torch cannot train or change such "
-            "tensors. Build the model outside of inference_mode (running it inside is fine)"
-        )
+    _refuse(
+        [f"{name} ({p.dtype})" for name, p in sharded if p.is_floating_point() and p.dtype is not torch.float32],
+        f"sharded parameters are not fp32: {{}}; at {plan.name} they are the masters, and mp_policy makes fully_shard "
+        f"gather them in low precision. Call model.float() first, then {FSDP_LINES}",
+    )
+    _refuse(
+        [name for name, p in by_name if p.is_inference() and (id(p) in trained or plan.param == "low")],
+        "parameters were made under torch.inference_mode(): {}; torch cannot train or change such tensors. Build the "
+        "model outside of inference_mode (running it inside is fine)",
+    )
 
 
 def check_closures(optimizers: Sequence[Optimizer], plan: Plan) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 from halfstep.edits import TYPE_PREFIX, Rule
 from halfstep.errors import PlanError
 from halfstep.torch_internals import CHECKPOINTED, COMPILED, BatchNormBase, buffers_of, compiled_module, parameters_of
-from halfstep.validate import near_miss
+from halfstep.validate import named, near_miss
 
 NormKind = Literal["torch", "own"]
 
@@ -136,9 +136,8 @@ def nearest(rule: Rule, sites: Iterable[Site]) -> str:
     return near_miss(rule.pattern, names) or f"; the model has the modules {_some(names)}"
 
 
-def _some(names: Sequence[str], shown: int = 8) -> str:
-    more = f" and {len(names) - shown} more" if len(names) > shown else ""
-    return (", ".join(map(repr, names[:shown])) or "none") + more
+def _some(names: Sequence[str]) -> str:
+    return named(map(repr, names), 8) or "none"
 
 
 def unwrap(model: nn.Module) -> nn.Module:

@@ -225,8 +225,7 @@ def _assign(
     ]
     if plan.products == "plan":
         return formats
-    asked = [decided[site.name].policy.products for site in sites]
-    chosen = choose_products(plan, sites, formats, asked)
+    chosen = choose_products(plan, sites, formats, [decided[site.name].policy.products for site in sites])
     return [replace(each, products=how) for each, how in zip(formats, chosen, strict=True)]
 
 
@@ -369,8 +368,7 @@ def _own_fp32(module: nn.Module, fp32: Container[int]) -> list[tuple[str, nn.Par
 
 
 def _check_borrowed(path: str, decision: _Decision, parent: str, owner: nn.Module, caller: _Decision | None) -> None:
-    leaf = path.rpartition(".")[2]
-    borrowed = any(isinstance(owner, kind) and leaf == child for kind, child in BORROWED)
+    borrowed = any(isinstance(owner, kind) and path.rpartition(".")[2] == child for kind, child in BORROWED)
     if borrowed and caller is not None and decision.enters_from(caller):
         raise PlanError(
             f"{decision.reason} covers {path!r}, but {type(owner).__name__} {parent!r} never calls that module: it "

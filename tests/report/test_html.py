@@ -12,9 +12,9 @@ import halfstep.explain.report.html
 import halfstep.explain.report.page
 from docs.browser import Browser, find_browser
 from halfstep import FULL, Rule
-from halfstep.explain.report.async_reader import COLUMNS
 from halfstep.explain.report.html import page_html
 from halfstep.explain.report.run import read_log
+from halfstep.later import COLUMNS
 from halfstep.records import Finding, Verdict
 from tests.report.logs import START, seen, step, write
 

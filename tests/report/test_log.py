@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 import halfstep
 import halfstep.explain.report.log
 from halfstep.errors import LogError
-from halfstep.explain.report.async_reader import AsyncReader
 from halfstep.explain.report.lines import Event, decode, encode
 from halfstep.explain.report.log import RunLog
 from halfstep.explain.report.run import read_log
+from halfstep.later import AsyncReader
 from halfstep.records import Finding, Observation, OpCall, StepRecord, StepValues, Verdict
 from tests.contracts.cases import backward_and_step
 from tests.report import logs

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from halfstep.explain.diagnose.cures import scaling_cure, untried_cure
+from halfstep.explain.diagnose.cures import lower_scales, scaling_cure, untried_cure
 from halfstep.explain.diagnose.diagnosis import Diagnosis
 from halfstep.explain.diagnose.rehearsal import Rehearsal, check_given, rehearsing
 from halfstep.explain.diagnose.search import Run, Search, absorbed_findings, first_run, passes_at, tried
@@ -73,10 +73,7 @@ def _verdict(rehearsal: Rehearsal, last: StepFacts, tell: Callable[[Finding], No
         return say(run.found, plan, (), scale=scale)
     found, lower = replace(run.found, first_loss=last.first_loss), run.lower
     if lower is None and found.may_be_scale and not math.isfinite(run.loss):
-        at = scale
-        while lower is None and at > 1:
-            at = max(at / 2, 1.0)
-            lower = at if passes_at(rehearsal, at) else None
+        lower = next((at for at in lower_scales(scale, 1.0) if passes_at(rehearsal, at)), None)
     if lower is not None and rehearsal.inputs.same:
         found = replace(found, kind=Kind.SCALE_TOO_HIGH, lower_scale=lower)
         return say(found, plan, scaling_cure(plan.scale, lower), scale=scale)
@@ -148,11 +145,9 @@ def _try_cures(rehearsal: Rehearsal, run: Run, scale: float) -> Verdict | None:
     if cure is None and found.may_be_scale and rehearsal.plan.ops != "none":
         rehearsal.rewind()
         lower = first_run(rehearsal, min(scale, 1.0), least=LEAST).lower
-    else:
-        lower = None
-    if lower is not None:
-        found = replace(found, kind=Kind.SCALE_TOO_HIGH, lower_scale=lower)
-        return say(found, rehearsal.plan, scaling_cure(rehearsal.plan.scale, lower), scale=scale)
+        if lower is not None:
+            found = replace(found, kind=Kind.SCALE_TOO_HIGH, lower_scale=lower)
+            return say(found, rehearsal.plan, scaling_cure(rehearsal.plan.scale, lower), scale=scale)
     if cure is None or not cure.has_room:
         whole = search.whole(found)
         cure = whole if cure is None or (whole is not None and whole.has_room) else cure

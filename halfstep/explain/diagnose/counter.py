@@ -139,5 +139,4 @@ def _numbers(steps: Sequence[_Step], device: torch.device) -> list[Tensor]:
 
 def _number(t: Tensor) -> float:
     """Returns the value of a 0-dim bool or fp32 tensor on the host, read from memory without a torch operation."""
-    kind = c_bool if t.dtype is torch.bool else c_float
-    return float(kind.from_address(t.data_ptr()).value)
+    return float((c_bool if t.dtype is torch.bool else c_float).from_address(t.data_ptr()).value)

@@ -133,6 +133,13 @@ def untried_cure(plan: Plan, found: Diagnosis, roots: Sequence[nn.Module]) -> tu
     return ()
 
 
+def lower_scales(scale: float, least: float) -> Iterator[float]:
+    """Yields half of a loss scale, a quarter, and so on down to `least`."""
+    while scale > least:
+        scale = max(scale / 2, least)
+        yield scale
+
+
 def scaling_cure(scaling: Scaling, lower: float, *, estimated: bool = False) -> tuple[Edit, ...]:
     """Returns an edit that replaces a scaling whose loss scale was too high."""
     # `lower` is a loss scale at which all gradients are finite, or, with `estimated`, one that may be low enough. In

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from halfstep.edits import spell
 from halfstep.explain.diagnose.blame import LEAST, NOT_SEEN
 from halfstep.explain.diagnose.counter import LONGEST_GAP, WINDOW, Counter, Watched
-from halfstep.explain.diagnose.cures import scaling_cure, untried_cure
+from halfstep.explain.diagnose.cures import lower_scales, scaling_cure, untried_cure
 from halfstep.explain.diagnose.diagnosis import Diagnosis, diagnose, find_origin
 from halfstep.explain.diagnose.growth import degree, outgrown, sizes_of
 from halfstep.explain.diagnose.words import of_another, say
@@ -358,9 +358,7 @@ def _lower_scale(found: Diagnosis, low: Format, scale: float) -> tuple[bool, flo
         return False, None
     if found.exact is None:
         return True, None
-    lower = scale
-    while lower > LEAST:
-        lower = max(lower / 2, LEAST)
+    for lower in lower_scales(scale, LEAST):
         if found.exact * (lower / scale) ** power <= low.max:  # it is proportional to a power of the scale
             return True, lower
     return False, None

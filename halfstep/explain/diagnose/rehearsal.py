@@ -232,7 +232,8 @@ def _standing_in(models: Sequence[nn.Module], twins: Sequence[nn.Module]) -> Ite
         for own, twin in pairs:
             stack.callback(give_attributes, own, attributes(own))
             for name, param in parameters_of(own).items():
-                stack.callback(_share_hooks(param, parameters_of(twin).get(name)))
+                for remove in _share_hooks(param, parameters_of(twin).get(name)):
+                    stack.callback(remove)
         stack.callback(put_in_place((own, partial(calls.run, twin)) for own, twin in pairs))
         yield
 
@@ -259,11 +260,9 @@ class _Calls:
                 give_attributes(own, attributes(own) | new)
 
 
-def _share_hooks(param: nn.Parameter | None, twin: nn.Parameter | None) -> Callable[[], None]:
+def _share_hooks(param: nn.Parameter | None, twin: nn.Parameter | None) -> Iterator[Callable[[], None]]:
+    """Puts a parameter's hooks on its copy too, and yields what removes each."""
     hooks = None if param is None else hooks_of(param)
-    if not hooks or twin is None or hooks_of(twin):  # hooks on the twin: shared by two modules and already done
-        return lambda: None
-    with ExitStack() as stack:
+    if hooks and twin is not None and not hooks_of(twin):  # else shared by two modules and already done
         for hook in list(hooks.values()):
-            stack.callback(twin.register_hook(hook).remove)  # type: ignore[no-untyped-call]
-        return stack.pop_all().close
+            yield twin.register_hook(hook).remove  # type: ignore[no-untyped-call]

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from operator import setitem
 from typing import Any
 
 import numpy
@@ -34,14 +35,17 @@ def untouched(roots: Sequence[nn.Module], params: Sequence[nn.Parameter]) -> Ite
     DistributedDataParallel wrapper go to the wrapped module, since other processes would mistake a broadcast or a
     reduction for part of their next step.
     """
-    state = _State(roots, params)
+    rewind = _rewinding(roots, params)
     with ExitStack() as stack:
         for param in params:
-            stack.callback(_without_hooks(param))
-        stack.callback(state.finish)
+            if hooks := post_accumulate_hooks_of(param):
+                stack.callback(hooks.update, dict(hooks))
+                hooks.clear()
+            stack.callback(setattr, param, "grad", param.grad)
+        stack.callback(rewind)
         stack.callback(put_in_place((wrapper, partial(_locally, wrapper)) for wrapper in wrappers_of(roots)))
-        state.rewind()
-        yield state.rewind
+        rewind()
+        yield rewind
 
 
 def _locally(wrapper: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
@@ -51,46 +55,40 @@ def _locally(wrapper: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any
     return wrapper.module(*args, **kwargs)
 
 
-class _State:
-    def __init__(self, roots: Sequence[nn.Module], params: Sequence[nn.Parameter]) -> None:
-        modules = {id(module): module for root in roots for module in root.modules()}
-        self._buffers = [(m, name, b) for m in modules.values() for name, b in buffers_of(m).items() if b is not None]
-        tensors = [b for _, _, b in self._buffers] + [p for root in roots for p in root.parameters()]
-        distinct = {id(t): t for t in tensors if not t.is_meta and t.layout is torch.strided}
-        self._values = [(t, t.detach().clone()) for t in distinct.values()]
-        self._attributes = [(m, attributes(m)) for m in modules.values()]
-        reached = _reached(value for _, own in self._attributes for value in own.values())
-        self._contents = [(each, copy.copy(each)) for each in reached if isinstance(each, CONTAINERS)]
-        self._generators = [put_back for each in reached if (put_back := _state_of(each)) is not None]
-        kept = [t for t in reached if is_readable(t) and not (isinstance(t, nn.Parameter) or t.is_inference())]
-        self._written = [(t, version_of(t), t.detach().clone()) for t in kept if t.numel() <= _KEPT]
-        self._grads = [(p, p.grad) for p in params]
-        self._random = random_state_now()
+def _rewinding(roots: Sequence[nn.Module], params: Sequence[nn.Parameter]) -> Callable[[], None]:
+    """Returns a function that puts back the state of this moment, in this order, and clears the gradients."""
+    modules = {id(module): module for root in roots for module in root.modules()}.values()
+    owned = [(module, attributes(module)) for module in modules]
+    buffers = [(buffers_of(m), name, b) for m in modules for name, b in buffers_of(m).items() if b is not None]
+    tensors = [b for _, _, b in buffers] + [p for root in roots for p in root.parameters()]
+    distinct = {id(t): t for t in tensors if not t.is_meta and t.layout is torch.strided}
+    reached = _reached(value for _, own in owned for value in own.values())
+    kept = [t for t in reached if is_readable(t) and not (isinstance(t, nn.Parameter) or t.is_inference())]
+    undo: list[Callable[[], object]] = [
+        *(partial(give_attributes, *each) for each in owned),
+        *(partial(_put_back, each, copy.copy(each)) for each in reached if isinstance(each, CONTAINERS)),
+        *(partial(_unwrite, t, t.detach().clone(), version_of(t)) for t in kept if t.numel() <= _KEPT),
+        *(partial(setitem, *each) for each in buffers),
+        *(partial(_unwrite, t, t.detach().clone()) for t in distinct.values()),
+        *(partial(setattr, param, "grad", None) for param in params),
+        random_state_now(),
+        *filter(None, map(_state_of, reached)),
+    ]
 
-    def rewind(self) -> None:
-        """Restores the initial buffers, weights, attributes and random state, and clears the gradients."""
-        for module, own in self._attributes:
-            give_attributes(module, own)
-        for container, contents in self._contents:
-            _put_back(container, contents)
-        for tensor, version, value in self._written:
-            if version_of(tensor) != version:
-                tensor.data.copy_(value)
-        for module, name, buffer in self._buffers:
-            buffers_of(module)[name] = buffer
-        for tensor, value in self._values:
-            if tensor.is_floating_point() or tensor.is_complex() or not torch.equal(tensor.detach(), value):
-                tensor.data.copy_(value)  # through .data: a raised version count would look like a change by the user
-        for param, _ in self._grads:
-            param.grad = None
-        self._random()
-        for put_back in self._generators:
-            put_back()
+    def rewind() -> None:
+        for each in undo:
+            each()
 
-    def finish(self) -> None:
-        self.rewind()
-        for param, grad in self._grads:
-            param.grad = grad
+    return rewind
+
+
+def _unwrite(tensor: Tensor, value: Tensor, version: int | None = None) -> None:
+    """Copies a value back into a tensor, if it was written to; without a `version`, if it may have been."""
+    changed = version_of(tensor) != version
+    if version is None and not (tensor.is_floating_point() or tensor.is_complex()):
+        changed = not torch.equal(tensor.detach(), value)
+    if changed:
+        tensor.data.copy_(value)  # through .data: a raised version count would look like a change by the user
 
 
 def attributes(module: nn.Module) -> dict[str, Any]:
@@ -126,15 +124,6 @@ def give_attributes(module: nn.Module, own: Mapping[str, Any]) -> None:
     for name in attributes(module).keys() - own.keys():
         del module.__dict__[name]
     module.__dict__.update(own)
-
-
-def _without_hooks(param: nn.Parameter) -> Callable[[], None]:
-    hooks = post_accumulate_hooks_of(param)
-    if not hooks:
-        return lambda: None
-    kept = dict(hooks)
-    hooks.clear()
-    return lambda: hooks.update(kept)
 
 
 def is_readable(value: Any) -> bool:

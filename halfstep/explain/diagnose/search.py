@@ -19,6 +19,7 @@ from halfstep.explain.diagnose.cures import (
     edited,
     is_op,
     is_whole,
+    lower_scales,
     narrow_candidates,
     rules_around,
     with_edits,
@@ -69,6 +70,7 @@ class Run:
     scale: float  # the loss scale at which the run failed, or passed
     lower: float | None = None  # a lower scale at which all is finite, if the run failed and one was found
     has_room: bool = True  # False: values come so close to their formats' limits that the next batch may overflow
+    edits: tuple[Edit, ...] = ()  # with which it ran, as a cure
 
     @property
     def met_data(self) -> bool:
@@ -95,9 +97,7 @@ def first_run(rehearsal: Rehearsal, scale: float, *, least: float = 1.0, recorde
     run = Run(float(loss.detach()), recorder, found, scale)
     if found is None or not found.may_be_scale or not finite:
         return run
-    lower = scale
-    while lower > least:
-        lower = max(lower / 2, least)
+    for lower in lower_scales(scale, least):
         if is_finite_at(rehearsal, loss, lower):
             return replace(run, lower=lower)
     if scale <= least:
@@ -165,15 +165,6 @@ class CastRecorder(OpRecorder):
                 self.largest = max(self.largest, span[1], below)
 
 
-@dataclass(frozen=True)
-class _Cure:
-    """Edits under which all numbers are finite, the loss under them, and whether the formats leave room to spare."""
-
-    edits: tuple[Edit, ...]
-    loss: float
-    has_room: bool
-
-
 @dataclass
 class Search:
     """Searches for edits under which the closure's numbers are finite, the smallest changes first.
@@ -186,18 +177,18 @@ class Search:
     full_loss: float  # in fp32, to which the loss under the edits must be close
     left: int = _TRIES  # how many more edits may be tried
 
-    def narrow(self, found: Diagnosis) -> _Cure | None:
+    def narrow(self, found: Diagnosis) -> Run | None:
         """Returns edits that cure the failure and leave part of the model low, or None."""
         return self._within(found, (), _FAULTS)
 
-    def whole(self, found: Diagnosis) -> _Cure | None:
+    def whole(self, found: Diagnosis) -> Run | None:
         """Returns the edit that keeps the whole model full, if it cures the failure; otherwise None."""
         run = self._run(WHOLE) if WHOLE in candidates(self.rehearsal.plan, found, self.rehearsal.roots) else None
         return None if run is None or run.found is not None else self._cure(WHOLE, run)
 
-    def _within(self, found: Diagnosis, kept: tuple[Edit, ...], faults: int) -> _Cure | None:
+    def _within(self, found: Diagnosis, kept: tuple[Edit, ...], faults: int) -> Run | None:
         moved: tuple[tuple[Edit, ...], Diagnosis] | None = None
-        tight: _Cure | None = None
+        tight: Run | None = None
         for more in narrow_candidates(self.rehearsal.plan, found, self.rehearsal.roots):
             edits = with_edits(kept, more)
             run = None if is_whole(edits) else self._run(edits)
@@ -215,10 +206,10 @@ class Search:
             return tight
         return self._within(moved[1], moved[0], faults - 1)
 
-    def _cure(self, edits: tuple[Edit, ...], run: Run) -> _Cure:
-        """Returns a `_Cure` with these edits and what their `run` showed."""
+    def _cure(self, edits: tuple[Edit, ...], run: Run) -> Run:
+        """Returns a run with the edits of which it shows that they cure."""
         scaled = edits if run.lower is None else (*edits, replace(self.rehearsal.plan.scale, init=run.lower))
-        return _Cure(scaled, run.loss, run.has_room)
+        return replace(run, edits=scaled)
 
     def _run(self, edits: tuple[Edit, ...]) -> Run | None:
         self.left -= 1

@@ -69,8 +69,8 @@ def is_comparable(low: Any, exact: Any) -> bool:
 
 def has_code(module: nn.Module) -> bool:
     """Tells whether a module has a forward of its own, which does more than calling parts one after the other."""
-    own = getattr(plain_class(type(module)), "forward", None)
-    return own not in (nn.Sequential.forward, nn.Module.forward)
+    forward = getattr(plain_class(type(module)), "forward", None)
+    return forward not in (nn.Sequential.forward, nn.Module.forward)
 
 
 def worst_element(low: Tensor, exact: Tensor) -> tuple[float, float]:

@@ -15,6 +15,7 @@ from halfstep.kinds import Kind
 from halfstep.plan.plan import Plan
 from halfstep.records import AFTER_BACKWARD, OpCall, Verdict, called, module_words
 from halfstep.train.cast.gate import INSIDE
+from halfstep.validate import named
 
 _HINT = re.compile(rf" \(\w+: {re.escape(INSIDE)}\)")  # to make a check
 _BUFFER = (
@@ -55,8 +56,7 @@ _NO_VALUE = (
 
 def of_another(processes: Sequence[int]) -> Verdict:
     """Returns the verdict for a process that found nothing itself, when the processes numbered `processes` did."""
-    who = ", ".join(map(str, processes))
-    evidence = f"the fault is in the step of process {who}; all processes skip that step"
+    evidence = f"the fault is in the step of process {', '.join(map(str, processes))}; all processes skip that step"
     return Verdict("", "all_reduce", "backward", Kind.ANOTHER_PROCESS, None, (), evidence, Kind.ANOTHER_PROCESS.advice)
 
 
@@ -165,8 +165,7 @@ def _place(found: Diagnosis) -> str:
 
 def _seen(found: Diagnosis) -> str:
     if found.names:
-        more = f" and {len(found.names) - 3} more" if len(found.names) > 3 else ""
-        return f"the gradients of {', '.join(found.names[:3])}{more} were not finite when the backward pass began"
+        return f"the gradients of {named(found.names, 3)} were not finite when the backward pass began"
     if found.leaf is not None:
         leaf = found.leaf
         if leaf.kind == OTHERS:

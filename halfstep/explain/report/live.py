@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.text import Text
 
 from halfstep.errors import LogError
-from halfstep.explain.report.async_reader import COLUMNS, AsyncReader
+from halfstep.later import COLUMNS, AsyncReader
 from halfstep.records import Finding, Observation, SessionStart, StepRecord, StepValues, Verdict, absorbed_finding
 
 SPEED_OVER = 50  # steps

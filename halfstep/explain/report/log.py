@@ -6,14 +6,16 @@ import logging
 import os
 import time
 import weakref
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
+from itertools import chain
 from pathlib import Path
 
 import torch
 
 from halfstep.errors import LogError
-from halfstep.explain.report.async_reader import AsyncReader
 from halfstep.explain.report.lines import SCHEMA, START_BYTES, End, Event, Line, SessionLine, Start, check_start, encode
+from halfstep.later import AsyncReader
 from halfstep.machine import read_machine
 from halfstep.records import Finding, Observation, SessionStart, StepRecord, Verdict
 from halfstep.version import __version__
@@ -47,7 +49,7 @@ class RunLog(AbstractContextManager["RunLog"]):
             raise
         except (OSError, ValueError) as error:
             raise LogError(f"{self.path} cannot be written: {reason(error)}; name another file") from None
-        self._write(Start(SCHEMA, _now(), __version__, str(torch.__version__)))
+        self._file.write([Start(SCHEMA, _now(), __version__, str(torch.__version__))])
         self._finish = weakref.finalize(self, _finish, self._steps, self._file)
 
     def __call__(self, record: StepRecord) -> None:
@@ -56,11 +58,12 @@ class RunLog(AbstractContextManager["RunLog"]):
             raise LogError(_not_a_record(record))
         self._last = record.step
         self._steps.add(record)
-        self._write_steps()
+        self._file.write(self._steps.ready())
 
     def record(self, record: SessionStart | Observation | Verdict | Finding) -> None:
         """Logs a record that is not a StepRecord; verdicts and findings are stored with the number of the last step."""
-        self._write_steps()  # what is of a step comes after the step, by which a reader knows that a run went back
+        # What is of a step comes after the step, by which a reader knows that a run went back.
+        self._file.write(self._steps.ready())
         match record:
             case SessionStart(plan, device, emulated, modules, process):
                 if self._has_session:
@@ -68,29 +71,22 @@ class RunLog(AbstractContextManager["RunLog"]):
                         f"this RunLog of {self.path} already has a session; give each session its own RunLog"
                     )
                 self._has_session = True
-                self._write(SessionLine(_now(), plan, emulated, modules, read_machine(torch.device(device)), process))
+                machine = read_machine(torch.device(device))
+                self._file.write([SessionLine(_now(), plan, emulated, modules, machine, process)])
             case Observation():
-                self._write(record)
+                self._file.write([record])
             case Verdict() | Finding():
-                self._write(Event(self._last, record))
+                self._file.write([Event(self._last, record)])
             case _:
                 raise LogError(_not_a_record(record))
 
     def flush(self) -> None:
         """Writes the steps that are not yet written, waiting for the device."""
-        for values in self._steps.rest():
-            self._write(values)
+        self._file.write(self._steps.rest())
 
     def close(self) -> None:
         """Writes the remaining steps and closes the file; idempotent."""
         self._finish()
-
-    def _write_steps(self) -> None:
-        for values in self._steps.ready():
-            self._write(values)
-
-    def _write(self, line: Line) -> None:
-        self._file.write(encode(line))
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None and self._finish.detach() is not None:
@@ -113,19 +109,20 @@ class _File:
         self._path = path
         self._told = False
         if cut:  # the process before was killed within a line: ours must not become part of it
-            self.write(b"\n")
+            self._file.write(b"\n")
 
-    def write(self, line: bytes) -> None:
-        """Appends a line; if that fails, for example because the disk is full, the log ends and training goes on."""
-        if self._file.closed:
-            self._tell("is closed")
-            return
-        try:
-            while line:
-                line = line[self._file.write(line) :]
-        except OSError as error:
-            self._tell(f"can no longer be written ({error.strerror})")
-            self._file.close()
+    def write(self, lines: Iterable[Line]) -> None:
+        """Appends lines; if that fails, for example because the disk is full, the log ends and training goes on."""
+        for line in map(encode, lines):
+            if self._file.closed:
+                self._tell("is closed")
+                return
+            try:
+                while line:
+                    line = line[self._file.write(line) :]
+            except OSError as error:
+                self._tell(f"can no longer be written ({error.strerror})")
+                self._file.close()
 
     def _tell(self, what: str) -> None:
         if not self._told:
@@ -156,9 +153,7 @@ def reason(error: OSError | ValueError) -> str:
 
 
 def _finish(steps: AsyncReader, file: _File, error: str | None = None) -> None:
-    for values in steps.rest():
-        file.write(encode(values))
-    file.write(encode(End(_now(), error)))
+    file.write(chain(steps.rest(), [End(_now(), error)]))
     file.close()
 
 

@@ -6,9 +6,9 @@ import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 
-from halfstep.explain.report.async_reader import COLUMNS, FLAGS, AsyncReader
 from halfstep.explain.report.log import reason
 from halfstep.formats import FORMATS, FP16, Format
+from halfstep.later import COLUMNS, FLAGS, AsyncReader
 from halfstep.records import (
     BIAS,
     LIMITS,
@@ -56,15 +56,12 @@ class NumbersSink(AbstractContextManager["NumbersSink"]):
             case SessionStart():
                 self._low = FORMATS.get(str(record.plan.get("low")), FP16)
             case Observation() if record.absorbed is not None:
-                text = str(absorbed_finding(record))
-                self._use(lambda: self.write_text("finding", text, record.step))
+                self._use(self.write_text, "finding", str(absorbed_finding(record)), record.step)
             case Observation():
-                numbers = shares_of(record, self._low)
-                self._use(lambda: self.write_numbers(numbers, record.step, None))
-                self._use(lambda: self.write_observation(record))
+                self._use(self.write_numbers, shares_of(record, self._low), record.step, None)
+                self._use(self.write_observation, record)
             case Verdict() | Finding():
-                name = type(record).__name__.lower()
-                self._use(lambda: self.write_text(name, str(record), self._last))
+                self._use(self.write_text, type(record).__name__.lower(), str(record), self._last)
 
     def close(self) -> None:
         """Writes what is left, waiting for the device, and calls `finish`; idempotent."""
@@ -88,14 +85,14 @@ class NumbersSink(AbstractContextManager["NumbersSink"]):
     def _write_step(self, values: StepValues) -> None:
         found = {f"halfstep/{name}": getattr(values, name) for name in (*COLUMNS, *FLAGS)}
         numbers = {name: float(value) for name, value in found.items() if value is not None}
-        self._use(lambda: self.write_numbers(numbers, values.step, values.time))
+        self._use(self.write_numbers, numbers, values.step, values.time)
 
-    def _use(self, write: Callable[[], object]) -> None:
+    def _use(self, write: Callable[..., object], *given: object) -> None:
         """Calls `write`; if it fails (full disk, lost server), logging ends with a warning and training goes on."""
         if self._failed:
             return
         try:
-            write()
+            write(*given)
         except self.errors as error:
             self._failed = True
             why = reason(error) if isinstance(error, OSError) else error

@@ -17,12 +17,12 @@ import torch
 
 from halfstep.edits import Edit, spell
 from halfstep.errors import HalfstepError, LogError
-from halfstep.explain.report.async_reader import COLUMNS
 from halfstep.explain.report.gather import FIRST, MEASURES, MODEL, AbsorbedAt, Gathered, PrecisionOf, Sums, gather
 from halfstep.explain.report.headline import GRADIENTS, Headline, headline
 from halfstep.explain.report.lines import Event
 from halfstep.explain.report.run import Run, shown
 from halfstep.formats import FORMATS, FP16, NARROW, Format, as_format
+from halfstep.later import COLUMNS
 from halfstep.plan.io import from_dict
 from halfstep.records import (
     ABSORBED_SAMPLE,
@@ -149,13 +149,11 @@ def _line(name: str, steps: Sequence[StepValues]) -> dict[str, Any]:
     """Returns the line of the field `name` over the steps, as points `x` and `y` for JavaScript."""
     given = [(values.step, value) for values in steps if (value := getattr(values, name)) is not None]
     number, value = (np.array(column, dtype=np.float64) for column in (zip(*given, strict=True) if given else ((), ())))
-    finite = np.isfinite(value)
     places = thin(value)
     if name == "scale" and len(value):  # constant between its changes
         places = np.unique([0, *np.flatnonzero(np.diff(value)) + 1, len(value) - 1])
         places = places[thin(value[places])]
-    drawn = np.where(finite, value, np.nan)[places]
-    return {"x": _packed(number[places]), "y": _packed(drawn)}
+    return {"x": _packed(number[places]), "y": _packed(np.where(np.isfinite(value), value, np.nan)[places])}
 
 
 def _some(steps: Sequence[float], points: int = POINTS // 2) -> list[int]:
@@ -168,8 +166,7 @@ def _shift(steps: Sequence[StepValues]) -> int:
     # The last scale would not do: a failing run ends with lower and lower scales.
     made = [values.scale for values in steps if 0 < values.scale < math.inf and not values.skipped]
     tried = [values.scale for values in steps if 0 < values.scale < math.inf] or [1.0]
-    count = Counter(reversed(made or tried[-1:]))
-    return round(math.log2(count.most_common(1)[0][0]))
+    return round(math.log2(Counter(reversed(made or tried[-1:])).most_common(1)[0][0]))
 
 
 def _focus(gathered: Gathered, event: Event | None) -> dict[str, Any] | None:
@@ -187,8 +184,8 @@ def _focus(gathered: Gathered, event: Event | None) -> dict[str, Any] | None:
 
 
 def _saturated(sums: Sums, module: str | None) -> bool:
-    at = MEASURES.index("saturated")
-    return module is not None and bool(sums.shares[sums.modules.index(module), :, at].any())
+    shares = () if module is None else sums.shares[sums.modules.index(module), :, MEASURES.index("saturated")]
+    return bool(np.any(shares))
 
 
 def _nearest(name: str, modules: Sequence[str]) -> tuple[int, str | None]:

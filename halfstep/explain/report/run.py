@@ -251,8 +251,7 @@ def rows_of(runs: Sequence[Run]) -> tuple[ProcessRow, ...]:
         if number in rows:
             both = f"{rows[number].run.path} and {run.path}"
             raise LogError(f"{both} are both of process {number}; pass one log of each process of a run")
-        overflow = min(_overflows(run), key=lambda seen: seen[0], default=None)
-        rows[number] = ProcessRow(number, run, overflow)
+        rows[number] = ProcessRow(number, run, min(_overflows(run), key=lambda seen: seen[0], default=None))
     return tuple(rows[number] for number in sorted(rows))
 
 

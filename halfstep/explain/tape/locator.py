@@ -67,7 +67,8 @@ class Locator:
         classes = {id(type(module)): type(module) for root in roots for module in root.modules()}.values()
         defined = [each for c in classes for base in c.__mro__ if base is not nn.Module for each in vars(base).values()]
         methods = [unwrap_function(each) for each in defined if isinstance(each, FunctionType)]
-        self._methods = {each.__code__ for each in methods if isinstance(each, FunctionType)}
+        codes = [each.__code__ for each in methods if isinstance(each, FunctionType)]
+        self._methods = {id(code): code for code in codes}  # to hash a code object takes long
         files = {getattr(sys.modules.get(each.__module__), "__file__", None) or "" for each in classes}
         self._files = {path for path in files if path.startswith(OURS)}  # of workloads, whose code counts as user code
         for number, root in enumerate(map(unwrap, roots)):
@@ -143,7 +144,7 @@ class Locator:
     def _running_in(self, frame: FrameType) -> tuple[str, weakref.ref[nn.Module]] | None:
         """Returns the module whose method runs in a frame; the method may call it something else than `self`."""
         first = frame.f_code.co_varnames[:1]
-        if first and frame.f_code in self._methods:
+        if first and id(frame.f_code) in self._methods:
             return self._modules.get(id(frame.f_locals.get(first[0])))
         return self._of(frame, first)
 

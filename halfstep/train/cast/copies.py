@@ -18,6 +18,7 @@ from halfstep.torch_internals import state_dict_hooks_of, tree_leaves
 from halfstep.train.cast.gate import Gate
 
 GATE = "_halfstep_gate"
+_TORCHS = frozenset(vars(nn.Module()))
 _PICKLED = "_halfstep_pickled"  # by which thread, from the reduction of a module until the pickler looks at its class
 STAND_IN = "_halfstep_stand_in"
 BASE = "_halfstep_base"
@@ -63,7 +64,9 @@ def deep_copy_of(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
         return own(self, memo)  # type: ignore[no-any-return]
     twin = self.__class__.__new__(self.__class__)
     memo[id(self)] = twin
-    twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+    for name, value in [*vars(self).items()]:
+        empty = name in _TORCHS and type(value) in (dict, OrderedDict) and not value  # of hooks: ten in each module
+        twin.__dict__[name] = type(value)() if empty else copy.deepcopy(value, memo)
     gate: Gate | None = self.__dict__.get(GATE)
     if gate is not None:
         gate.copies.add(twin)
