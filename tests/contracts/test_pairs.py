@@ -101,8 +101,8 @@ def loss_of(model, row, rank, share):
 def in_fp32(row, skips):
     """Returns the losses of each process where one plain loop in fp32 has all batches, and skips the same steps."""
     net, optimizer = made()
-    if row["level"] == "O0":
-        get_state_dict(net, optimizer)  # torch's makes a step with gradients of 0 first, which sessions leave out
+    if (row["level"], row["moments"]) == ("O0", "full"):
+        get_state_dict(net, optimizer)  # torch's makes a step with gradients of 0 first, which halfstep's leave out
     losses = []
     for skipped in skips:
         optimizer.zero_grad()
