@@ -30,7 +30,7 @@ from halfstep.formats import as_format, is_low
 from halfstep.later import is_capturing
 from halfstep.modes import OpMode, put_on_top
 from halfstep.records import ABSORBED, AbsorbedOverflow, Observation
-from halfstep.torch_internals import StorageWeakRef, TorchDispatchMode, in_backward, schema_of, storage_identity
+from halfstep.torch_internals import StorageWeakRef, TorchDispatchMode, in_backward, storage_identity
 from halfstep.train.probe.hooks import readable
 from halfstep.train.probe.rows import measure
 
@@ -135,8 +135,7 @@ class OverflowTrail(Generic[T]):
         given: Sequence[Tensor],
         here: Callable[[], T],
     ) -> Any:
-        is_made = is_view(func) or is_uninitialised(func) or is_collective(func)
-        if is_made or ((self._shadows or schema_of(func).is_mutable) and not all(map(is_plain, given))):
+        if is_view(func) or is_uninitialised(func) or is_collective(func) or not all(map(is_plain, given)):
             return compute(func, args, kwargs)
         trails = [shadow for t in given if (shadow := self._shadow(t)) is not None and shadow.reaches(t)]
         changing = {_memory(t) for t in written(func, args, kwargs)}
@@ -144,8 +143,7 @@ class OverflowTrail(Generic[T]):
         exact = {id(t): shadow.of(t) for t in given if (shadow := self._shadow(t)) is not None}
         result = compute(func, args, kwargs)
         outputs = _floats(func, args, kwargs, result)
-        made = any(is_low(out.dtype) and nonfinite(out) is not None for out in outputs)
-        if trails or (made and all(map(is_plain, given))):
+        if trails or any(is_low(out.dtype) and nonfinite(out) is not None for out in outputs):
             wide = self._again(func, args, kwargs, before | exact)
             if len(wide) == len(outputs):
                 self._follow(outputs, wide, trails, here, lambda: self._again(func, args, kwargs, before))
