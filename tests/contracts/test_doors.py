@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import halfstep
 from halfstep import FULL, LOW, Rule
 from halfstep.train.cast.enter import put_in_place
+from halfstep.train.optim.masters import MasterStore
 from tests.contracts.cases import mixed_plans
 
 F = nn.functional
@@ -150,8 +151,9 @@ def test_copies_are_made_once_whatever_the_depth(name, monkeypatch):
         model = nn.Sequential(model)
     session = halfstep.initialize(model, None, name, low="bf16")
     copied = []
-    clone = torch.Tensor.clone
+    clone, full = torch.Tensor.clone, MasterStore.full
     monkeypatch.setattr(torch.Tensor, "clone", lambda self, *a, **k: copied.append(1) or clone(self, *a, **k))
+    monkeypatch.setattr(MasterStore, "full", lambda self, p: copied.append(1) or full(self, p))
     copy.deepcopy(model)
     assert len(copied) == 2  # weight and bias
     session.close()

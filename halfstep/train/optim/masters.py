@@ -308,7 +308,7 @@ def _twin(store: weakref.ref[MasterStore], of: weakref.ref[Parameter]) -> Parame
     assert p is not None  # it is being copied
     values = store() or MasterStore("none", p.dtype)  # of a session that is gone
     full = values.full(p).detach()
-    return Parameter(full.clone() if full.data_ptr() == p.data_ptr() else full, p.requires_grad)
+    return Parameter(full.clone() if full.dtype is p.dtype else full, p.requires_grad)
 
 
 def full_state(cast: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
