@@ -29,6 +29,7 @@ FACTORS = {
     "again": (False, True),  # activation checkpointing
     "accumulate": (1, 2),
 }
+BACKEND = "aot_eager"
 STEPS, BAD, SAVED, LR = 6, 2, 4, 0.001
 # A loss squares values that are products of two rounded ones: 4 roundings of bf16, each up to 2**-8. Those of 8 and 4
 # bits, up to 2**-4 and 2**-2, average out over 32 outputs.
@@ -125,7 +126,7 @@ class Opened:
         self.bad = None if row["level"] == "O0" or (spread and rank == 0) else BAD
         if row["compiled"]:
             for part in self.net[:2]:
-                part.compile(backend="aot_eager")
+                part.compile(backend=BACKEND)
         if row["engine"] == "FSDP2":
             policy = halfstep.fsdp_policy(row["level"], low=row["low"])
             for part in (*self.net[:2], self.net):
@@ -214,6 +215,15 @@ def test_each_pair_of_settings_trains_skips_and_resumes_bit_for_bit(row, request
         assert sum(skips) <= 1 + (row["low"] == "fp16")  # the loss scale may come down once
         assert resumed
         assert (skips, weights) == (found[0][1], found[0][3])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what Inductor uses
+@pytest.mark.parametrize("row", [r for r in TRAINED if r["compiled"] and r["engine"] == "alone"], ids=named)
+def test_pairs_with_compiled_blocks_hold_under_inductor(row, request, monkeypatch):
+    monkeypatch.setitem(globals(), "BACKEND", "inductor")
+    test_each_pair_of_settings_trains_skips_and_resumes_bit_for_bit(row, request)
 
 
 @pytest.mark.parametrize("row", REFUSED, ids=named)
