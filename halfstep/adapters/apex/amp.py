@@ -46,6 +46,12 @@ def initialize(  # noqa: PLR0913  # apex's arguments, in their order
     `opt_level` sets the defaults of the five options from `cast_model_type` to `loss_scale`; a value other than None
     overrides a default. Model outputs are fp32 unless `cast_model_outputs` is set. With `enabled=False` this function
     and all others of amp do nothing.
+
+    Raises:
+        RuntimeError: an option contradicts the level, a model is wrapped or not fp32, or an optimizer was passed to an
+            earlier call.
+        TypeError: `models` or `optimizers` has the wrong type.
+        ValueError: an option has a value that is not allowed.
     """
     if not isinstance(verbosity, int):
         raise ValueError(f"verbosity is {verbosity!r}; pass 0 to print nothing, 1 or 2 to print")
@@ -166,6 +172,11 @@ def scale_loss(
     passes can add to them. `optimizers` is an optimizer, or a list or tuple of optimizers, all passed to one call of
     `initialize`. `delay_overflow_check` has no effect, since `optimizer.step()` always checks for overflow.
     `model` has no effect, as in apex.
+
+    Raises:
+        RuntimeError: `initialize` was not called, or no single call of it got all of these optimizers.
+        IndexError: `loss_id` is out of the range that `num_losses` sets.
+        TypeError: the loss is not a tensor.
     """
     if not hasattr(STATE, "opt_properties"):
         raise RuntimeError(NOT_INITIALIZED)
@@ -204,6 +215,11 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
 
     A static scale stays as `initialize` set it. If the dict has more or fewer loss scales than `initialize` made, a
     warning is printed. If an error is raised, no scale was changed.
+
+    Raises:
+        RuntimeError: `initialize` was not called, or a key is not the name of a loss scale.
+        StateError: a loss scale is out of range or incomplete.
+        TypeError: the state is not a mapping.
     """
     entries = _entries(state_dict)
     if entries and not hasattr(STATE, "opt_properties"):

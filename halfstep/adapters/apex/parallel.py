@@ -27,6 +27,11 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     with unused parameters, becomes `find_unused_parameters`. `retain_allreduce_buffers`, `allreduce_trigger_params`,
     `num_allreduce_streams`, `allreduce_communicators`, `gradient_predivide_factor`, `gradient_average_split_factor` and
     `prof`, which in apex affect only speed and rounding, have no effect.
+
+    Raises:
+        ValueError: `shared_param` is set, which apex no longer takes either.
+        SetupError: `gradient_average` is False or `allreduce_always_fp32` is True, which torch does not support, or
+            `message_size` is not a positive number.
     """
 
     def __init__(  # noqa: PLR0913  # apex's
@@ -125,5 +130,8 @@ def convert_syncbn_model(
 
 
 def create_syncbn_process_group(group_size: int) -> dist.ProcessGroup | None:
-    """Splits the processes into groups of consecutive ranks, 0 into one; returns the group of this process."""
+    """Splits the processes into groups of consecutive ranks, 0 into one; returns the group of this process.
+
+    Raises ValueError if `group_size` does not divide the number of processes.
+    """
     return dist.new_subgroups(group_size)[0] if group_size else None  # type: ignore[no-untyped-call]
