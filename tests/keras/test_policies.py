@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("keras", reason="Keras is not installed; run ./dev adapters keras")
 
-from halfstep.adapters.keras import apply_plan, describe, installed, policy_map, set_plan
+from halfstep.adapters.keras import apply_plan, backend, describe, policy_map, set_plan
 from halfstep.adapters.keras.policies import layers_of
 from halfstep.edits import FULL, LOW, OpChange, Policy, Rule
 from halfstep.errors import PlanError
@@ -252,4 +252,4 @@ def test_the_cell_of_a_recurrent_layer_goes_with_it():
 def test_a_backend_that_does_not_train_is_refused(monkeypatch):
     monkeypatch.setattr(keras.backend, "backend", lambda: "numpy")
     with pytest.raises(ImportError, match=r"not numpy; choose one .*\['KERAS_BACKEND'\] = 'jax'"):
-        runpy.run_path(installed.__file__)
+        runpy.run_path(backend.__file__)
