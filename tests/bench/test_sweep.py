@@ -123,6 +123,14 @@ def test_a_process_that_fails_is_a_row_with_an_error_and_the_others_go_on(played
     assert len(result.points[1].result.runs[1].times_ms) == 2
 
 
+def test_a_model_that_cannot_be_built_does_not_end_a_sweep(played, monkeypatch):
+    monkeypatch.setattr("halfstep.lab.workloads.regression.Regression.build", lambda *_: 1 / 0)
+    monkeypatch.setattr(played, "begin", lambda *_, **__: 1 / 0)
+    errors = [run.error for point in sweep(ASKED).points for run in point.result.runs]
+    assert len(errors) == 4
+    assert all("ZeroDivisionError" in error for error in errors)
+
+
 def test_an_interrupted_sweep_goes_on_and_what_was_there_stays_byte_for_byte(played, tmp_path):
     path = tmp_path / "sweep.json"
 

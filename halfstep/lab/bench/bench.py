@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any
@@ -84,7 +84,9 @@ def bench(  # noqa: PLR0913  # what one experiment is; all of it stands in the r
     until = None if seconds is None else clock() + seconds
     seeds = tuple(seeds)
     most = _most(steps, seconds, seeds)
-    with foreseen(f"{workload.name}: building the model"):
+    parameters = 0
+    # What is alone fails in its own process, as its row's error: a sweep goes on.
+    with suppress(*[WorkloadError] * alone), foreseen(f"{workload.name}: building the model"):
         parameters = sum(p.numel() for p in workload.build(seeds[0]).parameters())
     first_batch(workload, seeds[0])  # missing data ends it here, before anything was measured
     started = [row for row in rows if row.refused is None]
