@@ -27,6 +27,7 @@ from tests.cast.test_recipes import SCALED
 
 EIGHT = Policy("low", "low", "low", products="recipe")
 LOW_PRODUCTS = Policy("low", "low", "low", products="low")
+BASE = "base", "weight"
 
 
 def made(norm=True):
@@ -197,6 +198,54 @@ def test_a_weight_is_rounded_once_until_it_changes():
     found = {(each.product, each.operand): each.elements for each in session.status().lost if each.layer == "3"}
     assert found["output", "weight"] == found["grad_input", "weight"] == 2 * 64 * 64
     assert found["output", "input"] == 2 * 3 * 10 * 64
+
+
+class Adapted(nn.Module):
+    """A frozen layer beside the two of an adapter, as of LoRA."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.base, self.head = nn.Linear(32, 32).requires_grad_(requires_grad=False), nn.Linear(32, 16)
+        self.down, self.up = nn.Linear(32, 16, bias=False), nn.Linear(16, 32, bias=False)
+
+    def forward(self, x):
+        return self.head(self.base(x.requires_grad_()) + self.up(self.down(x)))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_frozen_weight_is_rounded_once_a_step_and_kept_no_longer(level):
+    model = Adapted()
+    optimizer, session = opened(model, level=level)
+    train(model, optimizer, session, range(2), shares=3)
+    found = {each.product: each.elements for each in session.status().lost if (each.layer, each.operand) == BASE}
+    assert found == {"output": 2 * 32 * 32, "grad_input": 2 * 32 * 32}
+    held, layers = [], session._casting.layers
+    for step in range(20):  # with other memory in each, as of an average of weights, and no step
+        model.base.weight.data = model.base.weight.data.clone()
+        session.backward(model(batch(step)).square().mean())
+        held.append(len(layers._held))
+    assert held == [6] * 20
+    with torch.no_grad():  # in which averages are swapped for weights through `data`, which counts as no version
+        before = model(batch(0))
+        model.base.weight.data.mul_(-1.0)
+        assert not torch.equal(model(batch(0)), before)
+    session.close()
+    assert layers._held == {}
+
+
+def test_of_parts_of_a_frozen_weight_and_in_inference_nothing_is_kept():
+    model = nn.Sequential(
+        Linears(lambda x, w, _: torch.cat([F.linear(x, w[i : i + 16]) for i in (0, 8)], -1)), nn.Linear(32, 16)
+    )
+    model[0].requires_grad_(requires_grad=False)
+    _, session = opened(model, level="O1")
+    model(batch(0))
+    assert session._casting.layers._held == {}
+    with torch.inference_mode():
+        model(batch(0))
+    assert session._casting.layers._held == {}
+    session.close()
 
 
 def test_of_weights_that_a_forward_computes_and_of_copies_nothing_is_kept():

@@ -83,8 +83,7 @@ class Recast:
             return
         rows, w, needed = rows_of(x.detach()), weight.detach(), (x.requires_grad, weight.requires_grad)
         w = w.bfloat16() if self._low[number] else w
-        keep = torch.is_grad_enabled() and needed[1]
-        held = partial(self._layers.weight, number, self._how, keep=keep)
+        held = partial(self._layers.weight, number, self._how, keep=torch.is_grad_enabled())
         self._add(number, "output", rows, w, held("output", weight, w))
 
         def look_back(grad: Tensor) -> None:

@@ -119,7 +119,7 @@ class Layers:
         self.counts = torch.zeros((len(named), len(PRODUCTS), 2, 3), dtype=torch.int64, device=device)
         self.seen: Counter[tuple[int, int, int]] = Counter()
         self.step = torch.zeros((), dtype=torch.int64, device=device)
-        # A rounded weight of the others would take its whole size.
+        # What the others multiply by is made for a forward: a rounded copy that stays would undo the sharding.
         self._whole = [not any(map(is_sharded, each.parameters(recurse=False))) for each in self._modules]
         self._held: dict[tuple[Any, Product], tuple[int, Any, Operands]] = {}  # by a weight's memory and its form
         self._both: set[int] = set()  # layers whose inputs need gradients
@@ -134,6 +134,7 @@ class Layers:
         key = _memory(weight)
         found = self._at.get(key)
         if found is None or found[1].expired():
+            self._held = {of: each for of, each in self._held.items() if not each[1].expired()}
             held = {at: each for at, each in self._at.items() if not each[1].expired()}  # the backward pass reads them
             self._at = held | {
                 _memory(own): (number, StorageWeakRef(own.untyped_storage()), own.numel())  # type: ignore[no-untyped-call]
@@ -217,8 +218,9 @@ class Layers:
         """Returns `w`, a layer's `weight` as an operand, rounded; with `keep` this is done once until it changes."""
         own: Place = (product, "b")
         memory = _memory(weight)
-        computed = memory in self._at and self._at[memory][2] == 0  # anew in each forward
-        if not keep or computed or not self._whole[number] or weight.is_inference():
+        size = self._at[memory][2] if memory in self._at else -1
+        passing = size == 0 or (size != weight.numel() and not weight.requires_grad)  # others each time
+        if not keep or passing or not self._whole[number] or weight.is_inference():
             return self.round(number, how, [own], w)[0]
         form, version = (*memory, weight.shape, weight.stride()), version_of(weight)
         held = self._held.get((form, product))
@@ -376,7 +378,7 @@ def make_narrow(site: OpSite, plain: Act, recipe: str, units: Units) -> Act:
                 x, w, bias = given
                 if transforms_differentiate():  # of an operation like these torch gives jvp zeros
                     raise OpError(FUNCTIONAL)
-                keep = torch.is_grad_enabled() and w.requires_grad
+                keep = torch.is_grad_enabled()  # without, code swaps weights in ways that no version counts
                 if is_sharded(w):  # FSDP2 gathers its shards before
                     return _multiply_parts(x, w, bias, recipe, units, keep)
                 return torch.ops.halfstep.linear(x, w, bias, recipe, units, "", keep)

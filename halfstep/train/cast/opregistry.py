@@ -283,6 +283,7 @@ class Registry:
 
         def undo() -> None:
             self._layers = tuple(each for each in self._layers if each is not held)
+            layers.weights_changed()
 
         return undo
 
