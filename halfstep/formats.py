@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,16 +93,21 @@ is_low: Callable[[object], bool] = frozenset(fmt.dtype for fmt in LOW_FORMATS)._
 needs_scale: Callable[[object], bool] = frozenset(fmt.dtype for fmt in LOW_FORMATS if fmt.needs_scale).__contains__
 """Tells whether a dtype is that of a low format whose gradients need a loss scale."""
 
+_ASKED = {
+    **{name: name for name in ("fp8-row", "fp8-mx", "fp8-block", "nvfp4")},
+    **{"mxfp8": "fp8-mx", "float8-e8m0": "fp8-mx", **dict.fromkeys(("fp8", "float8", "e4m3", "e5m2"), "fp8")},
+    **dict.fromkeys(("fp4", "mxfp4", "float4", "e2m1"), "nvfp4"),
+}  # by how names of formats begin, the recipe of products
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MAGNITUDE, _INFINITE = 0x7FFFFFFF, 0x7F800000  # of the bits of a float32
 _WORD = 0xFFFFFFFF
 
 
-def as_format(value: Format | torch.dtype | str) -> Format:
+def as_format(value: Format | torch.dtype | str, among: Collection[Format] = FORMATS.values()) -> Format:
     """Returns the Format that a Format, a torch.dtype or a name such as "bf16" stands for.
 
     Raises:
-        FormatError: the value names no known format.
+        FormatError: the value names no known format; the message names those `among` which the caller chooses.
 
     >>> as_format("bf16").bits
     16
@@ -113,13 +118,20 @@ def as_format(value: Format | torch.dtype | str) -> Format:
         return value
     found = BY_DTYPE.get(value) if isinstance(value, torch.dtype) else FORMATS.get(str(value))
     if found is None:
-        known = f"{', '.join(FORMATS)} or the torch dtypes {', '.join(map(str, BY_DTYPE))}"
+        dtypes = ", ".join(str(fmt.dtype) for fmt in among if fmt is not TF32)
+        known = f"{', '.join(map(str, among))} or the torch dtypes {dtypes}"
         named = getattr(torch, str(value).removeprefix("torch."), None)  # "half" and "bfloat16" are names of torch's
-        hint = next((f"; did you mean {fmt.name!r}?" for dtype, fmt in BY_DTYPE.items() if dtype is named), "")
-        if str(value).startswith(("fp8", "float8", "nvfp4")):
-            hint = "; for products in 8 bits keep low='bf16' and pass products='fp8'"
-        raise FormatError(f"unknown format {value!r}; expected one of {known}{hint}")
+        hint = next((f"; did you mean {fmt.name!r}?" for fmt in among if fmt.dtype is named), "")
+        raise FormatError(f"unknown format {value!r}; expected one of {known}{hint or for_products(value)}")
     return found
+
+
+def for_products(asked: object) -> str:
+    """Returns advice for who asks for a format that operands of products alone have; nothing for another."""
+    name = str(asked).lower().removeprefix("torch.").replace("_", "-")
+    word = next((recipe for start, recipe in _ASKED.items() if name.startswith(start)), None)
+    bits = 4 if word == "nvfp4" else 8
+    return f"; for products in {bits} bits keep low='bf16' and pass products={word!r}" if word else ""
 
 
 def is_narrow(dtype: torch.dtype) -> bool:

@@ -32,7 +32,7 @@ from halfstep.errors import WorkloadError
 from halfstep.explain.report.bench import UNJUDGED, WITHIN, bench_table, cheapest
 from halfstep.explain.report.lines import to_json
 from halfstep.explain.report.sweep import largest_sheet, sheet_text, sweep_sheet
-from halfstep.formats import as_format
+from halfstep.formats import LOW_FORMATS, as_format
 from halfstep.lab.bench.bench import STEPS
 from halfstep.lab.bench.bench import bench as run_bench
 from halfstep.lab.bench.budget import SLOW, TIMED
@@ -145,7 +145,7 @@ def bench(  # noqa: PLR0913  # each is an option of the command, described above
             f"`halfstep bench {workload}` is gone: `halfstep doctor` prints products and memory by format"
         )
     name = DEFAULT if workload is None else workload
-    formats = [as_format(name) for name in names(low)]
+    formats = [as_format(name, LOW_FORMATS) for name in names(low)]
     rows = entries(
         names(levels), formats, read_facts(place), peer=peer, moments=names(moments), products=names(products)
     )

@@ -132,7 +132,7 @@ def _low(given: Mapping[str, Any], low: Format | torch.dtype | str | None) -> st
             "at `$.low`: the plan names no low-precision format; add "
             + " or ".join(f'low = "{fmt}"' for fmt in LOW_FORMATS)
         )
-    return as_format(low).name
+    return as_format(low, LOW_FORMATS).name
 
 
 def _made(kind: Any, entries: Any, path: str) -> Any:
@@ -235,7 +235,7 @@ def choose_plan(
     plan: Plan | str, low: Format | torch.dtype | str | None, facts: DeviceFacts
 ) -> tuple[Plan, str | None]:
     """Returns the plan for a level, a Plan or a plan file, and a notice if the device decided its format."""
-    wanted = None if low is None else as_format(low)
+    wanted = None if low is None else as_format(low, LOW_FORMATS)
     if isinstance(plan, Plan):
         return (plan if wanted is None else customize(plan, low=wanted)), None
     if not isinstance(plan, (str, os.PathLike)):

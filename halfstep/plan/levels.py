@@ -13,8 +13,8 @@ import torch
 
 from halfstep.edits import LARGEST_SCALE, OP_LISTS, SMALLEST_SCALE, OpChange, OpChanges, Rule, Scaling
 from halfstep.errors import PlanError
-from halfstep.formats import BF16, FORMATS, FP16, LOW_FORMATS, Format, as_format
-from halfstep.plan.plan import Plan, narrow
+from halfstep.formats import BF16, FORMATS, FP16, LOW_FORMATS, Format, as_format, for_products
+from halfstep.plan.plan import Plan
 from halfstep.validate import as_tuple, near_miss, real, with_near_misses
 
 _OFF, _DYNAMIC, _ONE = Scaling("none"), Scaling("dynamic"), Scaling("static", init=1.0)
@@ -80,18 +80,18 @@ def level(name: str, low: Format | torch.dtype | str) -> Plan:
     row = LEVELS.get(name) if isinstance(name, str) else None
     if row is None:
         raise PlanError(f"unknown level {name!r}; expected one of {', '.join(LEVELS)}{_level_hint(name)}")
-    fmt = as_format(low)
+    fmt = as_format(low, LOW_FORMATS)
     if fmt not in LOW_FORMATS:
         known = " or ".join(each.name for each in LOW_FORMATS)
-        raise PlanError(f"level {name} cannot train in {fmt.name}; use {known}{narrow(fmt)}")
+        raise PlanError(f"level {name} cannot train in {fmt.name}; use {known}{for_products(fmt)}")
     return row.plans[fmt]
 
 
 def _level_hint(name: object) -> str:
     if not isinstance(name, str):
         return " (strings)"
-    if name in FORMATS:
-        return f"; pass a format as low={name!r}"
+    if name in FORMATS or for_products(name):
+        return for_products(name) or f"; pass a format as low={name!r}"
     letters = name.strip().upper().replace("0", "O", 1) if name.strip()[:1] == "0" else name.strip().upper()
     if letters in LEVELS:
         why = "the letter O, not the digit 0" if name.strip()[:1] == "0" else "the capital letter O and a digit"
@@ -122,7 +122,7 @@ def customize(
             f"norms is {norms!r}, but at {plan.name} (param 'full') weights are fp32 and the op table decides how "
             "norms compute; leave norms out, or move an op to another row, for example ops={'allow': ['layer_norm']}"
         )
-    values: dict[str, Any] = {} if low is None else _for_format(plan, as_format(low))
+    values: dict[str, Any] = {} if low is None else _for_format(plan, as_format(low, LOW_FORMATS))
     values |= {name: value for name, value in changes.items() if value is not None}
     stored = [values.get(name, getattr(plan, name)) for name in ("param", "master", "low")]
     if changes.get("rounding") is None and stored != ["low", "none", BF16]:

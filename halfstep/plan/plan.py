@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 from halfstep.edits import Edit, OpChange, OpChanges, Rule, Scaling, Width
 from halfstep.errors import PlanError
-from halfstep.formats import BF16, E4M3, E5M2, LOW_FORMATS, Format, as_format
+from halfstep.formats import BF16, LOW_FORMATS, Format, as_format, for_products
 from halfstep.validate import as_tuple, instance, one_of, text, with_near_misses
 
 Ops = Literal["none", "table"]
@@ -22,7 +22,6 @@ _WORDS: Mapping[str, Any] = {
     **{"param": Width, "ops": Ops, "norms": Width, "master": Master, "output": PlanOutput, "input": PlanInput},
     **{"frozen": Width, "moments": Moments, "rounding": Rounding, "products": Products},
 }
-NARROW = "; for products in 8 bits keep low='bf16' and pass products='fp8'"  # to who asks for e4m3 or e5m2
 
 
 @with_near_misses
@@ -76,11 +75,11 @@ class Plan:
 
     def __post_init__(self) -> None:
         text("plan name", self.name)
-        object.__setattr__(self, "low", as_format(self.low))
+        object.__setattr__(self, "low", as_format(self.low, LOW_FORMATS))
         if self.low not in LOW_FORMATS:
             known = " or ".join(fmt.name for fmt in LOW_FORMATS)
             raise PlanError(
-                f"plan low is {self.low.name}, in which halfstep cannot train; use {known}{narrow(self.low)}"
+                f"plan low is {self.low.name}, in which halfstep cannot train; use {known}{for_products(self.low)}"
             )
         for name, kind in _WORDS.items():
             one_of(f"plan {name}", getattr(self, name), get_args(kind))
@@ -122,11 +121,6 @@ class Plan:
 def multiple_of(products: Products) -> int:
     """Returns what both sizes of a weight must be multiples of for a recipe, as units for 8 bits need it."""
     return 32 if products == "fp8-mx" else 16
-
-
-def narrow(fmt: Format) -> str:
-    """Returns advice for who wants to train in a format of 8 bits."""
-    return NARROW if fmt in (E4M3, E5M2) else ""
 
 
 CONTRADICTIONS: tuple[tuple[Callable[[Plan], bool], str], ...] = (

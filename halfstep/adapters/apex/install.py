@@ -54,7 +54,7 @@ def install(low: Format | torch.dtype | str | None = None) -> None:
         FormatError: the format is unknown.
         PlanError: the format is neither fp16 nor bf16.
     """
-    fmt = FP16 if low is None else as_format(low)
+    fmt = FP16 if low is None else as_format(low, LOW_FORMATS)
     one_of("low, the format of the stand-in for apex,", fmt.name, tuple(each.name for each in LOW_FORMATS))
     uninstall()
     STATE._low = fmt.dtype
