@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 import torch
@@ -239,6 +240,7 @@ _NAMESPACES = (
 )
 
 
+@cache
 def stock_action(overload: str, device_type: str) -> Action | None:
     """Returns what torch's own autocast does to an overload on a device; None if it leaves the op as written."""
     if not _registered(overload, f"Autocast{device_type.upper()}"):

@@ -90,6 +90,7 @@ class _Slot:
 
 _site_of = cache(OpSite)  # to read 200 schemas takes a third of the time in which a session opens
 _key_of = cache(parsed_key)
+_torch_has = cache(has_kernel_for)  # of keys of markers, where only torch has some while no table is open
 
 
 @dataclass
@@ -367,7 +368,7 @@ class Registry:
     def _let_pass(self, name: str, key: str) -> None:
         """Makes an operation pass the marker's key, where torch may have a kernel that switches the marker off."""
         # It has for MTIA and MAIA; what it casts is on such devices alone.
-        if ":" not in name and has_kernel_for(f"aten::{name}", key):
+        if ":" not in name and _torch_has(f"aten::{name}", key):
             self._devices[key].library.impl(name, torch.library.fallthrough_kernel, key)  # type: ignore[no-untyped-call]
 
     def _let_others_pass(self, place: str) -> None:
