@@ -245,19 +245,17 @@ def stock_action(overload: str, device_type: str) -> Action | None:
     """Returns what torch's own autocast does to an overload on a device; None if it leaves the op as written."""
     if not _registered(overload, f"Autocast{device_type.upper()}"):
         return None
-    if (device_type, overload) in _STOCK_DIFFERS:
-        return _STOCK_DIFFERS[device_type, overload]
     if overload in REFUSED:
-        return "refuse"
+        return _STOCK_DIFFERS.get((device_type, overload), "refuse")
     if overload in AS_WRITTEN:
         return "promote" if overload in ("cat", "stack") else "full"
-    return next((_BY_CATEGORY[row.category] for row in ROWS if overload in row.overloads), None)
+    listed = next((_BY_CATEGORY[row.category] for row in ROWS if overload in row.overloads), None)
+    return _STOCK_DIFFERS.get((device_type, overload), listed)
 
 
 def device_note(row: ListedOp, device_type: str) -> str:
     """Returns what casts the overloads of a row on a device at O1: "torch", "halfstep" or "torch, halfstep"."""
-    does = BY_CALL.get(row.op, _BY_CATEGORY[row.category])
-    own = [stock_action(overload, device_type) == does for overload in row.overloads]
+    own = [stock_action(o, device_type) == BY_CALL.get(row.op, _BY_CATEGORY[row.category]) for o in row.overloads]
     return "torch" if all(own) else "torch, halfstep" if any(own) else "halfstep"
 
 

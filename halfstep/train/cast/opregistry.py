@@ -297,8 +297,7 @@ class Registry:
         return self._slots[marker].repeats
 
     def others(self, marker: str) -> tuple[str, ...]:
-        slots = self._slots
-        return () if len(slots) == 1 else tuple(other for other in slots if other != marker)
+        return tuple(other for other in self._slots if other != marker)
 
     @property
     def kernels(self) -> int:
