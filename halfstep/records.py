@@ -165,6 +165,10 @@ class Status(InNotebooks):
         if self.products:
             ways = (f"{how} in {named(names)}" for how, names in self.products.items())
             yield f"\nproducts: {'; '.join(ways)}"
+        counted = {each.layer for each in self.lost}
+        idle = [name for how, names in self.products.items() if ":" not in how for name in names if name not in counted]
+        if idle and (counted or self.steps):
+            yield f"\nno products counted in {named(idle)}: not called, in fp32 by your code's autocast, or docs/fp8.md"
         worst = sorted(self.lost, key=lambda each: (each.nonfinite > 0, each.share), reverse=True)
         yield from (f"\nlost: {each}" for each in worst[:3] if each.share or each.nonfinite)
 

@@ -422,6 +422,21 @@ def test_what_has_no_products_in_8_bits_is_one_sentence(options, message):
         halfstep.initialize(made(), None, **given)
 
 
+def test_a_layer_that_runs_in_fp32_by_the_models_own_autocast_is_named_by_the_status():
+    class Off(nn.Sequential):
+        def forward(self, x):
+            with torch.autocast("cpu", enabled=False):
+                x = self[1](self[0](x).float())
+            return self[2](x)
+
+    model = Off(nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 16))
+    optimizer, session = opened(model, "fp8", level="O1")
+    assert "no products" not in str(session.status())
+    train(model, optimizer, session, range(1))
+    assert "no products counted in 0, 1: not called, in fp32" in str(session.status())
+    session.close()
+
+
 def test_a_model_without_such_a_layer_is_refused_with_why_for_each():
     model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 16))
     with pytest.raises(halfstep.SetupError, match=r"0 is in bf16: 7 x 5 is no multiple of 16; 1 is in bf16: 16 x 7"):
