@@ -295,6 +295,25 @@ def test_gradients_alone_cost_two_trials(name):
     assert calls <= (4 if code == COMPARED else 7)  # in fp32, modules again, a trial; operations, one more, fp32 again
 
 
+def test_a_loss_of_differences_that_magnifies_the_rounding_of_outputs_is_named_with_the_plan_that_cures_it():
+    x, net = torch.rand(64, 2), nn.Sequential(nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 1))
+    curved = lambda model: (((model(x + 0.02) - 2 * model(x) + model(x - 0.02)) / 4e-4 - 1) ** 2).mean()  # noqa: E731
+    (found,), calls = told(curved, net)
+    assert (found.code, found.cure) == (LOST, (Rule("", FULL),))
+    assert "gradients by over 1000%" in found.evidence
+    assert found.advice.endswith("gradients by under 0.1%; no smaller edit that was tried divides this by 3")
+    assert calls <= 7
+
+
+def test_a_constant_that_vanishes_on_the_same_line_hides_no_loss():
+    build = lambda: quiet.sequential(lambda: Does(lambda x: 100 * ((2000 + x) / (2000 - x) + 1e-8).log()))  # noqa: E731
+    (x, targets), model = inputs(), made(build)
+    with halfstep.initialize(model, torch.optim.SGD(model.parameters(), 0.1), "O2", low="fp16") as session:
+        found = halfstep.check(session, lambda: loss_of(model, x, targets))
+    assert {each.code for each in found} >= {"constant vanishes", LOST}
+    assert len({each.place for each in found}) == 1
+
+
 def test_a_model_that_amplifies_what_is_rounded_everywhere_is_named_without_an_edit():
     sines = [nn.Linear(WIDTH, WIDTH), Does(lambda x: 30 * x), Does(torch.sin)]
     x, targets = inputs()

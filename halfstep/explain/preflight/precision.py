@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.edits import FULL, Edit, OpChange, Policy, Rule, spell
-from halfstep.explain.diagnose.cures import FULL_OUT, edited, is_op, is_product, own_code, rules_on
+from halfstep.explain.diagnose.cures import FULL_OUT, WHOLE, edited, is_op, is_product, own_code, rules_on
 from halfstep.explain.diagnose.losses import Loss, LossFinder
 from halfstep.explain.diagnose.rehearsal import Rehearsal
 from halfstep.explain.diagnose.shadow import SecondCall, Shadow, has_code, named_modules, off_by
@@ -191,7 +191,7 @@ class _Check:
             limits = f"rounding alone may do {share(OUTPUT)} and {share(GRADIENT)}"
             lost = f"gradients were not compared (they overflow at a loss scale of {_SCALE:,.0f} too); "
             return [_compared(damage, f"{lost if damage.gradient is None else 'nothing to do: '}{limits}")]
-        found = self._cured(damage, exact) or [self._uncured(damage)]
+        found = self._cured(damage, exact) or self._magnified(damage, exact) or [self._uncured(damage)]
         noise = next((n for n in self._noises(damage, exact, found[0]) if not damage.is_cured_by(n)), None)
         if noise is not None:
             why = f"the model does not repeat: from one run to the next {noise}"
@@ -209,6 +209,17 @@ class _Check:
         more = 0 if found.severity == "note" else 2 if len(self._losses_of_runs) > 1 else 1  # two: runs may alternate
         for _ in range(more):
             yield damage_of(self._exact(backward=alone), exact)
+
+    def _magnified(self, damage: Damage, exact: StepResult) -> list[Finding]:
+        """Returns a finding where gradients are nothing but error, which no module and no operation alone makes."""
+        plans = edited(
+            self._plan, [WHOLE] if (damage.gradient or 0.0) > _FAR else []
+        )  # not as BatchNorm's in small batches
+        if not any(damage.is_cured_by(after := self._trial(plan, exact)) for _, plan in plans):
+            return []
+        said = f"{damage}: what is computed of the outputs magnifies their rounding"
+        advice = f"{spell(WHOLE)}, with which {after}; no smaller edit that was tried divides this by 3"
+        return [Finding("warning", Kind.PRECISION_LOST.value, place_of(self._root, None), said, advice, WHOLE)]
 
     def _uncured(self, damage: Damage) -> Finding:
         first, best = self._first, self._best

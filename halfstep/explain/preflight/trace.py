@@ -55,11 +55,11 @@ def trace_step(session: Session, closure: Callable[[], Any], *, precision: bool)
         comparable = precision and loss is not None and bool(loss.isfinite()) and rehearsal.plan.ops != "none"
         if comparable and taken.overflowed and loss is not None:
             take_step(rehearsal, loss, taken)
-        found += absorbed_findings(rehearsal, tracer)  # it rewinds
+        absorbed = absorbed_findings(rehearsal, tracer)  # it rewinds
+        found += absorbed
         if comparable and loss is not None:
-            known = {each.place for each in found if each.severity != "note"}
-            also = precision_findings(rehearsal, taken, loss)
-            found += [each for each in also if each.severity == "note" or each.place not in known]
+            known = {each.place for each in absorbed}
+            found += [each for each in precision_findings(rehearsal, taken, loss) if each.place not in known]
     return found, tracer.rounded
 
 
