@@ -61,10 +61,6 @@ class _Course:
         return [event.record for event in self.run.events if isinstance(event.record, Finding)]
 
     @property
-    def compared(self) -> bool:
-        return bool(self.gathered.precision) or any(each.code == COMPARED for each in self.findings)
-
-    @property
     def last(self) -> int:
         return self.run.steps[-1].step
 
@@ -258,8 +254,12 @@ def _ended(course: _Course) -> Headline:
     if process.error is not None:
         return Headline("bad", f"Ended by {process.error} at step {course.last:,}: {figures}", event)
     if process.closed:
-        if course.is_plain or course.compared:
+        if course.is_plain or any(each.code == COMPARED for each in course.findings):
             return Headline("good", f"Healthy: {figures}", event)
+        if parts := len(course.gathered.precision):
+            return Headline(
+                "good", f"Healthy, where precision was compared ({_count(parts, 'module')}): {figures}", event
+            )
         well = "Few steps were skipped" if course.skipped else "No step was skipped and nothing overflowed"
         return Headline("good", f"{well}; precision was not compared: {figures}", event)
     pace = median([b.time - a.time for a, b in pairwise(course.run.steps[-100:])] or [0.0])
