@@ -66,6 +66,10 @@ def clamped(gradient):
     return torch.clamp(gradient, -1, 1)
 
 
+def clamped_inputs(module, inputs, outputs):
+    return tuple(None if each is None else each.clamp(-1, 1) for each in inputs)
+
+
 def in_place(p):
     p.grad.clamp_(-1, 1)
 
@@ -98,6 +102,7 @@ HOOKED = {
     "a partial": loop(before=hook(functools.partial(torch.clamp, min=-1, max=1))),
     "an object": loop(before=hook(Clamp())),
     "after accumulation": loop(before=lambda self: self.model[0].weight.register_post_accumulate_grad_hook(in_place)),
+    "of a module": loop(before=lambda self: self.model[2].register_full_backward_hook(clamped_inputs)),
 }
 
 
@@ -189,7 +194,7 @@ def test_a_change_of_scaled_gradients_is_told_once(name, level, caplog):
 def test_a_hook_that_limits_scaled_gradients_is_told_once(name, level, caplog):
     HOOKED[name](level).run()
     (said,) = told(caplog)
-    where = "0.weight calls clamp_" if name == "after accumulation" else "2.bias calls cl"
+    where = {"after accumulation": "0.weight calls clamp_", "of a module": "2 calls clamp"}.get(name, "2.bias calls cl")
     assert said.startswith(f"a hook on the gradient of {where}")
 
 

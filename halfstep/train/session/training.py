@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
+from types import CodeType
 from typing import Any
 
 import torch
@@ -301,8 +302,9 @@ class MixedTraining:
     def _look_at_hooks(self) -> None:
         """Warns of a hook that limits gradients, at the first backward pass."""
         self._knows_hooks = True
-        params = [p for part in self.parts for p in part.parameters()]
-        limits = ((self.name_of(p), name) for p in params for name in _names_in_hooks(p) if name in _LIMITS)
+        owners: list[tuple[str, Any]] = [(self.name_of(p), p) for part in self.parts for p in part.parameters()]
+        owners += ((name or "the model", module) for root in self.roots for name, module in root.named_modules())
+        limits = ((where, name) for where, owner in owners for name in _names_in_hooks(owner) if name in _LIMITS)
         for limit in islice(limits, 1):
             _LOG.warning(_HOOK, *limit)
 
@@ -403,9 +405,16 @@ def _losses(collected: Sequence[Collected], device: torch.device) -> Tensor:
     return flags
 
 
-def _names_in_hooks(p: Parameter) -> Iterator[str]:
-    """Yields the names that the code of a parameter's hooks uses; of a builtin its own name."""
-    for hook in (*(hooks_of(p) or {}).values(), *(post_accumulate_hooks_of(p) or {}).values()):
+def _names_in_hooks(owner: Any) -> Iterator[str]:
+    """Yields the names that the code of hooks on the gradients of a parameter or module uses; of a builtin its own."""
+    late = post_accumulate_hooks_of(owner) if isinstance(owner, Tensor) else None
+    for hook in (*(hooks_of(owner) or {}).values(), *(late or {}).values()):
         function: Any = getattr(hook, "func", hook)  # of a functools.partial
         code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
-        yield from (getattr(function, "__name__", ""),) if code is None else code.co_names
+        yield from (getattr(function, "__name__", ""),) if code is None else _names_in(code)
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for inner in code.co_consts:  # such as a comprehension
+        yield from _names_in(inner) if isinstance(inner, CodeType) else ()
