@@ -112,7 +112,6 @@ def test_what_the_format_does_not_harm_is_left_in_peace(name):
     assert checked(build) == []
     found = is_named_and_cured(build, rf"1, quiet\.py:\d+ in {name}", low="fp16")
     assert "makes values that fp16 has only every 5.96e-08" in found.evidence
-    assert found.evidence.endswith("gradients overflow")  # at 1,024 too
 
 
 @pytest.mark.slow_but(
@@ -330,7 +329,7 @@ def test_gradients_that_overflow_are_not_said_to_be_right():
     model = made(lambda: quiet.sequential(lambda: Does(lambda x: ((x * 1e-2) * 300) * 300 / 900)))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with halfstep.initialize(model, optimizer, "O2", low="fp16") as session:
-        found = halfstep.check(session, lambda: 1e4 * loss_of(model, x, targets))
+        found = halfstep.check(session, lambda: 1e7 * loss_of(model, x, targets))
     (note,) = [each for each in found if each.code == COMPARED]
     assert note.evidence.endswith("gradients overflow")
     assert note.advice.startswith("gradients were not compared")

@@ -289,7 +289,8 @@ def imprecise(number, off):
     return Observation(number, "a", PRECISION, "0", "fp32", 1.0, measure(torch.full((16,), off)))
 
 
-COMPARED_WELL = Finding("note", "precision compared", "(model)", "off by 0.3%", "nothing to do")
+COMPARED_WELL = Finding("note", "precision compared", "(model)", "off by 0.3%", "nothing to do: 10% may be rounding")
+COMPARED_BADLY = Finding("note", "precision compared", "(model)", "gradients are off by 45%", "no edit that was tried")
 LOST = Finding(
     "warning", "precision lost", "core, own.py:7", "cos of 3056", "plan.edit(Rule('core', FULL)), with which"
 )
@@ -299,6 +300,10 @@ LOST = Finding(
     ("records", "text"),
     [
         ([COMPARED_WELL], "Healthy: 30 steps, none skipped"),
+        (
+            [COMPARED_WELL, COMPARED_BADLY],
+            "No step was skipped and nothing overflowed; gradients are off by 45%: 30 steps",
+        ),
         ([LOST], "Precision is lost in core, own.py:7: plan.edit(Rule('core', FULL)); 30 steps, none skipped"),
         ([LOST, COMPARED_WELL], "Healthy: 30 steps"),  # it was cured, and checked again
         ([imprecise(10, 0.01), imprecise(20, 0.02)], "Healthy, where precision was compared (1 module): 30 steps"),

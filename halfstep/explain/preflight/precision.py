@@ -34,7 +34,7 @@ GRADIENT = 0.2
 """Of their norm: how far the gradients may be."""
 GAIN = 3.0
 """A cure divides the error by this at least."""
-_SCALE = 1024.0  # of fp16 gradients, where they overflow at the session's own loss scale
+_SCALES = (1024.0, 32.0, 1.0)  # of fp16 gradients, where they overflow at the session's own loss scale
 _TRIALS = 4  # plans that are tried
 _OF_GRADIENTS = 2  # of them where gradients alone are off, as with BatchNorm and small batches
 _FAINT = 0.03  # of its spread: what a module may be off by where none is a suspect
@@ -123,7 +123,7 @@ def outputs_of(roots: Sequence[nn.Module], *, inside: bool = False) -> Iterator[
 
 def take_step(rehearsal: Rehearsal, loss: Tensor, taken: StepResult) -> None:
     """Runs the backward pass of a loss and keeps its gradients; those that overflow in fp16 at a lower loss scale."""
-    for scale in (rehearsal.plan.scale.first, _SCALE):
+    for scale in (rehearsal.plan.scale.first, *_SCALES):
         with rehearsal.gradients(loss, scale):
             taken.take_gradients(rehearsal)
         if not taken.overflowed:
@@ -189,7 +189,7 @@ class _Check:
             return [_not_compared("the model returns nothing that can be compared, and has no gradients")]
         if not damage.is_large:
             limits = f"rounding alone may do {share(OUTPUT)} and {share(GRADIENT)}"
-            lost = f"gradients were not compared (they overflow at a loss scale of {_SCALE:,.0f} too); "
+            lost = f"gradients were not compared (they overflow at a loss scale of {_SCALES[-1]:.0f} too); "
             return [_compared(damage, f"{lost if damage.gradient is None else 'nothing to do: '}{limits}")]
         found = self._cured(damage, exact) or self._magnified(damage, exact) or [self._uncured(damage)]
         noise = next((n for n in self._noises(damage, exact, found[0]) if not damage.is_cured_by(n)), None)
@@ -226,8 +226,9 @@ class _Check:
         helps = best is not None and best[1].output < damage.output / _HELPS
         most = f"; the best, {spell(best[0])}, leaves: {best[1]}" if best is not None and helps else ""
         if damage.output <= CERTAIN or first is None:
-            why = f"no edit that was tried divides this by 3{most}; BatchNorm and small batches do this"
-            return _compared(damage, why)
+            normal = any("BatchNorm" in type(module).__name__ for module in self._modules.values())
+            why = "; BatchNorm does this in small batches" if normal else ""
+            return _compared(damage, f"no edit that was tried divides this by 3{most}{why}")
         said = f"{called(first.operator)} {first.said}; {damage}"
         advice = f"compute this in fp32; no edit that was tried divides the error by 3{most}"
         return Finding("warning", Kind.PRECISION_LOST.value, place_of(first.module, first.line), said, advice)

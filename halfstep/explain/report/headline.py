@@ -254,14 +254,17 @@ def _ended(course: _Course) -> Headline:
     if process.error is not None:
         return Headline("bad", f"Ended by {process.error} at step {course.last:,}: {figures}", event)
     if process.closed:
-        if course.is_plain or any(each.code == COMPARED for each in course.findings):
-            return Headline("good", f"Healthy: {figures}", event)
-        if parts := len(course.gathered.precision):
-            return Headline(
-                "good", f"Healthy, where precision was compared ({_count(parts, 'module')}): {figures}", event
-            )
         well = "Few steps were skipped" if course.skipped else "No step was skipped and nothing overflowed"
-        return Headline("good", f"{well}; precision was not compared: {figures}", event)
+        compared = [each for each in course.findings if each.code == COMPARED][-1:]
+        if compared and not compared[0].advice.startswith("nothing to do"):  # more than rounding explains
+            well += f"; {compared[0].evidence}"
+        elif course.is_plain or compared:
+            well = "Healthy"
+        elif parts := len(course.gathered.precision):
+            well = f"Healthy, where precision was compared ({_count(parts, 'module')})"
+        else:
+            well += "; precision was not compared"
+        return Headline("good", f"{well}: {figures}", event)
     pace = median([b.time - a.time for a, b in pairwise(course.run.steps[-100:])] or [0.0])
     if course.now - process.end < max(QUIET, 20 * pace):
         return Headline("good", f"Running, at step {course.last:,}: {figures}", event)
