@@ -334,6 +334,21 @@ def test_a_resume_and_the_end_are_exact():
     assert all(p.dtype is torch.float32 for p in other.parameters())
 
 
+@pytest.mark.parametrize("rows", [0, 1, 5, 16])
+@pytest.mark.parametrize("products", RECIPES)
+def test_no_more_is_lost_than_there_is(products, rows):
+    """nvfp4 transforms 16 rows at a time, also where a batch has fewer."""
+    model = made()
+    _, session = opened(model, products)
+    session.backward(model(batch(0, rows)).sum())
+    lost = session.status().lost
+    assert all(each.flushed + each.saturated <= each.elements for each in lost)
+    assert {each.elements for each in lost if (each.layer, each.product, each.operand) == ("0", "output", "input")} == (
+        {32 * rows} - {0}
+    )
+    session.close()
+
+
 def test_random_bits_differ_from_step_to_step_and_come_back_with_a_resume():
     def gradient(session, model):
         model.zero_grad()

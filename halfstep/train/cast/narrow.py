@@ -199,9 +199,12 @@ class Layers:
     def round(self, number: int, how: How, places: Sequence[Place], x: Tensor) -> list[Operands]:
         """Rounds an operand of a layer's product, and for a second place its transpose, and counts what that loses."""
         recipe, counts, parts = RECIPES[how.recipe], [], [how.part(place) for place in places]
-        for product, operand in places:
-            at = number, PRODUCTS.index(product), "ab".index(operand)
-            self.seen[at] += x.numel()
+        for place, (size, summed) in zip(places, (x.shape, x.shape[::-1]), strict=False):
+            at = number, PRODUCTS.index(place[0]), "ab".index(place[1])
+            filled_up = (
+                -summed % recipe.multiple if recipe.casts[place].rotated else 0
+            )  # by rotated values, not by zeros
+            self.seen[at] += size * (summed + filled_up)
             counts.append(self.counts[at])
         multiple = recipe.multiple
         if how.units == "own":
