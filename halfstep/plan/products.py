@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 _NAMED = re.compile("Linear|^Conv1D$")  # layers of a model's own, and those of transformers' GPT-2
 
+_LAST, _TIED = "the last Linear", "tied to"
+
 
 def sizes_of(module: nn.Module) -> list[tuple[int, ...]]:
     """Returns the shapes of the weights that a module multiplies with as a linear layer does; [] if it is none."""
@@ -55,14 +57,14 @@ def choose_products(
             why = formats.reason
         elif not enterable(site.module):
             why = "its forward is not its class's"
-        elif not any(all(size % multiple == 0 for size in shape) for shape in sizes):
+        elif not any(all(size % multiple == 0 < size for size in shape) for shape in sizes):
             why = f"{' x '.join(map(str, sizes[0]))} is no multiple of {multiple}" if sizes else ""
         elif how == "low":
             why = formats.reason
         elif how == "plan" and tied is not None:
-            why = f"tied to {tied!r}"
+            why = f"{_TIED} {tied!r}"
         elif how == "plan" and site in linear[-1:]:
-            why = "the last Linear"
+            why = _LAST
         found.append(None if not sizes else f"{formats.compute}: {why}" if why else plan.products)
     return found
 
@@ -97,7 +99,6 @@ def check_some_products(assignment: Assignment) -> None:
     if how == "plan" or any(f.products == how or ": rule " in (f.products or "") for f in layers):
         return
     why = _reasons(layers) or "the model has no linear layer"
-    raise SetupError(
-        f"products={how!r} reaches no layer: {why}. Leave products out, or have a rule ask for it: "
-        "Rule(name, Policy(param, 'low', 'low', products='recipe'))"
-    )
+    rule = ", or have a rule ask for it: Rule(name, Policy(param, 'low', 'low', products='recipe'))"
+    asks = any(reason in why for reason in (_LAST, _TIED))  # what other layers lack no rule changes
+    raise SetupError(f"products={how!r} reaches no layer: {why}. Leave products out{rule if asks else ''}")

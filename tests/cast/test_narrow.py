@@ -452,10 +452,17 @@ def test_a_layer_that_runs_in_fp32_by_the_models_own_autocast_is_named_by_the_st
     session.close()
 
 
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
 def test_a_model_without_such_a_layer_is_refused_with_why_for_each():
     model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 16))
     with pytest.raises(halfstep.SetupError, match=r"0 is in bf16: 7 x 5 is no multiple of 16; 1 is in bf16: 16 x 7"):
         halfstep.initialize(model, None, "O2", low="bf16", products="fp8")
+    with pytest.raises(halfstep.SetupError, match=r"16 x 16 is no multiple of 32\. Leave products out(\n|$)"):
+        halfstep.initialize(nn.Linear(16, 16), None, "O2", low="bf16", products="fp8-mx")
+    with pytest.raises(
+        halfstep.SetupError, match=r"0 is in bf16: 0 x 32 is no .*: the last Linear\. .* a rule ask for it"
+    ):
+        halfstep.initialize(nn.Sequential(nn.Linear(32, 0), nn.Linear(32, 16)), None, "O2", low="bf16", products="fp8")
     with pytest.raises(halfstep.SetupError, match=r"the model is in float64: no plan casts its weight"):
         halfstep.initialize(nn.Linear(32, 32).double(), None, "O2", low="bf16", products="fp8")
 

@@ -423,7 +423,7 @@ def fits(multiple: int, x: Tensor, w: Tensor, bias: Tensor | None) -> bool:
     """Tells whether a product is one that recipes round, and not one of another kind in the same layer's code."""
     return (
         w.dim() == 2
-        and all(size % multiple == 0 for size in w.shape)
+        and all(size % multiple == 0 < size for size in w.shape)
         and all(t.dtype in CASTABLE and not t.is_nested for t in (x, w))
         and (bias is None or bias.dim() == 1)
         and x.shape[-1] == w.shape[1]
