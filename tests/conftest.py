@@ -136,7 +136,7 @@ def imports_frozen():
 def fixed_seed():
     random.seed(0)
     numpy.random.seed(0)
-    torch.manual_seed(0)
+    (torch if torch.cuda.is_available() else torch.default_generator).manual_seed(0)  # the first looks at all devices
 
 
 @pytest.fixture(autouse=True)

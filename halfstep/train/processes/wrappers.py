@@ -62,8 +62,9 @@ def _living(kind: type[T]) -> list[T]:
 def living_wrappers_of(roots: Sequence[nn.Module]) -> list[DistributedDataParallel]:
     """Returns the DDP wrappers of the models that are still in use, the same in all processes."""
     # Garbage is collected first: otherwise some processes would find a wrapper that others have already freed.
-    if wrappers_of(roots):  # only then, since a collection takes half a second
-        gc.collect()
+    if not wrappers_of(roots):
+        return []
+    gc.collect()  # only then, since it takes half a second
     return wrappers_of(roots)
 
 
