@@ -70,12 +70,13 @@ def autocast_outside(device_type: str) -> torch.dtype | None:
 
 @functools.cache
 def is_composite(func: Any) -> bool:
-    """Tells whether an operation is made of other operations."""
+    """Tells whether an operation is made of other operations, and has no kernel of its own, as `silu_backward` has."""
     if not isinstance(func, OpOverload):
         return False
     name: str = func.name()  # type: ignore[no-untyped-call]
     # To ask for a key of an operation that has no kernel at all ends the process.
-    return has_kernel(name) and has_kernel_for(name, DispatchKey.CompositeImplicitAutograd)
+    has = functools.partial(has_kernel_for, name)
+    return has_kernel(name) and has(DispatchKey.CompositeImplicitAutograd) and not (has("CPU") or has("CUDA"))
 
 
 def _mixed(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

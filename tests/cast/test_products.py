@@ -248,6 +248,37 @@ def test_every_emulated_operation_exists() -> None:
     assert {name for name in EMULATED if not hasattr(torch.ops.aten, name)} == set()
 
 
+@pytest.mark.parametrize("fmt", [FP16, BF16], ids=str)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "silu",
+        "mish",
+        "gelu",
+        "elu",
+        "celu",
+        "selu",
+        "softplus",
+        "hardswish",
+        "hardsigmoid",
+        "logsigmoid",
+        "tanhshrink",
+        "softsign",
+        "glu",
+    ],
+)
+def test_the_mode_leaves_what_is_no_product_to_its_kernel(name: str, fmt: Format) -> None:
+    (x,) = operands([(64, 32)], fmt.dtype)
+
+    def run() -> tuple[Tensor, Tensor]:
+        out = getattr(F, name)(x)
+        return out, torch.autograd.grad(out, x, torch.linspace(-3, 3, out.numel()).to(fmt.dtype).view(out.shape))[0]
+
+    native = run()
+    with Emulation(fmt):
+        assert all(map(same_bits, run(), native))
+
+
 def test_code_outside_of_the_region_is_native() -> None:
     a, b = torch.randn(5, 7).bfloat16(), torch.randn(7, 3).bfloat16()
     expected = a @ b
