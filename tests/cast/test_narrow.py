@@ -19,6 +19,8 @@ from halfstep.explain.report.gather import MEASURES, gather
 from halfstep.explain.report.numbers import shares_of
 from halfstep.machine import AVX2, AVX512_BF16
 from halfstep.plan.plan import multiple_of
+from halfstep.torch_internals import parameters_of
+from halfstep.train.cast import narrow
 from halfstep.train.cast.casting import Casting
 from halfstep.train.cast.narrow import PRODUCTS
 from halfstep.train.cast.recipes import RECIPES, Coded, Rounded
@@ -232,6 +234,25 @@ def test_a_frozen_weight_is_rounded_once_a_step_and_kept_no_longer(level):
         assert not torch.equal(model(batch(0)), before)
     session.close()
     assert layers._held == {}
+
+
+def test_layers_are_looked_through_once_for_two_sessions_a_part_of_a_weight_and_a_copy(monkeypatch):
+    """Each look at all layers for each call of each made a second session of 300 layers five times as slow."""
+    looked = []
+    monkeypatch.setattr(narrow, "parameters_of", lambda module: looked.append(module) or parameters_of(module))
+    models = made(), nn.Sequential(Linears(SEVERAL["in parts"]), nn.Linear(32, 16))
+    opened_ones = [opened(model, level="O1") for model in models]
+    copied, found = copy.deepcopy(models[0]), []
+    for step in range(3):
+        for model, (optimizer, session) in zip(models, opened_ones, strict=True):
+            train(model, optimizer, session, [step])
+        found.append(len(looked))
+    for _ in range(2):
+        copied(batch(0))
+        found.append(len(looked))
+    assert found[0] == found[1] == found[2] < found[3] == found[4]
+    for _, session in opened_ones:
+        session.close()
 
 
 def test_of_parts_of_a_frozen_weight_and_in_inference_nothing_is_kept():

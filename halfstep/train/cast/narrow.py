@@ -123,8 +123,8 @@ class Layers:
         self._whole = [not any(map(is_sharded, each.parameters(recurse=False))) for each in self._modules]
         self._held: dict[tuple[Any, Product], tuple[int, Any, Operands]] = {}  # by a weight's memory and its form
         self._both: set[int] = set()  # layers whose inputs need gradients
-        # By a weight's memory, with its size; 0: it is computed.
-        self._at: dict[tuple[int, int], tuple[int, Any, int]] = {}
+        # By a weight's memory, with its size; 0: it is computed; -1: it is a part of one, or no layer's.
+        self._at: dict[tuple[int, int], tuple[int | None, Any, int]] = {}
 
     def find(self, weight: Tensor, within: nn.Module | None = None) -> int | None:
         """Returns the number of the layer that has a weight, or uses it if it is `within` one; None if none does.
@@ -145,14 +145,20 @@ class Layers:
                 for own in [local(p)]
             }
             found = self._at.get(key)
-            for (storage, start), each in self._at.items() if found is None else ():
-                if storage == key[0] and start <= key[1] < start + each[2]:  # a part of a weight
-                    found = each
-            within = within or HERE.layer
-            if found is None and within in self._modules and not isinstance(viewed(weight), nn.Parameter):
-                memory = StorageWeakRef(weight.untyped_storage())  # type: ignore[no-untyped-call]
-                self._at[key] = found = self._modules.index(within), memory, 0
-        return None if found is None else found[0]
+            if found is None:
+                memory, number = StorageWeakRef(weight.untyped_storage()), None  # type: ignore[no-untyped-call]
+                for (storage, start), each in self._at.items():
+                    if storage == key[0] and start <= key[1] < start + each[2]:  # a part of a weight
+                        number = each[0]
+                self._at[key] = found = number, memory, -1
+        within = within or HERE.layer
+        if found[0] is None and within in self._modules and not isinstance(viewed(weight), nn.Parameter):
+            self._at[key] = found = self._modules.index(within), found[1], 0
+        return found[0]
+
+    def knows(self, weight: Tensor) -> bool:
+        """Tells whether `find` had this weight before, so that sessions do not look through all of their layers."""
+        return self._at.get(_memory(weight), (None,))[0] is not None
 
     def losses(self) -> tuple[ProductLoss, ...]:
         """Returns what was lost so far; waits for the device."""
@@ -193,8 +199,9 @@ class Layers:
             yield Finding("warning", "products lost", each.layer, f"{plan.products}: {each}", advice, (rule,))
 
     def weights_changed(self) -> None:
-        """Drops the rounded weights."""
+        """Drops the rounded weights, and which memory is no layer's: it may become one's."""
         self._held.clear()
+        self._at = {at: each for at, each in self._at.items() if each[0] is not None}
 
     def round(self, number: int, how: How, places: Sequence[Place], x: Tensor) -> list[Operands]:
         """Rounds an operand of a layer's product, and for a second place its transpose, and counts what that loses."""

@@ -289,7 +289,8 @@ class Registry:
         return undo
 
     def _layer_of(self, weight: Tensor) -> tuple[Layers, int] | None:
-        found = ((layers, layers.find(weight)) for held in self._layers if (layers := held()) is not None)
+        layers = (each for held in self._layers if (each := held()) is not None)
+        found = ((each, each.find(weight)) for each in sorted(layers, key=lambda each: not each.knows(weight)))
         return next(((layers, number) for layers, number in found if number is not None), None)
 
     def repeats(self, marker: str) -> bool:
