@@ -115,6 +115,40 @@ def test_gradients_read_after_unscale_and_changed_are_what_steps(name):
         assert torch.equal(p.detach(), was - 0.125)
 
 
+class Signs(nn.Module):
+    """Binary weights: the gradient of `sgn` is a tensor of zeros without memory, which no kernel can read."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.signs, self.out = nn.Parameter(torch.randn(70)), nn.Linear(70, 3)
+
+    def forward(self, x):
+        return self.out(x * torch.sgn(self.signs))
+
+
+@pytest.mark.parametrize("low", ["bf16", "fp16"])
+@pytest.mark.parametrize("name", ["O1", "O2", "O3"])
+@pytest.mark.parametrize("way", ["step", "unscale_", "closed", "observed"])
+def test_gradients_without_memory_are_zeros(name, low, way):
+    model = Signs()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.0)
+    before = model.signs.detach().clone()
+    if name == "O3":
+        before = before.to({"bf16": torch.bfloat16, "fp16": torch.float16}[low]).float()
+    with halfstep.initialize(model, optimizer, name, low=low) as session:
+        if way == "observed":
+            session.observe(every=1)
+        session.backward(model(torch.ones(2, 70)).square().mean())
+        if way == "unscale_":
+            session.unscale_()
+            assert torch.equal(model.signs.grad, torch.zeros(70))
+        if way != "closed":
+            record = session.step(max_norm=1.0)
+            assert (bool(record.skipped), session.last_step().bad) == (False, ())
+    assert torch.equal(model.signs, before)
+
+
 def test_gradient_penalty_equals_fp32():
     """The penalty of WGAN-GP: the norm of d(output)/d(input), itself differentiated."""
     reference, _ = build()

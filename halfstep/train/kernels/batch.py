@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from halfstep.torch_internals import same_kinds, unflatten
+from halfstep.torch_internals import is_zero_tensor, same_kinds, unflatten
 
 Layout = Literal["full", "low", "copy", "split"]
 T = TypeVar("T")
@@ -219,7 +219,8 @@ def is_dense(t: Tensor) -> bool:
 
 
 def resolved(t: Tensor) -> Tensor:
-    """Returns `t` without torch's lazy negative and conjugate bits, which kernels do not read."""
+    """Returns `t` without torch's lazy negative and conjugate bits, which kernels do not read, and with memory."""
+    t = t.clone() if is_zero_tensor(t) else t
     if t.is_conj():
         t = t.resolve_conj()
     return t.resolve_neg() if t.is_neg() else t

@@ -296,7 +296,7 @@ class GradientAccumulator:
         self._true, self._carries = True, False
 
     def _widen_and_multiply(self, params: list[Parameter], factor: Tensor) -> Tensor:
-        grads = [local(param.grad) for param in params if param.grad is not None]
+        grads = [resolved(local(param.grad)) for param in params if param.grad is not None]
         reading = read(grads, device=factor.device, scratch=self._scratch)
         self._widen(params)
         _multiply_(params, factor)
@@ -329,7 +329,9 @@ class GradientAccumulator:
         """Forgets noted overflows if all gradients are zero now, as after `zero_grad(set_to_none=False)`."""
         if not self._flags or self._mark == _mark_of(self._params()):
             return
-        norm = read([local(param.grad) for param in held if param.grad is not None], scratch=self._scratch).norm
+        norm = read(
+            [resolved(local(param.grad)) for param in held if param.grad is not None], scratch=self._scratch
+        ).norm
         for loss, flag in self._flags.items():
             self._flags[loss] = flag & (norm != 0).to(flag.device, non_blocking=True)
 

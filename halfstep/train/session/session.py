@@ -54,7 +54,7 @@ from halfstep.train.cast.modules import (
     mark,
 )
 from halfstep.train.cast.narrow import Layers
-from halfstep.train.kernels.batch import Scratch
+from halfstep.train.kernels.batch import Scratch, resolved
 from halfstep.train.optim.hooks import forbid_step, lend_weights, send_step, updated_by, watch_steps
 from halfstep.train.optim.masters import MasterStore, full_state
 from halfstep.train.optim.moments import Moments
@@ -459,7 +459,7 @@ class Session:
             found = torch.autograd.grad(outputs, inputs, directions, **kwargs)
         if scale.active:
             bad = torch.stack([overflowed(out.detach()).to(value.device) for out in outputs]).any()
-            lost = read([local(g) for g in found if g is not None], device=value.device).found > bad
+            lost = read([resolved(local(g)) for g in found if g is not None], device=value.device).found > bad
             self._scales.penalties[loss_id] = lost | self._scales.penalties.get(loss_id, lost)
         return tuple(None if g is None else true_gradient(g, value if scale.active else None) for g in found)
 
@@ -581,7 +581,7 @@ class Session:
         now = self._scales.read(loss_id)
         reshard(self._roots)
         held = [(p, p.grad) for part in parts for p in part.parameters()]
-        bad = [self._name_of(p) for p, grad in held if grad is not None and read([local(grad)]).found]
+        bad = [self._name_of(p) for p, grad in held if grad is not None and read([resolved(local(grad))]).found]
         first = float(self._first_losses[loss_id]) if loss_id in self._first_losses else math.nan
         return StepFacts(
             scale=max(now, float(last.scales()[loss_id])) if last is not None and skipped else now,
