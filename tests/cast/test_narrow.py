@@ -407,6 +407,18 @@ def test_a_session_that_is_dropped_frees_its_layers():
     assert layers() is None
 
 
+def test_sessions_that_nobody_closed_make_room_for_those_of_other_recipes():
+    gc.disable()
+    try:
+        for products in ("plan", *RECIPES) * 2:
+            model = made()
+            optimizer, session = opened(model, products)
+            train(model, optimizer, session, range(1))
+    finally:
+        gc.enable()
+    session.close()
+
+
 def test_layers_that_stay_low_are_listed_with_why():
     class Tied(nn.Module):
         def __init__(self):

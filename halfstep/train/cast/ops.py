@@ -6,9 +6,10 @@ rows, opregistry.py puts a kernel into the dispatcher, which acts inside the reg
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from types import BuiltinFunctionType
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from torch import autocast as TorchAutocast  # also where torch.autocast is a drop-in
 
-from halfstep.errors import SessionError
+from halfstep.errors import PlanError, SessionError
 from halfstep.machine import WideBackward
 from halfstep.plan.optable import Action
 from halfstep.train.cast.opregistry import REGISTRY, Table, reach
@@ -70,7 +71,11 @@ class OpEngine:
     def open(self) -> None:
         """Registers the kernels of the op table with torch's dispatcher."""
         if not self._marker:
-            self._marker = REGISTRY.acquire(self._table)
+            with suppress(PlanError):
+                self._marker = REGISTRY.acquire(self._table)
+            if not self._marker:
+                gc.collect()  # sessions that nobody closed may hold all places
+                self._marker = REGISTRY.acquire(self._table)
             reach(self._marker)  # for a graph of backend="eager", which enters regions by torch's own functions alone
             self._finally = weakref.finalize(self, REGISTRY.abandon, self._marker)  # of a session that nobody closes
             self._finally.atexit = False

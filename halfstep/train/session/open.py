@@ -84,6 +84,7 @@ def open_session(  # noqa: PLR0913  # what `initialize` was given
         say_how_products_run(decision, told=notice is not None)
         say_what_steps_itself(decision, optimizers)
         say_what_stays_full(decision)
+        del others  # which may be freed, if all places for op tables are taken
         return Session(decision, sinks=sinks)
 
 
