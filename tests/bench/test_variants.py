@@ -34,6 +34,13 @@ def test_each_way_to_keep_moments_has_its_rows_and_the_peer_one():
     assert [row.start(TINY, 0, CPU)._session.plan.moments for row in rows[2:4]] == ["full", "8bit"]
 
 
+@pytest.mark.parametrize(("levels", "low"), [(["O2"], FP16), (["O0", "O3"], BF16)])
+def test_products_that_no_row_has_are_refused(levels, low):
+    with pytest.raises(WorkloadError, match="products fp8, nvfp4 are those of O1 and O2 in bf16: pass --levels O2"):
+        entries(levels, [low], FACTS, peer=True, products=["fp8", "nvfp4"])
+    assert entries(levels, [low], FACTS, peer=True, products=["plan"])
+
+
 def test_without_o0_or_a_peer_there_is_none():
     assert names(entries(["O1"], [BF16], FACTS, peer=False)) == ["O1 bf16"]
 

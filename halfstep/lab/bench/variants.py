@@ -110,6 +110,8 @@ def entries(
             rows.append(Entry(PEER, low, peer=True, refused=why if emulated and low == FP16 else None))
     rows = [replace(row, moments=how) for row in rows for how in (("full",) if row.peer else kept)]
     eight = [row.low == BF16 and row.level in ("O1", "O2") for row in rows]
+    if ways != ["plan"] and not any(eight):
+        raise WorkloadError(f"products {', '.join(ways)} are those of O1 and O2 in bf16: pass --levels O2 --low bf16")
     return [
         replace(row, products=way) for row, can in zip(rows, eight, strict=True) for way in (ways if can else ["plan"])
     ]
