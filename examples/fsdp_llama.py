@@ -22,10 +22,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import halfstep
 
 parser = argparse.ArgumentParser()
-for name, default in {"steps": 100, "width": 128, "layers": 4, "tensor": 1}.items():
-    parser.add_argument(f"--{name}", type=int, default=default)
-parser.add_argument("--level", default="O2", help="or torch")
-parser.add_argument("--moments", default="full", help="full, bf16 or 8bit")
+for name, default in {"level": "O2", "moments": "full", "steps": 100, "width": 128, "layers": 4, "tensor": 1}.items():
+    parser.add_argument(f"--{name}", type=type(default), default=default)
 parser.add_argument("--compile", help="a backend of torch.compile, such as inductor")
 parser.add_argument("--out", type=Path, help="the folder of checkpoints")
 args = parser.parse_args()
@@ -106,22 +104,28 @@ def state(steps):
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
-mesh = init_device_mesh(device, (dist.get_world_size() // args.tensor, args.tensor), mesh_dim_names=("data", "tensor"))
+processes, plain = dist.get_world_size(), args.level == "torch"
+if min(args.steps, args.tensor) < 1 or processes % args.tensor or args.width % (HEAD * args.tensor):
+    parser.error(f"--tensor divides the {processes} processes, and --width / {HEAD}; no number is below 1")
+if plain and (args.tensor > 1 or args.moments != "full"):
+    parser.error("--level torch has full moments, and torch clips one mesh: leave out --moments and --tensor")
+mesh = init_device_mesh(device, (processes // args.tensor, args.tensor), mesh_dim_names=("data", "tensor"))
 data, characters = shakespeare()
-plain, low = args.level == "torch", MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+low = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 model = shards(mesh, characters, low if plain else halfstep.fsdp_policy(args.level, low="bf16"))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 session = None if plain else halfstep.initialize(model, optimizer, args.level, low="bf16", moments=args.moments)
 
 start, saving, apart = 0, None, dist.new_group(backend="gloo")
-if args.out is not None and args.out.exists():
-    dcp.load(saved := state(0), checkpoint_id=args.out)
+whole = [int(each.parent.name) for each in args.out.glob("*/.metadata")] if args.out else []  # written last
+if whole:
+    dcp.load(saved := state(0), checkpoint_id=args.out / str(max(whole)))
     set_state_dict(model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"])
     start = saved["session"]["steps"]
     if session:
         session.load_state_dict(saved["session"])
-batches = torch.Generator().manual_seed(1 + mesh["data"].get_local_rank() + 1000 * start)
 for step in range(start, start + args.steps):
+    batches = torch.Generator().manual_seed(1000 * step + mesh["data"].get_local_rank())
     windows = data[torch.randint(len(data) - LENGTH, (16, 1), generator=batches) + torch.arange(LENGTH + 1)].to(device)
     loss = nn.functional.cross_entropy(model(windows[:, :-1]).flatten(0, 1).float(), windows[:, 1:].flatten())
     optimizer.zero_grad()
@@ -135,16 +139,13 @@ for step in range(start, start + args.steps):
     if dist.get_rank() == 0 and step % 25 == 0:
         print(f"step {step}: loss {loss.item():.4f}")
     if args.out is not None and step == start + args.steps // 2:
-        saving = dcp.async_save(state(step + 1), checkpoint_id=args.out, process_group=apart)
+        saving = dcp.async_save(state(step + 1), checkpoint_id=args.out / str(step + 1), process_group=apart)
 
 if saving is not None:
     saving.result()
-    dcp.save(state(start + args.steps), checkpoint_id=args.out)
-here = sum(p.to_local().numel() for p in model.parameters())
-bytes_of = session.status().memory if session else held(model, optimizer)
+    dcp.save(state(step + 1), checkpoint_id=args.out / str(step + 1))
+here, bytes_of = sum(p.to_local().numel() for p in model.parameters()), session and session.status().memory
 if dist.get_rank() == 0:
-    each = ", ".join(f"{kind} {count / here:.2f}" for kind, count in bytes_of.items())
-    print(f"step {start + args.steps}: loss {loss.item():.4f}; bytes for each weight: {each}")
-if session:
-    session.close()
+    each = ", ".join(f"{kind} {count / here:.2f}" for kind, count in (bytes_of or held(model, optimizer)).items())
+    print(f"step {step + 1}: loss {loss.item():.4f}; bytes for each weight: {each}")
 dist.destroy_process_group()
