@@ -299,9 +299,31 @@ def test_a_loss_of_differences_that_magnifies_the_rounding_of_outputs_is_named_w
     curved = lambda model: (((model(x + 0.02) - 2 * model(x) + model(x - 0.02)) / 4e-4 - 1) ** 2).mean()  # noqa: E731
     (found,), calls = told(curved, net)
     assert (found.code, found.cure) == (LOST, (Rule("", FULL),))
-    assert "gradients by over 1000%" in found.evidence
+    assert "; the loss is " in found.evidence
     assert found.advice.endswith("gradients by under 0.1%; no smaller edit that was tried divides this by 3")
     assert calls <= 7
+
+
+def test_gradients_of_a_minimum_are_no_fault():
+    x, net = torch.randn(64, 8), nn.Linear(8, 1)
+    with torch.no_grad():
+        y = x.sum(1, keepdim=True) + torch.randn(64, 1)
+        exact = torch.linalg.lstsq(torch.cat([x, torch.ones(64, 1)], 1), y).solution
+        net.weight.copy_(exact[:8].t())
+        net.bias.copy_(exact[8])
+    (found,), _ = told(lambda model: (model(x) - y).square().mean(), net)
+    assert found.code == COMPARED
+    assert "near a minimum" in found.advice
+
+
+def test_the_second_of_two_models_is_named():
+    first, second = nn.Linear(WIDTH, WIDTH), made(lambda: quiet.Root(quiet.spread))
+    x, targets = inputs()
+    optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], 0.1)
+    with halfstep.initialize([first, second], optimizer, "O2", low="bf16") as session:
+        found = halfstep.check(session, lambda: loss_of(second, x + 0 * first(x), targets))
+    (lost,) = [each for each in found if each.code == LOST]
+    assert lost.evidence.endswith("in model 1 (the first is 0)")
 
 
 def test_a_constant_that_vanishes_on_the_same_line_hides_no_loss():

@@ -307,7 +307,10 @@ LOST = Finding(
         ([LOST], "Precision is lost in core, own.py:7: plan.edit(Rule('core', FULL)); 30 steps, none skipped"),
         ([LOST, COMPARED_WELL], "Healthy: 30 steps"),  # it was cured, and checked again
         ([imprecise(10, 0.01), imprecise(20, 0.02)], "Healthy, where precision was compared (1 module): 30 steps"),
-        ([imprecise(10, 0.2), imprecise(20, 0.2)], "Healthy, where"),  # not for a fault that nothing made worse
+        (
+            [imprecise(10, 0.2), imprecise(20, 0.2)],
+            "No step was skipped and nothing overflowed; what a returns is off by",
+        ),  # not for a fault that nothing made worse
         ([imprecise(10, 0.6), imprecise(20, 0.6)], "Precision is being lost: what a returns is off by 60%"),
         (
             [imprecise(10, 0.02), imprecise(20, 0.4)],

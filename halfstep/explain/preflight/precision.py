@@ -37,6 +37,7 @@ GAIN = 3.0
 _SCALES = (1024.0, 32.0, 1.0)  # of fp16 gradients, where they overflow at the session's own loss scale
 _TRIALS = 4  # plans that are tried
 _OF_GRADIENTS = 2  # of them where gradients alone are off, as with BatchNorm and small batches
+_NO_LOSS = 1e-4  # what a loss may be off by where it is nearly 0
 _FAINT = 0.03  # of its spread: what a module may be off by where none is a suspect
 _HELPS = 1.5  # an edit that divides the error by it is named where none is a cure
 _FAR = 10.0  # a ratio above it is not given in percent
@@ -53,6 +54,7 @@ class StepResult:
     outputs: list[Tensor] = field(default_factory=list)
     gradients: list[Tensor | None] = field(default_factory=list)
     scale: float = 1.0
+    loss: float = math.nan
 
     def take_gradients(self, rehearsal: Rehearsal) -> None:
         self.scale = rehearsal.used_scale
@@ -76,6 +78,12 @@ class Damage:
     def is_large(self) -> bool:
         """Whether rounding alone does not explain it."""
         return self.output > OUTPUT or (self.gradient or 0.0) > GRADIENT
+
+    @property
+    def size(self) -> float:
+        """How many times more it is than rounding alone explains."""
+        gradient = math.inf if self.gradient is None else self.gradient
+        return max(self.output / OUTPUT, 0.0 if math.isnan(gradient) else gradient / GRADIENT)
 
     def is_cured_by(self, trial: Damage) -> bool:
         """Tells whether what is large is divided by `GAIN` in a trial, in which nothing else became infinite."""
@@ -169,6 +177,7 @@ def precision_findings(rehearsal: Rehearsal, low: StepResult, loss: Tensor) -> l
 class _Check:
     def __init__(self, rehearsal: Rehearsal, low: StepResult, loss: float) -> None:
         self._rehearsal, self._low, self._losses_of_runs = rehearsal, low, {loss}  # under the session's own plan
+        self._loss = loss
         self._plan, self._roots = rehearsal.plan, rehearsal.roots
         self._modules = named_modules(rehearsal.roots)
         self._unchecked: dict[str, str] = {}  # modules that could not be called again, and why
@@ -211,13 +220,12 @@ class _Check:
             yield damage_of(self._exact(backward=alone), exact)
 
     def _magnified(self, damage: Damage, exact: StepResult) -> list[Finding]:
-        """Returns a finding where gradients are nothing but error, which no module and no operation alone makes."""
-        plans = edited(
-            self._plan, [WHOLE] if (damage.gradient or 0.0) > _FAR else []
-        )  # not as BatchNorm's in small batches
+        """Returns a finding where loss and gradients are mostly error, which no module and no operation alone makes."""
+        off = abs(self._loss - exact.loss) > GRADIENT * abs(exact.loss) + _NO_LOSS
+        plans = edited(self._plan, [WHOLE] if off and (damage.gradient or 0.0) > GAIN else [])
         if not any(damage.is_cured_by(after := self._trial(plan, exact)) for _, plan in plans):
             return []
-        said = f"{damage}: what is computed of the outputs magnifies their rounding"
+        said = f"{damage}; the loss is {self._loss:.4g} in place of {exact.loss:.4g}"
         advice = f"{spell(WHOLE)}, with which {after}; no smaller edit that was tried divides this by 3"
         return [Finding("warning", Kind.PRECISION_LOST.value, place_of(self._root, None), said, advice, WHOLE)]
 
@@ -228,6 +236,7 @@ class _Check:
         if damage.output <= CERTAIN or first is None:
             normal = any("BatchNorm" in type(module).__name__ for module in self._modules.values())
             why = "; BatchNorm does this in small batches" if normal else ""
+            why += "; near a minimum, where gradients vanish, rounding does" if damage.output <= OUTPUT else ""
             return _compared(damage, f"no edit that was tried divides this by 3{most}{why}")
         said = f"{called(first.operator)} {first.said}; {damage}"
         advice = f"compute this in fp32; no edit that was tried divides the error by 3{most}"
@@ -258,6 +267,7 @@ class _Check:
             else:
                 with self._rehearsal.under(plan) as trial:
                     loss = trial.loss()
+                    taken.loss = float(loss.detach())
                     if backward:
                         take_step(trial, loss, taken)
         return taken
@@ -293,7 +303,7 @@ class _Check:
             self._best = min(((edits, after) for _, edits, after in tried), key=lambda e: e[1].output, default=None)
             return []
         clean = [each for each in good if not each[2].is_large]
-        best = min(clean, key=lambda each: len(each[0])) if clean else min(good, key=lambda each: each[2].output)
+        best = min(clean, key=lambda each: len(each[0])) if clean else min(good, key=lambda each: each[2].size)
         names, edits, after = best
         return [self._lost(names, suspects, losses, edits, (damage, after))]
 
@@ -312,7 +322,7 @@ class _Check:
         """Yields modules and edits that may cure them, the smallest change first."""
         operators = dict.fromkeys(loss.operator for loss in losses.values())
         denied = tuple(OpChange("deny", each) for each in operators if is_op(each) and not is_product(each))
-        names = list(worst) or [self._root]
+        names = list(worst) or [max(losses, key=lambda name: losses[name].ratio, default=self._root)]
         if not worst or any(self._is_large(name) for name in worst):
             yield names, denied
         if not worst:
@@ -380,7 +390,7 @@ class _Check:
 
     def _losses(self, calls: Mapping[str, int]) -> dict[str, Loss]:
         """Returns for one call of each module (none: of the model) the first operation that went wrong."""
-        calls = calls or {self._root: 1}
+        calls = calls or {name: 1 for name, module in self._modules.items() if module in map(unwrap, self._roots)}
         finder = LossFinder(self._roots, calls, {name: self._modules[name] for name in calls}, self._fail)
         with self._rehearsal.recording(finder.low):
             self._forward(finder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -54,12 +55,14 @@ def trace_step(session: Session, closure: Callable[[], Any], *, precision: bool)
             found += _of_results(rehearsal, loss)
         comparable = precision and loss is not None and bool(loss.isfinite()) and rehearsal.plan.ops != "none"
         if comparable and taken.overflowed and loss is not None:
-            take_step(rehearsal, loss, taken)
+            with suppress(Exception):  # of a function that frees what it saved
+                take_step(rehearsal, loss, taken)
         absorbed = absorbed_findings(rehearsal, tracer)  # it rewinds
         found += absorbed
         if comparable and loss is not None:
-            known = {each.place for each in absorbed}
-            found += [each for each in precision_findings(rehearsal, taken, loss) if each.place not in known]
+            known = {(each.place, each.cure) for each in absorbed}
+            lost = precision_findings(rehearsal, taken, loss)
+            found += [each for each in lost if (each.place, each.cure) not in known]
     return found, tracer.rounded
 
 
@@ -213,9 +216,14 @@ def _of_results(rehearsal: Rehearsal, loss: Tensor) -> Iterator[Finding]:
     if not bad:
         return
     lowest = scale.min if scale.adapts else Scaling("dynamic").min
-    with rehearsal.gradients(loss, lowest):  # the lowest loss scale that skipped steps lead to
-        still_bad = _not_finite(params)
     code, place = "gradients not finite", "the backward pass"
+    try:
+        with rehearsal.gradients(loss, lowest):  # the lowest loss scale that skipped steps lead to
+            still_bad = _not_finite(params)
+    except Exception as error:  # of a function that frees what it saved
+        what = f"{len(bad)} of {len(params)} gradients are not finite; a lower loss scale was not tried: {error}"
+        yield Finding("note", code, place, what, BLAME)
+        return
     if still_bad and scale.adapts:
         what = f"{len(still_bad)} of {len(params)} gradients are not finite even at the lowest loss scale, {lowest:g}"
         yield Finding("error", code, place, f"{what}: such a step is skipped at every loss scale", BLAME)

@@ -260,8 +260,10 @@ def _ended(course: _Course) -> Headline:
             well += f"; {compared[0].evidence}"
         elif course.is_plain or compared:
             well = "Healthy"
-        elif parts := len(course.gathered.precision):
-            well = f"Healthy, where precision was compared ({_count(parts, 'module')})"
+        elif parts := course.gathered.precision:
+            worst = max(parts, key=lambda each: each.off_by[-1])
+            where = f"where precision was compared ({_count(len(parts), 'module')})"
+            well = f"Healthy, {where}" if worst.off_by[-1] <= SUSPECT else f"{well}; {_off(worst)}"
         else:
             well += "; precision was not compared"
         return Headline("good", f"{well}: {figures}", event)
