@@ -150,16 +150,16 @@ CONTRADICTIONS: tuple[tuple[Callable[[Plan], bool], str], ...] = (
     ),
     (
         lambda plan: plan.products != "plan" and plan.ops == "none",
-        "products in 8 bits need the op table, but with ops 'none' everything runs as written; use O1 or O2",
+        "products in 8 or 4 bits need the op table, but with ops 'none' everything runs as written; use O1 or O2",
     ),
     (
         lambda plan: plan.products != "plan" and plan.low != BF16,
-        "products in 8 bits have results in bf16, but low is fp16; use low='bf16'",
+        "products in 8 or 4 bits have results in bf16, but low is fp16; use low='bf16'",
     ),
     (
         lambda plan: plan.products != "plan" and plan.param == "low" and plan.master == "none",
-        "products in 8 bits need weights with an fp32 value, but this plan keeps bf16 weights without masters; use O1 "
-        "or O2",
+        "products in 8 or 4 bits need weights with an fp32 value, but this plan keeps bf16 weights without masters; use "
+        "O1 or O2",
     ),
     (
         lambda plan: plan.products == "plan" and any(rule.policy.products != "plan" for rule in plan.rules),

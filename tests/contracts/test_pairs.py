@@ -41,7 +41,7 @@ def refusal(row):
     if row["rounding"] == "stochastic" and (row["level"], row["low"]) != ("O3", "bf16"):
         return "rounding 'stochastic' is for bf16 weights without a master"
     if row["products"] != "plan" and (row["level"] in ("O0", "O3") or row["low"] == "fp16"):
-        return "products in 8 bits (need|have)"
+        return "products in 8 or 4 bits (need|have)"
     return None
 
 

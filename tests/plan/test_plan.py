@@ -97,7 +97,7 @@ CASES = [
         (plan, {"rounding": "stochastic"}, "bf16 weights without a master.*or use level O3 in bf16")
         for plan in (O0, O1, O2, level("O2", FP16), level("O3", FP16))
     ),
-    (O0, {"products": "fp8"}, "products in 8 bits need the op table"),
+    (O0, {"products": "fp8"}, "products in 8 or 4 bits need the op table"),
     (level("O1", FP16), {"products": "fp8"}, "results in bf16, but low is fp16"),
     (level("O3", BF16), {"products": "fp8"}, "bf16 weights without masters"),
     (
