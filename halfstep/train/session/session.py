@@ -895,6 +895,7 @@ class Trial(Session):
 
 @contextmanager
 def _full(store: MasterStore, casting: Casting) -> Iterator[None]:
+    casting.weights_changed()  # which code inside may write by `p.data`
     try:
         with store.widened():
             yield
