@@ -158,8 +158,8 @@ CONTRADICTIONS: tuple[tuple[Callable[[Plan], bool], str], ...] = (
     ),
     (
         lambda plan: plan.products != "plan" and plan.param == "low" and plan.master == "none",
-        "products in 8 or 4 bits need weights with an fp32 value, but this plan keeps bf16 weights without masters; use "
-        "O1 or O2",
+        "products in 8 or 4 bits need weights with an fp32 value, but this plan keeps bf16 weights without masters; "
+        "use O1 or O2",
     ),
     (
         lambda plan: plan.products == "plan" and any(rule.policy.products != "plan" for rule in plan.rules),
