@@ -20,7 +20,8 @@ from halfstep.errors import PlanError, SetupError
 
 _SHOWN = 80
 _APEX = ", which is apex's: session = halfstep.initialize(model, optimizer, {!r})"
-_ELSEWHERE = {"level": "plan", "dtype": "low", "keep_batchnorm_fp32": "norms"}  # what other libraries call it
+# what other libraries call it
+_ELSEWHERE = {"level": "plan", "dtype": "low", "precision": "low", "keep_batchnorm_fp32": "norms", "clip": "max_norm"}
 
 Made = TypeVar("Made", bound=Callable[..., Any])
 
