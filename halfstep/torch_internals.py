@@ -165,9 +165,8 @@ saved_tensor_hooks: Callable[[bool], Any] = _name("torch._C._autograd._top_saved
 running_node: Callable[[], Any] = _name("torch._C._current_autograd_node")
 next_sequence_number: Callable[[], int] = _name("torch._C._autograd._get_sequence_nr")
 sequence_number: Callable[[Any], int] = operator.methodcaller("_sequence_nr")  # of a node
-hooks_of: Callable[[Any], MutableMapping[int, Any] | None] = _attribute(
-    "torch.Tensor._backward_hooks"
-)  # a module's too
+# Of a tensor or a module, which keeps them under the same name.
+hooks_of: Callable[[Any], MutableMapping[int, Any] | None] = _attribute("torch.Tensor._backward_hooks")
 post_accumulate_hooks_of: Callable[[Tensor], MutableMapping[int, Any] | None] = _attribute(
     "torch.Tensor._post_accumulate_grad_hooks"
 )

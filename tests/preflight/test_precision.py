@@ -335,6 +335,24 @@ def test_a_constant_that_vanishes_on_the_same_line_hides_no_loss():
     assert len({each.place for each in found}) == 1
 
 
+class AbsorbsAndRounds(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x):
+        h = self.first(x)
+        return self.last(h / torch.sqrt((h * 400) * (h * 400) + 1) + (3000 + h) - 3000)
+
+
+def test_an_absorbed_overflow_on_the_same_line_hides_no_loss_that_its_edit_leaves():
+    (x, targets), model = inputs(), made(AbsorbsAndRounds)
+    with halfstep.initialize(model, torch.optim.SGD(model.parameters(), 0.1), "O2", low="fp16") as session:
+        found = {each.code: each for each in halfstep.check(session, lambda: loss_of(model, x, targets))}
+    assert found["overflow absorbed"].place == found[LOST].place
+    assert found["overflow absorbed"].cure != found[LOST].cure
+
+
 def test_a_model_that_amplifies_what_is_rounded_everywhere_is_named_without_an_edit():
     sines = [nn.Linear(WIDTH, WIDTH), Does(lambda x: 30 * x), Does(torch.sin)]
     x, targets = inputs()
@@ -344,6 +362,38 @@ def test_a_model_that_amplifies_what_is_rounded_everywhere_is_named_without_an_e
     assert re.fullmatch(r"\d, planted\.py:\d+ in forward", found[0].place)
     assert found[0].evidence.startswith("sin ")
     assert calls <= 12
+
+
+class FreesWhatItSaved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.kept = torch.full_like(x, 300.0)
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx, grad):
+        kept = ctx.kept
+        del ctx.kept
+        return grad * kept
+
+
+def test_a_backward_pass_that_runs_once_is_not_asked_for_twice():
+    x, targets = inputs()
+    model = made(lambda: quiet.sequential(lambda: Does(FreesWhatItSaved.apply)))
+    with halfstep.initialize(model, torch.optim.SGD(model.parameters(), 0.1), "O2", low="fp16") as session:
+        found = halfstep.check(session, lambda: 1e3 * loss_of(model, x, targets))
+    said = {each.code: each for each in found}
+    assert "a lower loss scale was not tried" in said["gradients not finite"].evidence
+    assert COMPARED in said or LOST in said or "precision not compared" in said
+
+
+def test_gradients_that_overflow_at_the_first_scales_are_compared_at_lower_ones():
+    x, targets = inputs()
+    model = made(lambda: quiet.sequential(lambda: Does(lambda x: ((x * 1e-2) * 300) * 300 / 900)))
+    with halfstep.initialize(model, torch.optim.SGD(model.parameters(), 0.1), "O2", low="fp16") as session:
+        found = halfstep.check(session, lambda: 1e4 * loss_of(model, x, targets))
+    (note,) = [each for each in found if each.code == COMPARED]
+    assert re.search(r"gradients by (under )?[\d.]+%$", note.evidence)
 
 
 def test_gradients_that_overflow_are_not_said_to_be_right():

@@ -208,9 +208,7 @@ class Layers:
         recipe, counts, parts = RECIPES[how.recipe], [], [how.part(place) for place in places]
         for place, (size, summed) in zip(places, (x.shape, x.shape[::-1]), strict=False):
             at = number, PRODUCTS.index(place[0]), "ab".index(place[1])
-            filled_up = (
-                -summed % recipe.multiple if recipe.casts[place].rotated else 0
-            )  # by rotated values, not by zeros
+            filled_up = -summed % recipe.multiple if recipe.casts[place].rotated else 0  # rotated values, not zeros
             self.seen[at] += size * (summed + filled_up)
             counts.append(self.counts[at])
         multiple = recipe.multiple
