@@ -3,6 +3,7 @@
 import json
 import struct
 import time
+from unittest.mock import Mock
 
 import pytest
 
@@ -85,6 +86,15 @@ def test_mlflow_has_them_as_metrics(tmp_path, monkeypatch):
     assert history("lost/weight_grad/head.weight") == [(2, 0.375)]
     (text,) = client.list_artifacts(run.info.run_id, "halfstep")
     assert text.path == "halfstep/finding-2.txt"
+
+
+def test_mlflow_tells_what_its_thread_could_not_write(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    mlflow.set_tracking_uri((tmp_path / "runs").as_uri())
+    with mlflow.start_run():
+        monkeypatch.setattr(mlflow, "log_metrics", Mock(side_effect=OSError(28, "No space left on device")))
+        written(MLflow())
+    assert caplog.text.count("the MLflow run can no longer be written (No space left on device)") == 1
 
 
 class Full(WandB):

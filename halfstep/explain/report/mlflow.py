@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from halfstep.errors import LogError
 from halfstep.explain.report.numbers import NumbersSink
@@ -18,8 +20,8 @@ except ImportError as error:
 class MLflow(NumbersSink):
     """Logs to the active MLflow run: `with mlflow.start_run(): initialize(..., sinks=[MLflow()])`.
 
-    Metrics have the same names as in TensorBoard; verdicts and findings are text artifacts in `halfstep/`. MLflow's
-    background thread writes them. `close()`, or the end of the process, waits for it, but does not end the MLflow run.
+    Metrics have the same names as in TensorBoard; verdicts and findings are text artifacts in `halfstep/`. A thread of
+    its own writes them, in order. `close()`, or the end of the process, waits for it, but does not end the MLflow run.
 
     Raises:
         LogError: no run is active.
@@ -34,12 +36,22 @@ class MLflow(NumbersSink):
         if run is None:
             raise LogError("no MLflow run is active; create the sink inside `with mlflow.start_run():`")
         self._run_id = run.info.run_id
+        # not MLflow's own queue: its threads lose numbers in a folder that two of them make, and tell nobody of errors
+        self._thread = ThreadPoolExecutor(1, "halfstep-mlflow")
+        self._pending: deque[Future[object]] = deque()
 
     def write_numbers(self, numbers: Mapping[str, float], step: int, time: float | None) -> None:
-        mlflow.log_metrics(dict(numbers), step=step, run_id=self._run_id, synchronous=False)
+        self._later(mlflow.log_metrics, dict(numbers), step=step, run_id=self._run_id)
 
     def write_text(self, name: str, text: str, step: int) -> None:
-        mlflow.log_text(text, f"halfstep/{name}-{step}.txt", run_id=self._run_id)
+        self._later(mlflow.log_text, text, f"halfstep/{name}-{step}.txt", run_id=self._run_id)
 
     def finish(self) -> None:
-        mlflow.flush_async_logging()
+        while self._pending:
+            self._pending.popleft().result()
+
+    def _later(self, write: Callable[..., object], *given: object, **named: object) -> None:
+        """Queues a write; raises what an earlier one raised."""
+        self._pending.append(self._thread.submit(write, *given, **named))
+        while self._pending and self._pending[0].done():
+            self._pending.popleft().result()
