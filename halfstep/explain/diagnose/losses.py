@@ -39,12 +39,14 @@ class Loss:
     line: str | None
     said: str
     ratio: float  # how far its result was off
+    rounds_terms: bool  # it adds terms whose spread is below the distance of values in its result
 
 
 @dataclass(frozen=True, eq=False)
 class _Seen:
     outputs: list[Tensor]
     largest: float  # magnitude among its inputs; 0.0 if it had none
+    terms: float  # the least spread of what it adds, but for constants; inf if it adds nothing
     fmt: Format | None  # the low format among its inputs and results, if any
     module: str | None
 
@@ -83,9 +85,11 @@ class _Low(_Keyed):
         given = [t for t in tensors_of((args, kwargs)) if t.is_floating_point() and t.numel()]
         low = next((t.dtype for t in (*outputs, *given) if is_low(t.dtype)), None)
         with without_modes():
+            spreads = (float(t.detach().float().std()) for t in given if self.operator(note) in _ADDS and t.numel() > 1)
             self.seen[self.key(note)] = _Seen(
                 [t.detach().clone() for t in outputs],
                 max((float(t.detach().abs().max()) for t in given), default=0.0),
+                min((each for each in spreads if each), default=math.inf),
                 None if low is None else as_format(low),
                 note.module,
             )
@@ -96,20 +100,27 @@ class _Exact(_Keyed):
 
     def __init__(self, roots: Sequence[nn.Module], kept: dict[_Key, _Seen]) -> None:
         super().__init__(roots)
-        self.found: Loss | None = None
+        self.found: dict[str, Loss] = {}  # the worst call of each operation
+        self._worst = 0.0
         self._kept = kept
 
     def after(self, note: Note, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         outputs = _results(note, func, args, kwargs, result)
-        if not outputs or (self.found is not None and self.found.ratio > SUSPECT):
+        if not outputs or self._worst > SUSPECT:
             return
         key = self.key(note)
         seen = self._kept.pop(key, None)
         with without_modes():
             for low, exact in zip([] if seen is None else seen.outputs, outputs, strict=False):
                 off = ratio(low, exact.detach()) if is_comparable(low, exact) else None
-                if seen and off is not None and off > max(_NONE, 0.0 if self.found is None else self.found.ratio):
-                    self.found = Loss(key[1], seen.module, key[0], _said(key, seen, low, exact.detach()), off)
+                before = self.found[key[1]].ratio if key[1] in self.found else _NONE
+                if seen and off is not None and off > before:
+                    said, rounds = (
+                        _said(key, seen, low, exact.detach()),
+                        seen.fmt is not None and (seen.terms < _spacing(float(low.detach().abs().max()), seen.fmt)),
+                    )
+                    self.found[key[1]] = Loss(key[1], seen.module, key[0], said, off, rounds)
+                    self._worst = max(self._worst, off)
 
 
 class LossFinder(Shadow):
@@ -125,7 +136,7 @@ class LossFinder(Shadow):
         super().__init__(modules, lambda again: None, fail, device_type=first_device(roots).type)
         self._roots, self._looked_at = roots, calls
         self.low = _Low(roots)  # has to see the operations of the closure
-        self.found: dict[str, Loss] = {}  # by module
+        self.found: dict[str, list[Loss]] = {}  # by module, the worst operation first
         self._now: str | None = None
 
     def begin(self, name: str, number: int) -> None:
@@ -145,8 +156,8 @@ class LossFinder(Shadow):
         with (exact := _Exact(self._roots, self.low.seen)):
             yield
         self._now = None
-        if exact.found is not None:
-            self.found[name] = exact.found
+        if exact.found:
+            self.found[name] = sorted(exact.found.values(), key=lambda loss: -loss.ratio)
 
 
 def _results(note: Note, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> list[Tensor]:

@@ -281,13 +281,19 @@ class _Check:
         is_own = alone and not suspects
         worst, most = ([], _OF_GRADIENTS) if alone else (worst, _TRIALS)  # lost in the model's own code, if at all
         tried: list[tuple[list[str], tuple[Edit, ...], Damage]] = []
+        every = self._losses({name: suspects[name].number for name in worst[:_MODULES]})
+        losses = {name: own[0] for name, own in every.items() if not alone or own[0].ratio > _FAINT}
+        faint = [loss for own in every.values() for loss in own if loss.rounds_terms] if is_own and not losses else []
+        for loss in faint[:1]:  # little of what the code returns may be much of what the loss makes of it
+            name = loss.module or self._root
+            for edits, plan in edited(self._plan, [_denied([loss])]):
+                if damage.is_cured_by(after := self._trial(plan, exact)) and not after.is_large:
+                    return [self._lost([name], suspects, {name: loss}, edits, (damage, after))]
         whole = []
         for edits, plan in edited(self._plan, own_code(self._plan, self._roots, "full") if is_own else []):
             whole = [([self._root], edits, self._trial(plan, exact))]
             if not damage.is_cured_by(whole[0][2]):  # nor would less of it
                 return []
-        losses = self._losses({name: suspects[name].number for name in worst[:_MODULES]})
-        losses = {name: loss for name, loss in losses.items() if not alone or loss.ratio > _FAINT}
         waiting = self._candidates(worst, losses)
         while len(tried) + len(whole) < most and (candidate := next(waiting, None)) is not None:
             names, edits = candidate
@@ -320,8 +326,7 @@ class _Check:
         self, worst: Sequence[str], losses: Mapping[str, Loss]
     ) -> Iterator[tuple[list[str], tuple[Edit, ...]]]:
         """Yields modules and edits that may cure them, the smallest change first."""
-        operators = dict.fromkeys(loss.operator for loss in losses.values())
-        denied = tuple(OpChange("deny", each) for each in operators if is_op(each) and not is_product(each))
+        denied = _denied(losses.values())
         names = list(worst) or [max(losses, key=lambda name: losses[name].ratio, default=self._root)]
         if not worst or any(self._is_large(name) for name in worst):
             yield names, denied
@@ -388,8 +393,8 @@ class _Check:
         names = clear or sorted(found, key=lambda name: -found[name][0])[:1]
         return {name: found[name][1] for name in names if not any(other.startswith(f"{name}.") for other in names)}
 
-    def _losses(self, calls: Mapping[str, int]) -> dict[str, Loss]:
-        """Returns for one call of each module (none: of the model) the first operation that went wrong."""
+    def _losses(self, calls: Mapping[str, int]) -> dict[str, list[Loss]]:
+        """Returns for one call of each module (none: of the model) the operations that went wrong, the worst first."""
         calls = calls or {name: 1 for name, module in self._modules.items() if module in map(unwrap, self._roots)}
         finder = LossFinder(self._roots, calls, {name: self._modules[name] for name in calls}, self._fail)
         with self._rehearsal.recording(finder.low):
@@ -425,6 +430,12 @@ class _Check:
         place, what = place_of(first, None if loss is None else loss.line), "; ".join([*said, str(before)])
         advice = f"{spell(edits)}, with which {after}"
         return Finding("warning", Kind.PRECISION_LOST.value, place, what + which_model(first), advice, edits)
+
+
+def _denied(losses: Iterable[Loss]) -> tuple[Edit, ...]:
+    """Returns edits that keep the operations of some losses in fp32, but for products."""
+    operators = dict.fromkeys(loss.operator for loss in losses)
+    return tuple(OpChange("deny", each) for each in operators if is_op(each) and not is_product(each))
 
 
 def _own(again: SecondCall) -> str:
