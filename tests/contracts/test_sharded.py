@@ -262,3 +262,17 @@ def test_gradients_that_wait_under_another_loss_scale():
 def test_slices_of_a_sharded_sequence_are_plain_ones():
     model, _ = opened()
     assert type(model[:2]) is nn.Sequential
+
+
+@pytest.mark.parametrize("plan", ["O1", "O2"])
+def test_layers_are_compared_with_fp32_by_the_weights_that_were_gathered(plan):
+    policy = halfstep.fsdp_policy(plan, low="bf16")
+    model, session = opened(policy, plan)
+    x = torch.randn(64, 4)
+    with session.observe(every=1, tensors=(), precision=True) as observed:
+        for _ in range(3):
+            session.backward(model(x).sum())
+            session.step()
+    errors = {each.module: float(each.stats.rms) for each in observed.flush()}
+    assert sorted(errors) == ["0", "1", "2"]
+    assert max(errors.values()) < 2**-6, errors

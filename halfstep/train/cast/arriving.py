@@ -93,7 +93,12 @@ class _Reading:
 
         return undo
 
+    def __deepcopy__(self, memo: Any) -> _Reading:
+        return self  # whose hooks do nothing in a copy of the module: nothing arrives there
+
     def _before(self, module: nn.Module, args: Any) -> None:
+        if module is not self._module:
+            return
         own: Any = parameters_of(module)
         arrived = {name: p for name in self._names if (p := own[name]) is not None and p.is_floating_point()}
         for name, p in arrived.items():
@@ -107,7 +112,7 @@ class _Reading:
         own.update(cast)
 
     def _after(self, module: nn.Module, args: Any, out: Any) -> None:
-        if self._replaced:  # else what failed came before
+        if module is self._module and self._replaced:  # else what failed came before
             own: Any = parameters_of(module)
             own.update(self._replaced.pop())
 
