@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from statistics import fmean
 
 from halfstep.edits import Edit, spell
 from halfstep.machine import Machine
@@ -25,7 +26,7 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class BenchRun:
+class BenchRun(InNotebooks):
     """One workload under one plan over all seeds; what was not measured is None."""
 
     name: str
@@ -54,9 +55,18 @@ class BenchRun:
         """Whether the run ended because memory ran out."""
         return self.error is not None and "out of memory" in self.error
 
+    def __str__(self) -> str:
+        """Returns a line with the figures that compare runs; `bench_table` and `sweep_sheet` show all."""
+        milliseconds, peak = self.step_ms and self.step_ms.median, self.peak_bytes and self.peak_bytes / 2**20
+        figures = {"{:.1f} ms a step": milliseconds, "{:.2f} x O0": self.vs_o0, "{:.2f} x torch.amp": self.vs_amp}
+        figures |= {"peak {:,.1f} MiB": peak, "gradient error {:.1%}": self.gradient_error}
+        figures |= {"train loss {:.4f}": fmean(self.train_loss) if self.train_loss else None}
+        told = [form.format(figure) for form, figure in figures.items() if figure is not None]
+        return f"{self.name}: {self.error or ', '.join(told)}"
+
 
 @dataclass(frozen=True)
-class BenchResult:
+class BenchResult(InNotebooks):
     """One workload under several plans, side by side."""
 
     workload: str
@@ -75,6 +85,9 @@ class BenchResult:
     turn: int = 1  # steps of a run in a row, of which the first fifth is not timed
     within: float | None = None  # what `gradient_error` of the cheapest run that is named may be
 
+    def __str__(self) -> str:
+        return "\n".join([f"{self.workload}, {self.steps} steps on {self.machine.device}", *map(str, self.runs)])
+
 
 @dataclass(frozen=True)
 class Point:
@@ -87,13 +100,16 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Sweep:
+class Sweep(InNotebooks):
     """A benchmark over models and batch sizes, asked for as `asked` says; `total` is how many points there will be."""
 
     schema: int
     asked: dict[str, str]
     total: int
     points: tuple[Point, ...]
+
+    def __str__(self) -> str:
+        return "\n".join(f"{each.model}, batch {each.batch}: {run}" for each in self.points for run in each.result.runs)
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,8 @@ def _read(path: Path, processor: str, model: str, torch: str) -> Saved | None:
             path, found.processor, found.model, found.torch, *here,
         )  # fmt: skip
         return None
-    _LOG.warning("halfstep's choices for this processor use the measurements of %s in %s", found.date, path)
+    notice = "halfstep's choices for this processor use the measurements of %s in %s"
+    logging.getLogger("halfstep.device").warning(notice, found.date, path)
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import tempfile
 from pathlib import Path
 from types import ModuleType
@@ -36,7 +37,16 @@ Products = Annotated[
     typer.Option("--products", help="How linear layers multiply: plan, fp8, fp8-row, fp8-mx, fp8-block or nvfp4."),
 ]
 Json = Annotated[Path | None, typer.Option("--json", help="Write every figure to this file, as JSON.")]
-Quiet = Annotated[bool, typer.Option("--quiet", help="Print no progress.")]
+
+
+def _hush(quiet: bool) -> bool:
+    logging.getLogger("halfstep.device").setLevel(logging.ERROR if quiet else logging.NOTSET)
+    return quiet
+
+
+Quiet = Annotated[
+    bool, typer.Option("--quiet", callback=_hush, help="Print no progress, and not what is slow on this machine.")
+]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="The seed of weights and batches.")]
 
 

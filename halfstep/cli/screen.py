@@ -62,7 +62,7 @@ def progress_bar(unit: str = "steps", *, first: str = "", quiet: bool = False) -
 
         def update(what: str, done: int, total: int) -> None:
             if lines:
-                console.print(lines.pop(), soft_wrap=True)
+                console.print(lines.pop(), soft_wrap=not console.is_terminal)
             show(what, done, total)
 
         yield update

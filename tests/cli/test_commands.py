@@ -2,6 +2,7 @@
 
 import errno
 import importlib
+import io
 import json
 import os
 import platform
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import typer
+from rich.console import Console
 
 from halfstep.cli import screen
 from halfstep.cli.screen import FAILED, INTERRUPTED, activity, end
@@ -68,6 +70,24 @@ def test_what_takes_long_says_what_it_does_and_nothing_with_quiet(monkeypatch, c
             now("measuring casts")
             time.sleep(0.1)
         assert ("measuring casts\n" in capsys.readouterr().err) is not quiet
+
+
+@pytest.mark.parametrize("quiet", [True, False])
+def test_quiet_is_quiet_about_a_machine_without_units_too(halfstep, caplog, on_processor, said_before, quiet):
+    on_processor(AVX2)
+    said_before.undo()
+    code, out, _ = halfstep("check", "regression", *SMALL, "--low", "fp16", "--no-precision", *["--quiet"] * quiet)
+    assert (code, out) == (0, "regression under O1 in fp16: nothing found\n")
+    assert ("this processor has no fp16 units" in caplog.text) is not quiet
+
+
+@pytest.mark.parametrize(("terminal", "lines"), [(True, 2), (False, 1)])
+def test_the_first_line_of_progress_fits_a_terminal_and_is_one_line_elsewhere(monkeypatch, terminal, lines):
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=80)
+    monkeypatch.setattr(screen, "stderr", lambda: console)
+    with screen.progress_bar(first="several words " * 8) as progress:
+        progress("measuring", 0, 0)
+    assert len([line for line in console.file.getvalue().splitlines() if "several" in line]) == lines
 
 
 @pytest.mark.parametrize("command", ["bench", "check", "doctor", "inspect", "report", "run", "whatif"])

@@ -11,7 +11,7 @@ from rich.console import Console
 from halfstep.explain.report.bench import bench_table, cheapest, over_seeds
 from halfstep.explain.report.lines import to_json
 from halfstep.machine import Machine
-from halfstep.measurements import BenchResult, BenchRun, Spread
+from halfstep.measurements import BenchResult, BenchRun, Point, Spread, Sweep
 
 MACHINE = Machine("cpu", "Some Chip", 2, 2, ("fp32", "bf16"), "Linux", "3.11.7", "2.13.0", "0.1.0", "abc")
 O0 = BenchRun(
@@ -68,6 +68,18 @@ def test_what_was_not_run_says_why_below_the_table():
     assert "torch.amp fp16: left out; no [fp16] units" in text
     assert "a note" in text
     assert "Peak memory: bytes of live tensors" in text
+
+
+def test_a_result_prints_a_line_for_each_run_also_in_notebooks():
+    assert str(RESULT).splitlines() == [
+        "char_lm, 40 steps on cpu",
+        "O0: 102.0 ms a step, 1.00 x O0, peak 3.0 MiB, train loss 1.6000",
+        "O1 fp16 (emulated): 102.0 ms a step, 0.87 x O0, 0.97 x torch.amp, peak 3.0 MiB, train loss 1.6000",
+        "torch.amp fp16: no [fp16] units",
+    ]
+    assert str(RESULT) in RESULT._repr_html_()
+    sweep = Sweep(1, {}, 1, (Point("resnet18", 8, None, RESULT),))
+    assert sweep._repr_html_().count("resnet18, batch 8: ") == 3
 
 
 def test_the_title_says_what_ran_where():

@@ -17,7 +17,7 @@ from halfstep.torch_internals import OpenAutocast
 from halfstep.train.cast.ops import OpEngine
 from halfstep.train.cast.products import EMULATED
 
-_LOG = logging.getLogger("halfstep")
+_LOG = logging.getLogger("halfstep.device")
 
 
 class Emulators:

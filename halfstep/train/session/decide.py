@@ -241,7 +241,7 @@ def _slower(decision: Decision) -> str:
 
 @functools.cache
 def _say(notice: str) -> None:
-    _LOG.warning(notice)
+    logging.getLogger("halfstep.device").warning(notice)
 
 
 def check_training(optimizers: Sequence[Optimizer], models: Sequence[nn.Module], plan: Plan) -> None:

@@ -80,7 +80,9 @@ def open_session(  # noqa: PLR0913  # what `initialize` was given
             )
             session.close()
         if notice:
-            _LOG.log(logging.INFO if units(plan.low, facts) else logging.WARNING, notice)
+            logging.getLogger("halfstep.device").log(
+                logging.INFO if units(plan.low, facts) else logging.WARNING, notice
+            )
         say_how_products_run(decision, told=notice is not None)
         say_what_steps_itself(decision, optimizers)
         say_what_stays_full(decision)
