@@ -23,9 +23,11 @@ sys.path.insert(0, str(HERE.parent))
 TUTORIAL = HERE.parent / "examples" / "tutorial.py"
 
 
-def cells(source: str) -> list[tuple[bool, int, str]]:
-    """Returns the cells: whether it is text, the number of its first line, and what it holds."""
-    found = []
+def cells(path: Path) -> list[tuple[bool, int, str]]:
+    """Returns the cells of a script or a notebook: whether it is text, its first line's number, and what it holds."""
+    source, found = path.read_text(encoding="utf-8"), []
+    if path.suffix == ".ipynb":
+        return [(each["cell_type"] == "markdown", 1, "".join(each["source"])) for each in json.loads(source)["cells"]]
     for match in re.finditer(r"^# %%(.*)\n((?:(?!# %%).*(?:\n|\Z))*)", source, re.MULTILINE):
         text, body = match[1].strip() == "[markdown]", match[2]
         first = source[: match.start(2)].count("\n") + 1
@@ -37,7 +39,7 @@ def render(path: Path) -> str:
     """Returns the page: each cell, and below each cell of code what it printed."""
     names: dict[str, object] = {"__name__": "__main__"}
     parts = []
-    for text, first, body in cells(path.read_text(encoding="utf-8")):
+    for text, first, body in cells(path):
         if text:
             parts.append(body.strip())
             continue
@@ -63,7 +65,7 @@ def notebook(path: Path) -> str:
             "execution_count": None,
             "outputs": [],
         }
-        for number, (text, _, body) in enumerate(cells(path.read_text(encoding="utf-8")))
+        for number, (text, _, body) in enumerate(cells(path))
     ]
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
     whole = {"cells": made, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}

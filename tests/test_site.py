@@ -1,6 +1,5 @@
 """The site's pages are all reachable, its commands exist, and what it renders is what the code says."""
 
-import json
 import re
 import sys
 from pathlib import Path
@@ -107,25 +106,18 @@ def test_the_api_page_has_every_public_name():
     assert told == set(halfstep.__all__) - values
 
 
-def test_the_notebook_is_the_tutorial():
-    from docs.render import TUTORIAL, notebook
-
-    kept = TUTORIAL.with_suffix(".ipynb").read_text(encoding="utf-8")
-    assert kept == notebook(TUTORIAL), "run python docs/render.py"
-    code = "\n".join("".join(each["source"]) for each in json.loads(kept)["cells"] if each["cell_type"] == "code")
-    compile(code, "tutorial.ipynb", "exec")  # what it does is what the tutorial does, tested below
-
-
-def test_the_tutorial_breaks_is_explained_and_trains(tmp_path, monkeypatch):
+def test_the_tutorial_breaks_is_explained_and_trains_as_a_notebook(tmp_path, monkeypatch):
     sys.path.insert(0, str(ROOT))
-    from docs.render import TUTORIAL, render
+    from docs.render import TUTORIAL, notebook, render
 
+    written = TUTORIAL.with_suffix(".ipynb")
+    assert written.read_text(encoding="utf-8") == notebook(TUTORIAL), "run python docs/render.py"
     monkeypatch.chdir(tmp_path)
-    page = render(TUTORIAL)
+    page = render(written)  # which runs its cells
     kept = (DOCS / "tutorial.md").read_text(encoding="utf-8")
     code = re.compile(r"```python\n.*?```", re.DOTALL)
     assert code.findall(page) == code.findall(kept), "run python docs/render.py"
     printed = re.sub(code, "", page)
-    assert "overflow: pow in blocks.1, tutorial.py:" in printed
+    assert "overflow: pow in blocks.1, tutorial.ipynb:" in printed
     losses = [float(loss) for loss in re.findall(r"mean loss of 20 other batches: (.*)", printed)]
     assert losses[1] == pytest.approx(losses[0], rel=0.05), "with the edit it ends where fp32 did"
