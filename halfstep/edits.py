@@ -176,6 +176,7 @@ class OpChange:
     __repr__ = _code
 
 
+@with_near_misses
 @dataclass(frozen=True)
 class OpChanges:
     """The ops that a plan moves to other lists of the op table; each field takes a tuple or a list of op names.

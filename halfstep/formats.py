@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
@@ -94,8 +95,8 @@ needs_scale: Callable[[object], bool] = frozenset(fmt.dtype for fmt in LOW_FORMA
 """Tells whether a dtype is that of a low format whose gradients need a loss scale."""
 
 _ASKED = {
-    **{name: name for name in ("fp8-row", "fp8-mx", "fp8-block", "nvfp4")},
-    **{"mxfp8": "fp8-mx", "float8-e8m0": "fp8-mx", **dict.fromkeys(("fp8", "float8", "e4m3", "e5m2"), "fp8")},
+    **{name.replace("-", ""): name for name in ("fp8-row", "fp8-mx", "fp8-block", "nvfp4")},
+    **{"mxfp8": "fp8-mx", "float8e8m0": "fp8-mx", **dict.fromkeys(("fp8", "float8", "e4m3", "e5m2"), "fp8")},
     **dict.fromkeys(("fp4", "mxfp4", "float4", "e2m1"), "nvfp4"),
 }  # by how names of formats begin, the recipe of products
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -128,7 +129,7 @@ def as_format(value: Format | torch.dtype | str, among: Collection[Format] = FOR
 
 def for_products(asked: object) -> str:
     """Returns advice for who asks for a format that operands of products alone have; nothing for another."""
-    name = str(asked).lower().removeprefix("torch.").replace("_", "-")
+    name = re.sub(r"^torch\.|[^a-z0-9]", "", str(asked).lower())
     word = next((recipe for start, recipe in _ASKED.items() if name.startswith(start)), None)
     bits = 4 if word == "nvfp4" else 8
     return f"; for products in {bits} bits keep low='bf16' and pass products={word!r}" if word else ""

@@ -20,8 +20,18 @@ from halfstep.errors import PlanError, SetupError
 
 _SHOWN = 80
 _APEX = ", which is apex's: session = halfstep.initialize(model, optimizer, {!r})"
-# what other libraries call it
-_ELSEWHERE = {"level": "plan", "dtype": "low", "precision": "low", "keep_batchnorm_fp32": "norms", "clip": "max_norm"}
+# Keywords, the function that has each, and what they are called elsewhere.
+_ELSEWHERE = {
+    "plan": ("halfstep.initialize", "level"),
+    "low": ("halfstep.initialize", "dtype precision cast_model_type"),
+    "norms": ("halfstep.initialize", "keep_batchnorm_fp32"),
+    "master": ("halfstep.initialize", "master_weights"),
+    "max_norm": ("session.step", "clip clipnorm gradient_clip_val"),
+    "loss_id": ("session.backward", "num_losses"),
+    "compute": ("halfstep.Policy", ""),
+    "formats": ("halfstep.whatif", "low dtype precision"),
+    "closure": ("", "loss"),
+}
 
 Made = TypeVar("Made", bound=Callable[..., Any])
 
@@ -47,8 +57,20 @@ def check_keywords(name: str, given: Mapping[str, Any], known: Collection[str]) 
     """Raises a TypeError if one of the keywords `given` is not `known`; it names the nearest that is."""
     for word, value in given.items():
         if word not in known:
-            instead = _APEX.format(value) if word == "opt_level" else near_miss(_ELSEWHERE.get(word, word), known)
+            instead = _APEX.format(value) if word == "opt_level" else _meant(word, known)
             raise TypeError(f"{name} has no keyword {word!r}{instead}; it has {', '.join(known)}")
+
+
+def _meant(word: str, known: Collection[str]) -> str:
+    """Returns the advice for an unknown keyword: what it is called here, the nearest, or the function that has it."""
+    calls = [(call, meant) for meant, (_, others) in _ELSEWHERE.items() for call in (meant, *others.split())]
+    near = near_miss(word, known)
+    nearest = [] if near or word in dict(calls) else difflib.get_close_matches(word, dict(calls), n=1)
+    called = [meant for call, meant in calls if call in (nearest or [word])]
+    if here := [meant for meant in called if meant in known]:
+        return f"; did you mean {here[0]!r}?"
+    where = _ELSEWHERE[called[0]][0] if called else ""
+    return f"; did you mean {where}({called[0]}=...)?" if where else near
 
 
 def with_near_misses(made: Made) -> Made:
@@ -75,11 +97,11 @@ def short(value: object) -> str:
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 1]}…"
 
 
-def one_of(what: str, value: object, allowed: tuple[str, ...]) -> None:
-    """Raises a PlanError unless `value` is one of the allowed words."""
+def one_of(what: str, value: object, allowed: tuple[str, ...], *, hint: str = "") -> None:
+    """Raises a PlanError unless `value` is one of the allowed words; without a `hint` it names the nearest."""
     if not isinstance(value, str) or value not in allowed:
         listed = ", ".join(repr(word) for word in allowed)
-        raise PlanError(f"{what} is {value!r}; expected one of {listed}{near_miss(value, allowed)}")
+        raise PlanError(f"{what} is {value!r}; expected one of {listed}{hint or near_miss(value, allowed)}")
 
 
 def text(what: str, value: object, *, empty: bool = False) -> str:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import inspect
 import os
 import subprocess
 import sys
@@ -84,6 +85,13 @@ def test_the_public_names_are_these():
     assert set(halfstep.__all__) == {"__version__"} | FUNCTIONS | FORMATS | EDITS | RESULTS | CLASSES | ERRORS
     assert all(isinstance(getattr(halfstep, name), halfstep.Format) for name in FORMATS)
     assert all(issubclass(getattr(halfstep, name), halfstep.HalfstepError) for name in ERRORS)
+
+
+@pytest.mark.parametrize("name", sorted(FUNCTIONS))
+def test_every_function_names_the_keyword_nearest_to_an_unknown_one(name):
+    *_, last = inspect.signature(getattr(halfstep, name)).parameters
+    with pytest.raises(TypeError, match=rf"^{name}\(\) has no keyword '{last}x'; did you mean '{last}'"):
+        getattr(halfstep, name)(**{f"{last}x": None})
 
 
 def unsaid(kind):

@@ -22,7 +22,7 @@ from halfstep.plan.levels import LEVELS, customize, level
 from halfstep.plan.optable import check_op_changes
 from halfstep.plan.plan import Plan
 from halfstep.saved import replace_file
-from halfstep.validate import file_path, instance, near_miss, one_of
+from halfstep.validate import file_path, instance, near_miss, one_of, with_near_misses
 
 SCHEMA = 2
 READ = (1, SCHEMA)  # 1 is of 0.1, whose plans had fewer fields
@@ -59,6 +59,7 @@ def edit_to_dict(edit: Edit) -> dict[str, Any]:
     return {"edit": next(name for name, kind in _EDITS.items() if isinstance(edit, kind)), **_entries(edit)}
 
 
+@with_near_misses
 def edit_from_dict(entries: Mapping[str, Any]) -> Edit:
     """Returns the edit that a dict describes, such as an entry of a `cure` in JSON or in a log; for `plan.edit`.
 
@@ -192,6 +193,7 @@ def _place(path: str) -> str:
     return "at the top level" if path == "$" else f"at `{path}`"
 
 
+@with_near_misses
 def load_plan(path: str | os.PathLike[str], *, low: Format | torch.dtype | str | None = None) -> Plan:
     """Returns the plan in a .toml or .json file; `low` is the format if the file names none.
 
@@ -214,6 +216,7 @@ def load_plan(path: str | os.PathLike[str], *, low: Format | torch.dtype | str |
         raise PlanError(f"plan file {str(file)!r} {error}; {more(PLANS)}") from None
 
 
+@with_near_misses
 def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
     """Writes the plan to a .toml or .json file; an existing file is replaced as a whole or not at all.
 

@@ -82,7 +82,8 @@ class Plan:
                 f"plan low is {self.low.name}, in which halfstep cannot train; use {known}{for_products(self.low)}"
             )
         for name, kind in _WORDS.items():
-            one_of(f"plan {name}", getattr(self, name), get_args(kind))
+            value = getattr(self, name)
+            one_of(f"plan {name}", value, get_args(kind), hint=for_products(value) if kind is Products else "")
         patterns = as_tuple("plan full_moments", self.full_moments, of="patterns of parameter names")
         object.__setattr__(self, "full_moments", tuple(text("a pattern of full_moments", each) for each in patterns))
         instance("plan scale", self.scale, Scaling, "Scaling('dynamic')")

@@ -29,7 +29,7 @@ from halfstep.plan.plan import Plan
 from halfstep.plan.products import check_rules, choose_products
 from halfstep.sharded import is_sharded
 from halfstep.torch_internals import compiled_module, parameters_of
-from halfstep.validate import as_list, instance, near_miss
+from halfstep.validate import as_list, instance, near_miss, with_near_misses
 
 # Children whose weights the parent uses without calling them, so that nothing can be done at their own forward.
 BORROWED: tuple[tuple[type[nn.Module], str], ...] = ((nn.MultiheadAttention, "out_proj"),)
@@ -147,6 +147,7 @@ class _Decision:
         return by_policy or (self.input != "policy" and self.input != caller.input)
 
 
+@with_near_misses
 def resolve(
     plan: Plan,
     model: nn.Module | Sequence[nn.Module],

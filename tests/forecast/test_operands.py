@@ -152,6 +152,8 @@ def test_the_rest_of_a_prediction_is_unchanged_and_layers_that_lose_much_have_a_
     ("options", "message"),
     [
         ({"products": "fp9"}, "did you mean 'fp8'"),
+        ({"products": None}, "products is None of type NoneType; expected a tuple of recipes, such as 'fp8'"),
+        ({"products": ("fp8", "plan")}, "products has 'plan', which keeps .* low format; name recipes only"),
         ({"products": "fp8", "plan": "O3"}, "use O1 or O2"),
         ({"products": ["fp8", "fp8-mx"], "width": 16}, "products='fp8-mx' reaches no layer"),
     ],

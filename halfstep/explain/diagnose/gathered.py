@@ -16,11 +16,13 @@ from halfstep.sharded import fsdp_modules
 from halfstep.train.processes.collectives import full_state, run_on_rank
 from halfstep.train.processes.shards import group_of, reshard, sharded_parameters
 from halfstep.train.session.session import Session
+from halfstep.validate import with_near_misses
 
 T = TypeVar("T")
 PER_ELEMENT = 16  # bytes: fp32 weights and gradients of the copy, and of the copy of it on which cures are tried
 
 
+@with_near_misses
 def on_gathered_copy(session: Session, build: Callable[[], Any], ask: Callable[..., T], *, rank: int = 0) -> T:
     """Returns the result of `ask` on an unsharded copy of a sharded model, on all processes; all must call this.
 

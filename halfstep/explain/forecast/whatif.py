@@ -40,7 +40,7 @@ from halfstep.train.processes.wrappers import alone, wrappers_of
 from halfstep.train.scale.loss import FP16_LOSS_CEILING
 from halfstep.train.session.open import open_session
 from halfstep.train.session.session import Session
-from halfstep.validate import with_near_misses
+from halfstep.validate import as_tuple, with_near_misses
 
 FORMATS = tuple(fmt.name for fmt in NARROW)
 # The gradient with which the scouting backward pass starts instead of 1. Every low format rounds it, so a gradient that
@@ -106,14 +106,16 @@ def whatif(  # noqa: PLR0913  # the settings of a prediction
             "the model is wrapped in DistributedDataParallel, which stops reducing gradients when weights are stored "
             f"low for a while, as {low_plan.name} does; call whatif before wrapping, or with plan='O1'"
         )
-    recipes = dict.fromkeys([products] if isinstance(products, str) else products)
+    recipes = [products] if isinstance(products, str) else as_tuple("products", products, of="recipes, such as 'fp8'")
+    if "plan" in recipes:
+        raise PlanError("products has 'plan', which keeps products in the low format; name recipes only, such as 'fp8'")
     for name in recipes:
         customize(low_plan, products=name)  # raises for what does not exist
     closure = _fed(closure, steps, calls=steps + (2 if FP16 in chosen else 1))
     with untouched([model], list(model.parameters())) as rewind, _kept(optimizer), alone():
         scouted, low_plan, failed = _scouted(closure, model, low_plan)
         rewind()
-        recasts = [Recast(customize(low_plan, products=name), model) for name in recipes if name != "plan"]
+        recasts = [Recast(customize(low_plan, products=name), model) for name in dict.fromkeys(recipes)]
         prediction = predict(
             closure, model, chosen, steps=steps, optimizer=optimizer, scouted=scouted, loss_scale=loss_scale,
             recasts=recasts,

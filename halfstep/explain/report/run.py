@@ -19,6 +19,7 @@ from halfstep.explain.report.log import LOG_NAME, path_of, reason
 from halfstep.kinds import Kind
 from halfstep.machine import Machine
 from halfstep.records import Observation, StepValues, Verdict
+from halfstep.validate import with_near_misses
 
 _SHOWN = 3  # notes of one kind
 
@@ -74,6 +75,7 @@ class Run:
                     yield line
 
 
+@with_near_misses
 def read_log(path: str | os.PathLike[str]) -> Run:
     """Returns what a run log holds; `path` is the log's file or folder.
 

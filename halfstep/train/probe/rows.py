@@ -20,6 +20,7 @@ from halfstep.records import BINS, COUNTS, DOUBLES, PRECISION, UPDATE, Observati
 from halfstep.torch_internals import parameters_of, version_of
 from halfstep.train.kernels.stats import Updates, add_stats, empty_rows, is_sampled
 from halfstep.train.probe.hooks import StepHooks, readable, undo_all
+from halfstep.validate import with_near_misses
 
 _NAMES = {dtype: fmt.name for dtype, fmt in BY_DTYPE.items()} | {torch.float64: "fp64"}
 _FIRST = 128  # rows to begin with
@@ -133,6 +134,7 @@ def format_name(dtype: torch.dtype) -> str:
     return _NAMES.get(dtype, str(dtype).removeprefix("torch."))
 
 
+@with_near_misses
 def measure(tensor: Tensor, *, sample: int | None = None) -> TensorStats:
     """Returns the statistics of one tensor, read on the host.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -17,6 +18,7 @@ from halfstep.torch_internals import leaf_of
 from halfstep.validate import check_keywords
 
 BACKWARD = ("loss", "loss_id", "gradient", "retain_graph", "create_graph", "inputs")  # of a session
+GRAD = ("loss_id", *inspect.signature(torch.autograd.grad).parameters)
 FP16_LOSS_CEILING = 32768.0  # the backward pass of an fp16 loss starts with the scale itself, and 65,504 is the largest
 
 

@@ -67,6 +67,7 @@ from halfstep.train.scale.accumulator import GradientAccumulator
 from halfstep.train.scale.buffers import BufferGuard
 from halfstep.train.scale.loss import (
     FP16_LOSS_CEILING,
+    GRAD,
     check_loss,
     check_losses,
     grad_inputs,
@@ -91,7 +92,7 @@ from halfstep.train.session.replicas import Replicas
 from halfstep.train.session.runtime import Runtime
 from halfstep.train.session.state import STATE_SCHEMA, check_state
 from halfstep.train.session.training import MixedTraining, PlainTraining, Step, Training
-from halfstep.validate import as_list, with_near_misses
+from halfstep.validate import as_list, check_keywords, with_near_misses
 
 Sink = Callable[[StepRecord], None]
 STEP_IS_OURS = (
@@ -393,6 +394,7 @@ class Session:
             sent = scaled(loss, scale) if self._scales.active or self._replicas.joining else loss
             begin_pass(partial(sent.backward, **kwargs))
 
+    @with_near_misses
     def scaling(self, *losses: Tensor, loss_id: int = 0, unscale: bool = True) -> AbstractContextManager[Tensor]:
         """Returns a context that yields the loss scale (0-dim fp32), for a backward pass that the caller runs in it.
 
@@ -446,6 +448,7 @@ class Session:
                 non-scalar has no `grad_outputs`.
         """
         self._check_open()
+        check_keywords("grad()", kwargs, GRAD)
         outputs, directions = pair_outputs(outputs, grad_outputs)
         inputs = grad_inputs(inputs)
         scale = self._carry(loss_id, outputs)
