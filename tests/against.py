@@ -114,7 +114,7 @@ def trained(given: dict[str, Any], folder: Path, load: bool) -> Iterator[Any]:
         return model, optimizer, halfstep.initialize(model, optimizer, plan, stepping=given["stepping"])
 
     model, optimizer, session = opened(plan)
-    yield repr(session.plan)
+    yield {name: repr(value) for name, value in vars(session.plan).items()}
     for step in range(STEPS):
         if step == given["resume"]:
             saved = [each.state_dict() for each in (model, optimizer, session)]
@@ -136,8 +136,8 @@ def trained(given: dict[str, Any], folder: Path, load: bool) -> Iterator[Any]:
         else:
             optimizer.step()
         status = session.status()
-        told = {k: v for k, v in asdict(status).items() if "bytes" not in k and "seconds" not in k}
-        yield step, float(loss), digest(model.state_dict()), digest(optimizer.state_dict()["state"]), repr(told)
+        told = {k: repr(v) for k, v in asdict(status).items() if "bytes" not in k and "seconds" not in k}
+        yield step, float(loss), digest(model.state_dict()), digest(optimizer.state_dict()["state"]), told
     session.close()
     yield "closed", digest(model.state_dict())
 
@@ -201,6 +201,15 @@ def ask(package: Path, arguments: list[str], room: Path) -> dict[str, Any]:
     return dict(json.loads(line) for line in done.stdout.splitlines())
 
 
+def alike(before: Any, after: Any) -> bool:
+    """Tells whether both sides told the same; of fields that one side lacks, nothing."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        return all(before[name] == after[name] for name in before.keys() & after.keys())
+    if isinstance(before, list) and isinstance(after, list):
+        return len(before) == len(after) and all(map(alike, before, after))
+    return bool(before == after)
+
+
 def compare(commit: str, runs: int, seed: int, faults: bool) -> int:
     """Prints what differs between this checkout and a commit; returns how many things do."""
     with tempfile.TemporaryDirectory() as folder:
@@ -208,8 +217,8 @@ def compare(commit: str, runs: int, seed: int, faults: bool) -> int:
         subprocess.run(["git", "-C", HERE, "worktree", "add", "--quiet", "--detach", other, commit], check=True)
         try:
             for loops in (HERE / "halfstep").rglob("loops-*.so"):  # each is named after its sources
-                if (folder := other / loops.parent.relative_to(HERE)).is_dir():
-                    shutil.copy(loops, folder)
+                if (place := other / loops.parent.relative_to(HERE)).is_dir():
+                    shutil.copy(loops, place)
             if (other / "hatch_build.py").exists():  # of other sources, which the other side has to build
                 subprocess.run([sys.executable, other / "hatch_build.py"], stdout=subprocess.DEVNULL, check=True)
             for room in rooms:
@@ -222,7 +231,7 @@ def compare(commit: str, runs: int, seed: int, faults: bool) -> int:
             subprocess.run(["git", "-C", HERE, "worktree", "remove", "--force", other], check=True)
     differs: dict[str, str] = {}  # by run or fault: the first thing
     for key in {**before, **after}:
-        if before.get(key) != after.get(key):
+        if not alike(before.get(key), after.get(key)):
             differs.setdefault(key.partition(",")[0], key)
     for name, key in differs.items():
         print(f"{key}\n  before {before.get(key)}\n  now    {after.get(key)}")

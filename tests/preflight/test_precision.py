@@ -315,6 +315,16 @@ def test_an_operation_that_loses_little_of_outputs_whose_differences_a_loss_take
     assert found.evidence.startswith("add computes with values up to ")
 
 
+def test_a_layer_that_rounds_what_a_module_gives_in_fp32_is_kept_with_it():
+    torch.manual_seed(1)
+    x, targets = torch.randn(8, 1500, 16), torch.randint(CLASSES, (8, 1500))
+    averages = Does(lambda x: (x.abs() + 1).cumsum(1) / torch.ones_like(x).cumsum(1))  # which differ little by place
+    model = nn.Sequential(nn.Linear(16, 16), averages, nn.Linear(16, CLASSES))
+    (found,), _ = told(lambda model: F.cross_entropy(model(x).float().flatten(0, 1), targets.flatten()), model)
+    assert (found.code, [rule.pattern for rule in found.cure]) == (LOST, ["1", "2"])
+    assert "likewise 2" in found.evidence
+
+
 def test_gradients_of_a_minimum_are_no_fault():
     x, net = torch.randn(64, 8), nn.Linear(8, 1)
     with torch.no_grad():

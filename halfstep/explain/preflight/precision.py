@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -283,12 +284,8 @@ class _Check:
         tried: list[tuple[list[str], tuple[Edit, ...], Damage]] = []
         every = self._losses({name: suspects[name].number for name in worst[:_MODULES]})
         losses = {name: own[0] for name, own in every.items() if not alone or own[0].ratio > _FAINT}
-        faint = [loss for own in every.values() for loss in own if loss.rounds_terms] if is_own and not losses else []
-        for loss in faint[:1]:  # little of what the code returns may be much of what the loss makes of it
-            name = loss.module or self._root
-            for edits, plan in edited(self._plan, [_denied([loss])]):
-                if damage.is_cured_by(after := self._trial(plan, exact)) and not after.is_large:
-                    return [self._lost([name], suspects, {name: loss}, edits, (damage, after))]
+        if is_own and not losses and (found := self._rounded_terms(chain(*every.values()), damage, exact)):
+            return found
         whole = []
         for edits, plan in edited(self._plan, own_code(self._plan, self._roots, "full") if is_own else []):
             whole = [([self._root], edits, self._trial(plan, exact))]
@@ -303,6 +300,8 @@ class _Check:
                 if damage.is_cured_by(trial) and not trial.is_large:
                     waiting = iter([(few, self._rules(few, FULL)) for few in self._fewer(names, edits)])
         tried += whole
+        if worst and not any(damage.is_cured_by(after) for _, _, after in tried):
+            tried += self._with_readers(worst, exact)
         good = [each for each in tried if damage.is_cured_by(each[2])]
         if not good:
             self._first = next(iter(losses.values()), None)
@@ -312,6 +311,15 @@ class _Check:
         best = min(clean, key=lambda each: len(each[0])) if clean else min(good, key=lambda each: each[2].size)
         names, edits, after = best
         return [self._lost(names, suspects, losses, edits, (damage, after))]
+
+    def _rounded_terms(self, losses: Iterable[Loss], damage: Damage, exact: StepResult) -> list[Finding]:
+        """Returns a finding of an addition; little of what the code returns may be much of what a loss makes of it."""
+        first = next((loss for loss in losses if loss.rounds_terms), None)
+        for edits, plan in edited(self._plan, [] if first is None else [_denied([first])]):
+            if damage.is_cured_by(after := self._trial(plan, exact)) and not after.is_large and first is not None:
+                name = first.module or self._root
+                return [self._lost([name], {}, {name: first}, edits, (damage, after))]
+        return []
 
     def _trial(self, plan: Plan, exact: StepResult) -> Damage:
         """Returns the damage under a plan; under one in which the user's own casts raise it is infinite."""
@@ -342,6 +350,16 @@ class _Check:
         around = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
         yield around, self._rules([name for name in around if in_model(name)[1]], FULL_OUT)
         yield from ((names, edits) for edits in own_code(self._plan, self._roots))
+
+    def _with_readers(
+        self, names: list[str], exact: StepResult
+    ) -> Iterator[tuple[list[str], tuple[Edit, ...], Damage]]:
+        """Tries an edit that keeps in fp32 what some modules return, and the modules that would round that."""
+        for own, plan in edited(self._plan, [self._rules(names, FULL_OUT)]):
+            with self._rehearsal.under(plan) as trial:
+                readers = [each for each in _Check(trial, self._low, self._loss)._suspects() if each not in names]
+            for edits, wider in edited(self._plan, [(*own, *self._rules(readers, FULL))] if readers else []):
+                yield [*names, *readers], edits, self._trial(wider, exact)
 
     def _is_large(self, name: str) -> bool:
         """Tells whether a module has most of the weights in several parts: to keep it full is nearly O0."""
