@@ -1,4 +1,4 @@
-// Unpacks plotly.js, which pages hold compressed, and calls `draw(how)`: now, and again when the reader's colors change.
+// Unpacks data and plotly.js, hands the data to `prepare`, and calls what that returns: now, and when colors change.
 "use strict";
 const drawing = (() => {
   const dark = matchMedia("screen and (prefers-color-scheme: dark)");
@@ -8,8 +8,8 @@ const drawing = (() => {
 
   function colors() {
     return dark.matches
-      ? {text: "#dce3ea", grid: "#3a444f", none: "#2a323b", edge: "#f1f3f5", note: "rgba(23,28,34,0.8)"}
-      : {text: "#1c2733", grid: "#e3e8ed", none: "#f1f3f5", edge: "#111111", note: "rgba(255,255,255,0.8)"};
+      ? {text: "#dce3ea", grid: "#3a444f", none: "#2a323b", edge: "#f1f3f5", note: "rgba(23,28,34,0.8)", lost: "#ff7b72", small: "#f2a541"}
+      : {text: "#1c2733", grid: "#e3e8ed", none: "#f1f3f5", edge: "#111111", note: "rgba(255,255,255,0.8)", lost: "#c62828", small: "#b26a00"};
   }
 
   function template() {
@@ -35,17 +35,16 @@ const drawing = (() => {
     return new Uint8Array(view.buffer, 0, length);
   }
 
-  async function unpack() {
-    const bytes = decoded(document.getElementById("plotly").textContent);
-    const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
-    const script = document.createElement("script");
-    script.textContent = await new Response(stream).text();
-    document.head.append(script);
+  function unpack(id) {
+    const bytes = decoded(document.getElementById(id).textContent);
+    return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).text();
   }
 
-  async function start(draw) {
+  async function start(prepare) {
     try {
-      await unpack();
+      const draw = prepare(JSON.parse(await unpack("data"))), script = document.createElement("script");
+      script.textContent = await unpack("plotly");
+      document.head.append(script);
       draw();
       dark.addEventListener("change", draw);
     } catch (error) {

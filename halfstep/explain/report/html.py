@@ -36,8 +36,10 @@ def sheet_html(sheet: Sheet) -> str:
 def _render(template: str, data: object, **values: object) -> str:
     pages = jinja2.Environment(loader=jinja2.FileSystemLoader(_HERE), autoescape=True, undefined=jinja2.StrictUndefined)
     return pages.get_template(template).render(
-        data=msgspec.json.encode(data).decode().replace("<", "\\u003c"),  # so that no name can end the script
-        plotly=base64.b85encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode().replace("<", "/"),
+        packed=[
+            base64.b85encode(gzip.compress(each, mtime=0)).decode().replace("<", "/")  # so that no name ends the script
+            for each in (msgspec.json.encode(data), get_plotlyjs().encode())
+        ],
         drawing=(_HERE / "drawing.js").read_text(encoding="utf-8"),
         style=(_HERE / "page.css").read_text(encoding="utf-8"),
         **values,

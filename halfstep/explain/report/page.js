@@ -1,8 +1,7 @@
 // Draws the charts of a run from the data in the page, each from what is chosen, when it is chosen. All shares are
 // computed in Python (explain/report/page.py); here they are looked up, put in words and drawn.
 "use strict";
-(() => {
-  const data = JSON.parse(document.getElementById("data").textContent);
+drawing.start(data => {
   const $ = id => document.getElementById(id);
   const RED = "#c62828", ORANGE = "#e08600", BLUE = "#4f7cac", GREEN = "#5b8f5b";
   const SHIFTED = "#f2a541";
@@ -101,7 +100,7 @@
     const annotations = verdicts.slice(-3).map(([step, kind], row) => ({
       x: step, yref: "paper", y: 1, yanchor: "top", yshift: -15 * row, showarrow: false,
       xanchor: step - first > last - step ? "right" : "left", bgcolor: drawing.colors().note,
-      text: `verdict: ${escaped(kind)}`, font: {color: RED, size: 12},
+      text: `verdict: ${escaped(kind)}`, font: {color: drawing.colors().lost, size: 12},
     }));
     return {shapes, annotations};
   }
@@ -195,12 +194,12 @@
         yshift: 15 * row, showarrow: false, text, font: {color, size: 12},
       },
     });
-    if (format === null) return [wall(limits.zero, RED, "half a unit in the last place", 0)];
-    const largest = count(limits.max).length < 9 ? count(limits.max) : limits.max.toPrecision(3);
+    if (format === null) return [wall(limits.zero, drawing.colors().lost, "half a unit in the last place", 0)];
+    const {lost, small, edge} = drawing.colors(), largest = count(limits.max).length < 9 ? count(limits.max) : limits.max.toPrecision(3);
     return [
-      wall(limits.zero, RED, `${format}: zero below 2<sup>${limits.zero}</sup>`, 2),
-      wall(limits.normal, ORANGE, `smallest normal 2<sup>${limits.normal}</sup>`, 1),
-      wall(limits.top, drawing.colors().edge, `largest ${largest}`, 0),
+      wall(limits.zero, lost, `${format}: zero below 2<sup>${limits.zero}</sup>`, 2),
+      wall(limits.normal, small, `smallest normal 2<sup>${limits.normal}</sup>`, 1),
+      wall(limits.top, edge, `largest ${largest}`, 0),
     ];
   }
 
@@ -402,8 +401,8 @@
   $("histogram-section").hidden = $("maps-section").hidden = !observed;
   $("log-loss").addEventListener("change", drawTimeline);
   if (observed) openTensors();
-  drawing.start(() => {
+  return () => {
     if (data.timeline.steps) drawTimeline();
     if (observed) drawTensors();
-  });
-})();
+  };
+});
