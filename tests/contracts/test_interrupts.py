@@ -17,6 +17,7 @@ from halfstep.torch_internals import keys_excluded_here, mode_stack
 
 HERE = str(Path(halfstep.__file__).parent)
 DEVICES = ("cpu", "cuda", "xpu", "hpu", "mtia", "maia", "ipu", "xla", "mps", "privateuseone")
+LOCK = "with self._lock:"
 
 
 class Interrupt:
@@ -33,8 +34,8 @@ class Interrupt:
         return self.look
 
     def look(self, frame, event, arg):
-        # Python looks for a Ctrl-C after calls, so none comes between the end of a `with` and the lock's release
-        if event == "opcode" and getline(frame.f_code.co_filename, frame.f_lineno or 1).strip() != "with self._lock:":
+        # Python looks for a Ctrl-C after calls: none before a lock's release. 3.14 swallows it where generators end.
+        if event == "opcode" and frame.f_lineno and getline(frame.f_code.co_filename, frame.f_lineno).strip() != LOCK:
             self.left -= 1
             if not self.left:
                 self.where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
