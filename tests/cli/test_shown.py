@@ -95,7 +95,7 @@ SCRIPTS = {
 # What is not run here, as a pattern; why; and the test, or how its name begins, that runs the nearest thing.
 TRAINS = "trains ResNets for minutes, each in a process of its own"
 INSTEAD = [
-    (r"\./dev \w+.*", "CI is made of these", "dev"),
+    (r"(\w+=\S+ )?\./dev \w+.*", "CI is made of these", "dev"),
     (r"pip install .*|\.venv/bin/python -m pip .*", "installs packages, as CI does", "dev"),
     (r"python benchmarks/blocks\.py .*", "needs Triton", "tests/cudasim/test_gpu_script.py::test_a_part_runs"),
     (r"python hatch_build\.py", "builds beside the package", "tests/kernels/test_library.py::test_it_runs_as"),
