@@ -94,7 +94,7 @@ def test_a_wrong_model_or_optimizer_type_is_refused():
     refuse(SetupError, r"no parameters", nn.ReLU(), None)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit")
 @pytest.mark.parametrize("name", ["O0", "O1", "O2"])
 def test_scripted_modules_are_refused_in_words(name):
     scripted, traced = torch.jit.script(nn.Linear(2, 2)), torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2))

@@ -261,7 +261,7 @@ def under(transform):
         return transform(model, inputs, lambda out: F.cross_entropy(out, LABELS))
 
     fields = {"kind": "overflow", "module": "blocks.0", "operator": "mul", "cure": (Rule("blocks.0", FULL),)}
-    ignored = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # of what jvp imports
+    ignored = pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # of what jvp imports
     return Row(transform.__name__, lambda: Stacked(Gain(), nn.Identity()), fields, loss=loss, marks=(ignored,))
 
 
