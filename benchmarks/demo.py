@@ -7,8 +7,10 @@ from what the system knows of it, and what will run; then it loads halfstep and 
 from __future__ import annotations
 
 import platform
+import shutil
 import subprocess
 import sys
+import textwrap
 import threading
 from pathlib import Path
 
@@ -58,7 +60,10 @@ def main() -> None:
     if "--quiet" in sys.argv:
         loaded.set()
     else:
-        print(first_line(*processor()), file=sys.stderr, flush=True)
+        line = first_line(*processor())
+        if sys.stderr.isatty():
+            line = textwrap.fill(line, shutil.get_terminal_size().columns)
+        print(line, file=sys.stderr, flush=True)
 
     def tell() -> None:
         while not loaded.wait(PAUSE):

@@ -206,12 +206,16 @@ def test_the_demo_speaks_before_it_loads_anything_that_takes_long(tmp_path):
     assert ran.stderr.endswith("a small GPT trains at O0, O1 and O2 and under torch.amp for about a minute\n")
 
 
-def test_the_demo_is_the_benchmark_with_its_options(main, monkeypatch, capsys):
+@pytest.mark.parametrize("terminal", [False, True])
+def test_the_demo_is_the_benchmark_with_its_options(main, monkeypatch, capsys, terminal):
     asked = []
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    monkeypatch.setenv("COLUMNS", "60")
     monkeypatch.setattr("halfstep.__main__.main", lambda: asked.append(sys.argv))
     main("demo", "--seconds", 60)
     assert asked == [["halfstep", "bench", "char_lm", "--seconds", "60"]]
-    assert capsys.readouterr().err.count("\n") == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert all(len(line) <= 60 for line in lines) if terminal else len(lines) == 1
 
 
 class TestGpuScript:

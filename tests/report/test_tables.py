@@ -6,16 +6,16 @@ import pytest
 from rich.console import Console
 
 from halfstep.edits import OpChanges
-from halfstep.explain.report.tables import WORDS, level_table, op_table
+from halfstep.explain.report.tables import WORDS, level_table, numbered, op_table, table
 from halfstep.formats import BF16, FP16
 from halfstep.plan.levels import LEVELS, level
 from halfstep.plan.optable import effective
 
 
-def lines(table):
+def lines(shown):
     console = Console(width=200, highlight=False)
     with console.capture() as capture:
-        console.print(table)
+        console.print(shown)
     return [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in capture.get().splitlines()]
 
 
@@ -107,3 +107,14 @@ def test_a_change_of_an_op_that_levels_treat_shows_the_change():
     assert rows["embedding"][:4] == ["deny", "changed by the plan", "plan", "fp32"]
     assert rows["binary_cross_entropy"][:3] == ["deny", "changed by the plan", "plan"]
     assert rows["binary_cross_entropy"][3] == "fp32, from what a sigmoid was given"
+
+
+def test_short_words_are_not_broken_to_make_room_but_long_names_are():
+    rows = [("blocks.0.attention.proj", "grad_weight", "fastest that keeps accuracy", "1234567")] * 2
+    console = Console(width=44)
+    with console.capture() as capture:
+        console.print(table(rows, numbered(("at", "product", "for", "n")), words=("at", "product", "for")))
+    assert max(map(len, capture.get().splitlines())) == 44
+    whole = capture.get().split()
+    assert {"grad_weight", "fastest", "accuracy", "1234567"} <= set(whole)
+    assert "blocks.0.attention.proj" not in whole

@@ -21,6 +21,7 @@ from halfstep.plan.plan import Plan
 
 ABSENT = "-"
 MIB = 2**20
+WORD = 11  # characters of the longest word that is not broken to make room; a longer one is a name
 DISTURBED = (
     "Other work ran on this machine: {what}. Measure again when it is quiet; ratios are more reliable than times."
 )
@@ -54,11 +55,14 @@ def table(rows: Iterable[Any], columns: Columns, *, words: Collection[str] = ())
     """Returns a table; columns in `words` are left-aligned and wrap where room is short, others are figures."""
     made, filled = Table(box=None, padding=(0, 1)), cells(rows, columns)
     for at, header in enumerate(columns):
-        longest = max((len(word) for row in filled for word in row[at].split()), default=None)
-        if header in words:
+        split = [row[at].split() for row in filled]
+        longest = max((len(word) for cell in split for word in cell), default=0)
+        if header not in words:
+            made.add_column(header, overflow="fold", justify="right", min_width=longest)
+        elif longest > WORD:
             made.add_column(header, overflow="fold")
         else:
-            made.add_column(header, overflow="fold", justify="right", min_width=longest)
+            made.add_column(header, overflow="fold", min_width=longest, no_wrap=all(len(cell) < 2 for cell in split))
     for row in filled:
         made.add_row(*map(escape, row))
     return made
