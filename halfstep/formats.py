@@ -122,8 +122,10 @@ def as_format(value: Format | torch.dtype | str, among: Collection[Format] = FOR
         dtypes = ", ".join(str(fmt.dtype) for fmt in among if fmt is not TF32)
         known = f"{', '.join(map(str, among))} or the torch dtypes {dtypes}"
         named = getattr(torch, str(value).removeprefix("torch."), None)  # "half" and "bfloat16" are names of torch's
-        hint = next((f"; did you mean {fmt.name!r}?" for fmt in among if fmt.dtype is named), "")
-        raise FormatError(f"unknown format {value!r}; expected one of {known}{hint or for_products(value)}")
+        word = str(value).lower()  # "BF16", "16-mixed"
+        near = [fmt for fmt in among if fmt.dtype is named or word.startswith((fmt.name, fmt.name.removeprefix("fp")))]
+        hint = f"; did you mean {near[0].name!r}?" if near else for_products(value)
+        raise FormatError(f"unknown format {value!r}; expected one of {known}{hint}")
     return found
 
 

@@ -74,15 +74,22 @@ def _meant(word: str, known: Collection[str]) -> str:
 
 
 def with_near_misses(made: Made) -> Made:
-    """Returns a function, or a class, whose error for an unknown keyword names the nearest one."""
+    """Returns a function or class whose error for an unknown keyword, or a value without it, names the right one."""
     cls: Any = made if isinstance(made, type) else None
     run = made if cls is None else cls.__init__
-    known = {name: None for name in inspect.signature(run).parameters if name != "self"}
+    parameters = inspect.signature(run).parameters.values()
+    known = {each.name: None for each in parameters if each.name != "self"}
+    order = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
+    most = math.inf if any(each.kind is each.VAR_POSITIONAL for each in parameters) else len(order)
 
     @functools.wraps(run)
     def checked(*args: Any, **kwargs: Any) -> Any:
         if not kwargs.keys() <= known.keys():
             check_keywords(f"{made.__name__}()", kwargs, known)
+        if len(args) > most:
+            inside, named_only = ([name for name in known if (name in order) is asked] for asked in (True, False))
+            only = f"; pass the others by name: {', '.join(named_only)}" if named_only else ""
+            raise TypeError(f"{made.__name__}() takes {', '.join(inside)} by position, and got more values{only}")
         return run(*args, **kwargs)
 
     if cls is None:

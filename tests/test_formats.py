@@ -104,8 +104,14 @@ def test_as_format_names_what_is_known(value):
         as_format(value)
 
 
-@pytest.mark.parametrize(("value", "name"), [("half", "fp16"), ("bfloat16", "bf16"), ("torch.float32", "fp32")])
-def test_a_name_of_torchs_is_answered_with_ours(value, name):
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [
+        *[("half", "fp16"), ("bfloat16", "bf16"), ("torch.float32", "fp32")],
+        *[("BF16", "bf16"), ("bf16-mixed", "bf16"), ("16-mixed", "fp16"), (16, "fp16"), ("e4m3fn", "e4m3")],
+    ],
+)
+def test_a_name_of_others_is_answered_with_ours(value, name):
     with pytest.raises(FormatError, match=f"did you mean '{name}'"):
         as_format(value)
 

@@ -96,7 +96,7 @@ def _level_hint(name: object) -> str:
     if letters in LEVELS:
         why = "the letter O, not the digit 0" if name.strip()[:1] == "0" else "the capital letter O and a digit"
         return f"; did you mean {letters!r} ({why})?"
-    return near_miss(name, LEVELS)
+    return "; a plan file ends in .toml or .json" if "." in name else near_miss(name, LEVELS)
 
 
 def customize(

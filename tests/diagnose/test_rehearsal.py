@@ -161,7 +161,9 @@ def test_blame_takes_an_open_session(given):
     if given == "closed":
         given = opened(model)
         given.close()
-    with pytest.raises(SessionError, match="takes an open session"):
+    with pytest.raises(
+        SessionError, match=r"takes an open session, .*; pass first what .*: halfstep\.blame\(session, closure\)"
+    ):
         halfstep.blame(given, lambda: model(torch.ones(4)).sum())
 
 

@@ -49,6 +49,7 @@ def test_low_is_taken_as_a_format_a_dtype_or_a_name(low):
         ("02", r"did you mean 'O2' \(the letter O, not the digit 0\)"),
         ("o1", r"did you mean 'O1' \(the capital letter O and a digit\)"),
         (" O2 ", r"did you mean 'O2' \(the capital letter O and a digit\)"),
+        ("own.yaml", r"a plan file ends in \.toml or \.json"),
     ],
 )
 def test_the_usual_misspellings_of_a_level_get_a_hint(name, hint):

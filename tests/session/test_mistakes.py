@@ -188,6 +188,28 @@ def test_an_unknown_keyword_names_the_nearest(keyword):
         NEAREST[keyword]({keyword: "O1"})
 
 
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (
+            lambda m, o: halfstep.initialize(m, o, "O1", "bf16"),
+            r"initialize\(\) takes model, optimizer, plan by .*: low,",
+        ),
+        (
+            lambda m, o: halfstep.Rule("0", halfstep.FULL, "keep", "low", 1),
+            r"pattern, policy, buffers, input by position",
+        ),
+        (
+            lambda m, o: halfstep.initialize(m, o).step(o, 1.0),
+            r"step\(\) takes optimizer by position, .* name: max_norm",
+        ),
+    ],
+)
+def test_values_that_need_a_name_get_theirs(call, said):
+    with pytest.raises(TypeError, match=said):
+        call(*make())
+
+
 def test_check_compares_precision_or_not():
     with pytest.raises(halfstep.SessionError, match=r"precision is 'yes'; pass True .* or False"):
         halfstep.check(opened()[2], lambda: None, precision="yes")

@@ -183,7 +183,8 @@ def check_given(function: str, session: object, closure: object) -> None:
     """Checks the session and the closure that were passed to the public function named `function`."""
     if not isinstance(session, Session) or session.closed:
         what = "a closed session" if isinstance(session, Session) else type(session).__name__
-        raise SessionError(f"{function}() takes an open session, not {what}; call it after halfstep.initialize")
+        instead = f"pass first what initialize returned: halfstep.{function}(session, closure)"
+        raise SessionError(f"{function}() takes an open session, not {what}; {instead}")
     check_closure(function, closure)
     reshard(session.runtime.roots)  # after an evaluation they hold whole weights
     if sharded_parameters(session.runtime.roots):
