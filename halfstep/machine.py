@@ -6,6 +6,7 @@ that torch is fast with a format. The `source` of a row says if nothing was meas
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 import platform
@@ -30,6 +31,7 @@ _SHORT: WideBackward = ((64, 128),)
 _LIMITS = "the limits for attention are those measured on AVX512-BF16"
 _NOT_MEASURED = f"not measured on this class; {_LIMITS}"
 _NO_UNITS = "this processor has no {} units"
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h of glibc
 WORTH = 2.0
 """Products are emulated unless native ones are at least this many times as fast."""
 
@@ -237,6 +239,16 @@ def emulation_notice(fmt: Format, facts: DeviceFacts) -> str:
     name = facts.processor.name
     why = f"torch makes little of this processor's {fmt} units" if fmt.name.upper() in name else _NO_UNITS.format(fmt)
     return f"{why}: products are computed in fp32 and rounded, as a GPU's tensor cores do ({name})"
+
+
+@functools.cache
+def keep_freed_memory() -> bool:
+    """Has glibc keep what this process frees, unless a variable sets its allocator; returns whether it does."""
+    # Else it gives the fp32 copies of emulated products back to the system in each step, and fetches them page by page.
+    if platform.libc_ver()[0] != "glibc" or any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
+        return False
+    mallopt = ctypes.CDLL(None).mallopt
+    return bool(mallopt(_MMAP_THRESHOLD, 32 * 2**20) and mallopt(_TRIM_THRESHOLD, -1))  # the most that it takes; never
 
 
 def read_machine(device: torch.device) -> Machine:

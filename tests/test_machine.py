@@ -1,5 +1,7 @@
 """The classes of processors and what was measured on them, the facts of a device, and the commit."""
 
+import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -412,3 +414,34 @@ def test_a_session_decides_by_what_is_agreed(process_group, on_processor):
         emulated.append(session.state_dict()["emulate"])
         session.close()
     assert emulated == [True, True]
+
+
+FAULTS = """
+import resource, torch
+from torch import nn
+import halfstep
+
+model = nn.Linear(8, 8)
+halfstep.initialize(model, torch.optim.SGD(model.parameters(), 0.1), "O1", low="bf16", emulate={emulate})
+for turn in range(8):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    made = [torch.ones(4 * 2**20) for _ in range(4)]
+    del made
+asked = halfstep.machine.keep_freed_memory.cache_info().currsize
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before, asked and int(halfstep.machine.keep_freed_memory()))
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc")
+@pytest.mark.parametrize(
+    ("emulate", "variables", "kept"), [(True, {}, True), (False, {}, False), (True, {"MALLOC_ARENA_MAX": "8"}, False)]
+)
+def test_freed_memory_is_kept_where_products_are_emulated_unless_a_variable_sets_the_allocator(
+    emulate, variables, kept
+):
+    own = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+    command = [sys.executable, "-c", FAULTS.format(emulate=emulate)]
+    ran = subprocess.run(command, env=own | variables, capture_output=True, text=True, check=True)
+    faults, does = map(int, ran.stdout.split())
+    assert does == kept
+    assert faults < 1000 or not kept  # of the 16,384 pages of 64 MiB

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import PlanError
-from halfstep.machine import WideBackward
+from halfstep.machine import WideBackward, keep_freed_memory
 from halfstep.plan.optable import AS_WRITTEN, CARRIED, Action, stock_action
 from halfstep.torch_internals import (
     FLASH_ATTENTION_CPU_BACKWARD,
@@ -230,6 +230,8 @@ class Registry:
         """Registers the kernels of a table; returns its marker, the device type whose autocast bit switches them on."""
         with self._lock:
             marker = self._marker(table)
+            if table.emulate and table.device_type == "cpu":
+                keep_freed_memory()
             if not self._slots:
                 self._cache_tag, self._own = cache_tag(), [define_traced()]
                 self._fast_path = torch.backends.mha.get_fastpath_enabled()
