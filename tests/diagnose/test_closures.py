@@ -3,7 +3,10 @@
 import collections
 import itertools
 import threading
+from array import array
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -368,6 +371,48 @@ def test_what_a_model_collects_is_as_before_in_each_run():
     assert part.losses is losses
     assert [value is kept for value in losses] == [True]
     assert (part.counts, part.seen) == ({"calls": 0}, (set(), collections.deque()))
+
+
+def grow(held):
+    held.n += 1
+    held.sum[0] += 1
+
+
+def increment(held):
+    held[0] += 1
+
+
+@pytest.mark.parametrize(
+    ("held", "change", "read"),
+    [
+        (np.zeros(2), increment, np.ndarray.tolist),
+        ([np.zeros(2)], lambda held: increment(held[0]), lambda held: held[0].tolist()),
+        (array("d", [0]), increment, array.tolist),
+        (bytearray(1), increment, bytes),
+        ([SimpleNamespace(n=0, sum=np.zeros(1))], lambda held: grow(held[0]), repr),
+        (np.random.RandomState(0), lambda held: held.normal(), lambda held: repr(held.get_state())),
+        ([np.random.RandomState(0)], lambda held: held[0].rand(), lambda held: repr(held[0].get_state())),
+        (np.random.default_rng(0), lambda held: held.normal(), lambda held: repr(held.bit_generator.state)),
+        (np.random.PCG64(0), lambda held: held.random_raw(), lambda held: repr(held.state)),
+        (np.random.SeedSequence(0), lambda held: None, repr),  # which has no state that could be put back
+    ],
+)
+def test_what_an_object_of_a_module_holds_is_as_before(held, change, read):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    model[0].held, before = held, str(read(held))
+
+    def loss(factor=1.0):
+        change(held)
+        return model(torch.ones(4, 8)).square().mean() * factor
+
+    session = halfstep.initialize(model, torch.optim.SGD(model.parameters()), "O1")
+    halfstep.check(session, loss)
+    assert str(read(held)) == before
+    assert halfstep.blame(session, lambda: loss(float("nan"))) is not None
+    assert str(read(held)) == before
+    session.close()
+    halfstep.whatif(loss, model)
+    assert str(read(held)) == before
 
 
 def test_a_state_outside_of_the_model_that_the_failure_spoils_does_not_repeat():

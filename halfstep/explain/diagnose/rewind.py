@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -24,7 +25,9 @@ from halfstep.train.processes.wrappers import wrappers_of
 
 _NOT_STATE = frozenset(vars(nn.Module())) | OURS
 CONTAINERS = (list, deque, dict, set)  # what a model may change in place
-_KEPT = 2**24  # elements up to which writes into a tensor that is an attribute are undone
+_KEPT = 2**24  # elements up to which writes into a tensor or array that is an attribute are undone
+# what an object may hold whose own attributes are put back; models, optimizers and what else holds others is left
+_SIMPLE = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Tensor, numpy.ndarray, numpy.generic)
 
 
 @contextmanager
@@ -97,7 +100,7 @@ def attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def _reached(values: Iterable[Any]) -> list[Any]:
-    """Returns the values, and everything nested in the lists, deques, dicts, sets and tuples among them, each once."""
+    """Returns the values, and everything in the collections and objects of simple values among them, each once."""
     found: dict[int, Any] = {}
     waiting = list(values)
     while waiting:
@@ -107,7 +110,15 @@ def _reached(values: Iterable[Any]) -> list[Any]:
         found[id(value)] = value
         if isinstance(value, (*CONTAINERS, tuple)):
             waiting += value.values() if isinstance(value, dict) else value
+        elif _is_simple(value):
+            waiting.append(vars(value))
     return list(found.values())
+
+
+def _is_simple(value: Any) -> bool:
+    if isinstance(value, (*_SIMPLE, type)) or not isinstance(getattr(value, "__dict__", None), dict):
+        return False
+    return all(isinstance(v, _SIMPLE) and not isinstance(v, nn.Parameter) for v in vars(value).values())
 
 
 def _put_back(container: Any, contents: Any) -> None:
@@ -134,13 +145,20 @@ def is_readable(value: Any) -> bool:
 
 
 def _state_of(value: Any) -> Callable[[], object] | None:
-    """Returns a function that puts back a random generator's state of this moment; None if it is none."""
+    """Returns a function that puts back the state of this moment of a random generator or an array, or None."""
     if isinstance(value, torch.Generator):
         return partial(value.set_state, value.get_state())
     if isinstance(value, random.Random):
         return partial(value.setstate, value.getstate())
-    if type(value).__module__.startswith("numpy.random"):
-        return partial(setattr, value.bit_generator, "state", copy.deepcopy(value.bit_generator.state))
+    if isinstance(value, numpy.random.RandomState):
+        return partial(value.set_state, value.get_state(legacy=False))
+    value = value.bit_generator if isinstance(value, numpy.random.Generator) else value
+    if isinstance(value, numpy.random.BitGenerator):
+        return partial(setattr, value, "state", copy.deepcopy(value.state))
+    if isinstance(value, numpy.ndarray) and value.flags.writeable and value.size <= _KEPT:
+        return partial(setitem, value, ..., value.copy())
+    if isinstance(value, (array, bytearray)):
+        return partial(setitem, value, slice(None), value[:])
     return None
 
 
