@@ -20,7 +20,7 @@ from halfstep.machine import read_facts
 from halfstep.plan.compatibility import check_optimizers, check_parameters
 from halfstep.plan.io import choose_plan
 from halfstep.plan.levels import customize
-from halfstep.plan.matching import match_parameters
+from halfstep.plan.matching import is_fsdp1, match_parameters
 from halfstep.plan.plan import Plan
 from halfstep.plan.resolve import resolve
 from halfstep.records import StepRecord
@@ -105,7 +105,7 @@ def attach(
     Under FSDP2 it sets the policy that Accelerate shards with; then call `open_session` after the preparation.
     """
     check_adapted(settings)
-    check_accelerator(accelerator)
+    check_accelerator(accelerator, models)
     if not accelerator.is_fsdp2:
         for model in models:
             away = next((name for name, p in model.named_parameters() if p.is_meta), None)
@@ -182,9 +182,8 @@ def open_session(
 ) -> None:
     """Opens a session on models and optimizers, whose scaler the Accelerator gets."""
     scaler = accelerator.scaler or SessionScaler()  # optimizers that are prepared again keep their scaler
-    sinks = [*settings.pop("sinks", ()), scaler.keep]
-    own = _inside(optimizers) or None
-    scaler.session = initialize(models, own, plan, stepping="optimizer", sinks=sinks, **settings)
+    settings["sinks"] = [*settings.get("sinks", ()), scaler.keep]
+    scaler.session = initialize(models, _inside(optimizers) or None, plan, stepping="optimizer", **settings)
     accelerator.scaler = scaler
 
 
@@ -192,9 +191,10 @@ def _inside(optimizers: list[Optimizer]) -> list[Optimizer]:
     return [each.optimizer if isinstance(each, AcceleratedOptimizer) else each for each in optimizers]
 
 
-def check_accelerator(accelerator: Accelerator) -> None:
-    """Raises a SetupError for an Accelerator that a session cannot train in."""
-    kind = "FSDP1" if accelerator.distributed_type == DistributedType.FSDP else accelerator.distributed_type.value
+def check_accelerator(accelerator: Accelerator, models: Sequence[nn.Module] = ()) -> None:
+    """Raises a SetupError for an Accelerator that a session cannot train in, or for models that it cannot."""
+    fsdp1 = accelerator.distributed_type == DistributedType.FSDP or any(map(is_fsdp1, models))
+    kind = "FSDP1" if fsdp1 else accelerator.distributed_type.value
     if kind not in ("NO", "MULTI_CPU", "MULTI_GPU") and not accelerator.is_fsdp2:
         raise SetupError(
             f"halfstep does not work with Accelerate's {kind}; use one device, DistributedDataParallel (MULTI_GPU or "

@@ -199,6 +199,12 @@ def test_a_model_is_on_its_device_before_the_session_opens():
     session_of(accelerator).close()
 
 
+def test_a_model_that_fsdp1_wraps_is_refused_at_every_level():
+    wrapped = type("FullyShardedDataParallel", (torch.nn.Linear,), {})(4, 4)
+    with pytest.raises(SetupError, match=r"does not work with Accelerate's FSDP1; use one device.*or FSDP2 \("):
+        prepare(accelerator_of(), wrapped, optimizer_of(wrapped), plan="O0")
+
+
 def test_a_distributed_type_and_a_scaler_that_do_not_go_with_halfstep_are_refused():
     accelerator, model = accelerator_of(), network()
     accelerator.scaler = torch.amp.GradScaler("cpu")
