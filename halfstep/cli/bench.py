@@ -48,7 +48,7 @@ DEFAULT = "char_lm"
 COMPILE = {"off": (False,), "on": (True,), "both": (False, True)}
 
 Name = Annotated[str | None, typer.Argument(metavar="WORKLOAD", help=f"{', '.join(WORKLOADS)}, or path.py:function.")]
-Levels = Annotated[str, typer.Option("--levels", help="Levels, separated by commas.")]
+Levels = Annotated[str, typer.Option("--levels", "--level", help="Levels, separated by commas.")]
 Lows = Annotated[str, typer.Option("--low", help="Low formats, separated by commas.")]
 Kept = Annotated[
     str, typer.Option("--moments", help="How the optimizer's averages are kept, separated by commas: full, bf16, 8bit.")

@@ -16,7 +16,7 @@ from halfstep.plan.levels import LEVELS
 from halfstep.plan.optable import find
 
 Text = Annotated[str, typer.Argument(metavar="TEXT", help="Only ops whose name contains this, or of this list.")]
-PlanName = Annotated[str, typer.Option("--plan", help="The level, or plan file, whose treatment of each op is shown.")]
+PlanName = Annotated[str, typer.Option("--plan", "--level", help="The level, or plan file, to show each op under.")]
 Low = Annotated[str, typer.Option("--low", help="The low format: bf16 or fp16.")]
 
 

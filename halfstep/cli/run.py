@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -61,6 +62,9 @@ def run(  # noqa: PLR0913  # each is an option of the command, described above
         raise PlanError(f"both --level {level} and --plan {plan} were passed; pass only one of them")
     recorded = None if report is None else _Recorded(report)
     name, *arguments = script
+    late = re.search(r"--(level[ =]O[0-3]|low[ =](bf|fp)16)(?= |$)", " ".join(arguments))
+    if late and not quiet and (level, low, plan) == (None, None, None):
+        print(f"halfstep: {name} gets {late[0]}; options of halfstep stand before the script", file=sys.stderr)
     done: list[Ran] = []
 
     def ended(ran: Ran) -> None:

@@ -33,14 +33,14 @@ from halfstep.lab.workloads.workload import to_device_of
 
 HORIZON = 100  # steps of a training whose first ones are made, for the schedule of the learning rate
 
-PlanName = Annotated[str, typer.Option("--plan", help="The level, or plan file, to train under.")]
+PlanName = Annotated[str, typer.Option("--plan", "--level", help="The level, or plan file, to train under.")]
 Precision = Annotated[
     bool, typer.Option("--precision/--no-precision", help="Compare the step with one in fp32, and try what cures it.")
 ]
-Level = Annotated[str, typer.Option("--level", help="The level, or plan file, to inspect the step under.")]
+Level = Annotated[str, typer.Option("--level", "--plan", help="The level, or plan file, to inspect the step under.")]
 Formats = Annotated[str, typer.Option("--formats", help="Formats, separated by commas.")]
 Steps = Annotated[int, typer.Option("--steps", min=1, help="Training steps in fp32.")]
-LowOf = Annotated[str, typer.Option("--plan", help="The level, or plan file, whose low tensors are predicted.")]
+LowOf = Annotated[str, typer.Option("--plan", "--level", help="The level, or plan file, to predict low tensors of.")]
 Modules = Annotated[
     bool, typer.Option("--modules", help="Show every module, not only totals and what should stay full.")
 ]

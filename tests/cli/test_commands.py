@@ -72,6 +72,12 @@ def test_what_takes_long_says_what_it_does_and_nothing_with_quiet(monkeypatch, c
         assert ("measuring casts\n" in capsys.readouterr().err) is not quiet
 
 
+@pytest.mark.parametrize("command", ["bench", "check", "inspect", "ops", "whatif"])
+def test_commands_take_level_whatever_else_they_call_it(halfstep, command):
+    code, _, err = halfstep(command, "--level", "O9")
+    assert (code, "unknown level 'O9'" in err) == (2, True)
+
+
 @pytest.mark.parametrize("quiet", [True, False])
 def test_quiet_is_quiet_about_a_machine_without_units_too(halfstep, caplog, on_processor, said_before, quiet):
     on_processor(AVX2)

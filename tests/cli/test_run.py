@@ -192,6 +192,8 @@ def test_the_last_line(ran, line):
         (("--moments", "4bit", __file__), 2, "4bit"),
         (("--plan", "nowhere.toml", __file__), 2, "nowhere.toml"),
         (("--level", "O2", "--plan", "own.toml", __file__), 2, "pass only one of them"),
+        (("nowhere.py", "--level", "O2"), 2, "nowhere.py gets --level O2; options of halfstep stand before the script"),
+        (("--low", "bf16", "nowhere.py", "--low=fp16"), 2, "there is no script nowhere.py"),
     ],
 )
 def test_bad_input(halfstep, arguments, ends_with, message):
@@ -200,3 +202,4 @@ def test_bad_input(halfstep, arguments, ends_with, message):
     assert (code, out) == (ends_with, "")
     assert err.startswith("halfstep: ")
     assert message in err
+    assert ("stand before" in err) is ("stand before" in message)

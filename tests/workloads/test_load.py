@@ -48,6 +48,7 @@ def test_a_workload_comes_by_name_with_its_settings(tmp_path):
             "regression has no setting depth; it has batch, lr, max_norm, d_in, d_out, layers",
         ),
         ("regression", {"data": "x"}, "regression has no setting data; it has"),
+        ("regression", {"btch": "3"}, r"no setting btch; it has batch, .*layers; did you mean 'batch'"),
         ("regression", {"batch": "1.5"}, "regression: batch is '1.5'; set it to a value of type int"),
         ("regression", {"lr": "fast"}, "lr is 'fast'; set it to a value of type float"),
         ("regression", {"lr": "none"}, "lr is 'none'; set it to a value of type float"),

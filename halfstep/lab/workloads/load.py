@@ -81,7 +81,10 @@ def _parse(workload: str, key: str, text: str, kind: Any) -> object:
 def _refuse_unknown(workload: str, settings: Mapping[str, str], allowed: list[str]) -> None:
     unknown = [key for key in settings if key not in allowed]
     if unknown:
-        raise WorkloadError(f"{workload} has no setting {', '.join(unknown)}; it has {', '.join(allowed) or 'none'}")
+        near = near_miss(unknown[0], allowed)
+        raise WorkloadError(
+            f"{workload} has no setting {', '.join(unknown)}; it has {', '.join(allowed) or 'none'}{near}"
+        )
 
 
 def _load_file(name: str, settings: dict[str, str], data: Path | None) -> Workload:
