@@ -131,7 +131,7 @@ def gather(
         sums.histogram, sums.shares, sums.largest = sums.histogram[order], sums.shares[order], sums.largest[order]
         sums.histogram[0] = sums.histogram.sum(0)
         sums.shares[0] = sums.shares.sum(0)
-        sums.largest[0] = sums.largest.max()
+        sums.largest[0] = np.max(sums.largest)
     return Gathered(
         low,
         tuple((int(group[0]), int(group[-1])) for group in groups),

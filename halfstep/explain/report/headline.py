@@ -369,7 +369,7 @@ def _share(sums: Sums, measure: str, of: str) -> Array:
 def _mostly(sums: Sums, share: Array) -> str:
     if len(share) < 3:
         return ""
-    worst = 1 + int(share[1:].argmax())
+    worst = 1 + int(np.argmax(share[1:]))
     return f" ({_percent(share[worst])} in {sums.modules[worst]})"
 
 

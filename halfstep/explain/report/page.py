@@ -124,7 +124,7 @@ def thin(values: Array, points: int = POINTS) -> npt.NDArray[np.int64]:
     for group in np.array_split(np.arange(len(values)), max(1, points // 2 - 1)):
         finite = group[np.isfinite(values[group])]
         if len(finite):
-            chosen.update((int(finite[values[finite].argmin()]), int(finite[values[finite].argmax()])))
+            chosen.update((int(finite[np.argmin(values[finite])]), int(finite[np.argmax(values[finite])])))
         else:  # where the line has a gap
             chosen.add(int(group[0]))
     return np.array(sorted(chosen))
