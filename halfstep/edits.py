@@ -108,6 +108,8 @@ class Rule:
     input: RuleInput = "policy"
 
     def __post_init__(self) -> None:
+        if isinstance(self.pattern, type):
+            raise PlanError(f"rule pattern is the class {self.pattern.__name__}; write 'type:{self.pattern.__name__}'")
         text("rule pattern", self.pattern, empty=True)
         if self.pattern.removeprefix(TYPE_PREFIX) != self.pattern.removeprefix(TYPE_PREFIX).strip():
             raise PlanError(f"rule pattern {self.pattern!r} has a space before or after the name; remove the space")

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 from halfstep.edits import Edit, OpChange, OpChanges, Rule, Scaling, Width
 from halfstep.errors import PlanError
 from halfstep.formats import BF16, LOW_FORMATS, Format, as_format, for_products
-from halfstep.validate import as_tuple, instance, one_of, text, with_near_misses
+from halfstep.validate import as_tuple, instance, one_of, short, text, with_near_misses
 
 Ops = Literal["none", "table"]
 Master = Literal["none", "copy", "split"]
@@ -115,7 +115,11 @@ class Plan:
             elif isinstance(edit, Scaling):
                 plan = replace(plan, scale=edit)
             else:
-                raise PlanError(f"edit {edit!r} is not an edit; expected a Rule, an OpChange or a Scaling")
+                held = isinstance(edit, (list, tuple)) and all(isinstance(each, Edit) for each in edit)
+                several = "; pass each by itself: plan.edit(*edits)" if held else ""
+                raise PlanError(
+                    f"edit {short(edit)} is not an edit; expected a Rule, an OpChange or a Scaling{several}"
+                )
         return plan
 
 

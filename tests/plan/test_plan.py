@@ -228,6 +228,11 @@ def test_what_is_no_edit_is_refused(edit):
         O2.edit(edit)
 
 
+def test_a_cure_that_is_passed_whole_says_to_unpack_it():
+    with pytest.raises(PlanError, match=r"edit \(Rule\('head', FULL\),\) is not an edit; .*: plan\.edit\(\*edits\)"):
+        O2.edit((Rule("head", FULL),))
+
+
 def test_an_edit_that_contradicts_the_plan_is_refused():
     with pytest.raises(PlanError, match=r"no gradient is in low precision"):
         O0.edit(Scaling("dynamic"))

@@ -56,6 +56,7 @@ REFUSED = [
         for pattern in (" head", "head ", "type: Norm", "type:LayerNorm ")
     ),
     ("type:", FULL, {}, "names no class"),
+    (dict, FULL, {}, "rule pattern is the class dict; write 'type:dict'"),
     *(
         (pattern, FULL, {}, "did you mean 'type:LayerNorm'")
         for pattern in ("Type:LayerNorm", "type=LayerNorm", "TYPE: LayerNorm")
