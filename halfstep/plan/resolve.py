@@ -179,8 +179,8 @@ def resolve(
     for site in sites:
         if isinstance(site.module, torch.jit.ScriptModule):
             raise SetupError(
-                f"the module {site.name!r} is scripted (TorchScript), and halfstep cannot enter its forward; pass the "
-                "Python module that it was made from, and use torch.compile for speed"
+                f"the module {site.name or '(model)'!r} is scripted (TorchScript), and halfstep cannot enter its "
+                "forward; pass the Python module that it was made from, and use torch.compile for speed"
             )
     matched = match_rules(plan.rules, sites)
     modules: list[ModuleFormats] = []

@@ -98,7 +98,7 @@ def test_a_wrong_model_or_optimizer_type_is_refused():
 @pytest.mark.parametrize("name", ["O0", "O1", "O2"])
 def test_scripted_modules_are_refused_in_words(name):
     scripted, traced = torch.jit.script(nn.Linear(2, 2)), torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2))
-    for model, where in ((scripted, "''"), (nn.Sequential(nn.Linear(2, 2), traced), "'1'")):
+    for model, where in ((scripted, r"'\(model\)'"), (nn.Sequential(nn.Linear(2, 2), traced), "'1'")):
         refuse(
             SetupError, rf"{where} is scripted.*pass the Python module.*torch\.compile", model, None, name, low="bf16"
         )

@@ -18,6 +18,7 @@ from halfstep.modes import ordinary_tensors
 from halfstep.plan.compatibility import loaded_low
 from halfstep.plan.matching import unwrap
 from halfstep.plan.plan import Plan
+from halfstep.records import amount
 from halfstep.torch_internals import parameters_of
 from halfstep.train.cast.modules import all_owners, cast_buffers, owners
 from halfstep.train.optim.masters import give_dtype
@@ -130,8 +131,8 @@ def _what_became(loaded: Sequence[nn.Parameter], plan: Plan) -> str:
     elif plan.param == "low":
         what = f"{plan.name} trains them without fp32 masters, which loses small updates; O2 keeps masters"
     else:
-        size = sum(p.numel() * (4 - p.itemsize) for p in loaded) / 2**20
-        what = f"they are fp32 now, which takes {size:.1f} MiB more (O2 stores them low, with an fp32 master for each)"
+        more = amount(sum(p.numel() * (4 - p.itemsize) for p in loaded))
+        what = f"they are fp32 now, which takes {more} more (O2 stores them low, with an fp32 master for each)"
     return (
         f"{len(loaded)} trainable parameters were loaded in {formats}: {what}. state_dict() is fp32; to get the "
         "original format back, call model.to(...) after session.close()"
