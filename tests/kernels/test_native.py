@@ -14,7 +14,7 @@ import torch
 from torch.optim import SGD, Adam, AdamW
 
 from halfstep.train.kernels import library, native
-from halfstep.train.kernels.batch import Batch
+from halfstep.train.kernels.batch import Batch, Place
 from halfstep.train.optim import implementations
 from halfstep.train.optim.optimizers import Lion
 from halfstep.train.scale.norm import read_with_torch
@@ -120,6 +120,21 @@ def test_what_is_kept_in_codes_or_rounded_at_random_has_the_bits_of_the_referenc
             run.step([g.to(low) for g in grads], factor, found)
     for run in runs[1:]:
         assert_same_bits(run.everything(), runs[0].everything())
+
+
+@pytest.mark.parametrize(("kind", "low"), [(None, torch.float32), ("split", torch.bfloat16)])
+def test_codes_of_a_shard_of_columns_have_the_bits_of_the_reference(kind, low):
+    """The index of an element in the whole tensor, of which its random bits are a hash, jumps from row to row."""
+    runs = []
+    for implementation in ("native", "eager"):
+        weight = torch.nn.Parameter(torch.ones(300, 128))
+        runs.append(
+            own_run(Lion, {"lr": 1e-2, "betas": (0.9, 0.999)}, kind, low, implementation, params=[weight], kept="8bit")
+        )
+        runs[-1].moments.place = lambda p: Place(1, 2**32 - 12800, 128, 320)
+        for seed in range(3):
+            runs[-1].step(grads_of(runs[-1], seed, low))
+    assert_same_bits(runs[0].everything(), runs[1].everything())
 
 
 @pytest.mark.parametrize(("cls", "options"), [ADAMS[0], (SGD, {"lr": 0.1, "momentum": 0.9})])

@@ -79,6 +79,8 @@ struct Float16 {
 // flushes subnormal floats to zero leaves alone. Without branches, so that loops over it are vectorised.
 inline uint32_t widened(uint32_t bits) { return bits; }
 
+inline uint32_t widened(float x) { return bits(x); }
+
 inline uint32_t widened(BFloat16 x) { return uint32_t(x.bits) << 16; }
 
 inline uint32_t widened(Float16 x) {
@@ -127,6 +129,9 @@ void join(const uint16_t* __restrict high, const int16_t* __restrict low, float*
 inline float l2_of(const Common& c) { return c.decoupled ? 0 : float(c.weight_decay); }
 inline float kept_of(const Common& c) { return c.decoupled ? float(1 - c.lr * c.weight_decay) : 1; }
 
+// What gradients are multiplied by.
+inline float factor_of(const Common& c) { return (c.factor ? *c.factor : 1) * (c.maximize ? -1.0f : 1.0f); }
+
 // Returns `n` full weights: in place where they are kept so, else in `room`.
 inline float* open_weights(const Tensors& b, int64_t t, int64_t at, int64_t n, float* room) {
   if (b.layout == kFull) return (float*)b.weights[t] + at;
@@ -141,7 +146,7 @@ inline float* open_weights(const Tensors& b, int64_t t, int64_t at, int64_t n, f
 // Returns `n` true gradients with `l2` times the full weights added: in place where they lie so, else in `room`.
 inline const float* open_gradient(const Tensors& b, const Common& c, int64_t t, int64_t at, int64_t n, float l2,
                                   const float* weight, float* room) {
-  const float unscale = c.factor ? *c.factor : 1, factor = c.maximize ? -unscale : unscale;
+  const float factor = factor_of(c);
   if (b.grad_formats[t] == kFloat && factor == 1 && l2 == 0) return (const float*)b.grads[t] + at;
   in_format(b.grad_formats[t], b.grads[t], at, [&](auto* from) {
     if (l2 != 0)

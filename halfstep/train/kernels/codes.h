@@ -11,7 +11,7 @@ namespace {
 enum Width : int32_t { kWhole = 0, kTwoBytes = 1, kOneByte = 2 };
 constexpr int64_t kGroup = 64;
 constexpr int kFine = 19, kCoarse = 20;  // bits of fp32 that a code drops
-constexpr uint32_t kSign = 0x80000000u;
+constexpr uint32_t kSign = 0x80000000u, kSpread = 0x9E3779B1u;
 
 inline uint32_t mix(uint32_t x) {
   x = (x ^ (x >> 16)) * 0x7FEB352Du;
@@ -48,7 +48,7 @@ inline int64_t whole_groups(const Shard& p, int64_t at, int64_t length) {
 }
 
 __attribute__((noinline)) void random_bits(uint32_t index, uint32_t key, uint32_t* __restrict to, int64_t n) {
-  for (int64_t i = 0; i < n; i++) to[i] = mix((index + uint32_t(i)) * 0x9E3779B1u + key);
+  for (int64_t i = 0; i < n; i++) to[i] = mix((index + uint32_t(i)) * kSpread + key);
 }
 
 // `which` is 0 for states and 1 for weights.

@@ -43,7 +43,7 @@ __attribute__((noinline)) void update(const Rule rule, int64_t n, float* __restr
     if (kUsed > 1) second[k] = b;
     if (kUsed > 2) third[k] = c;
     if (kHow == kPlain) continue;
-    const uint32_t hash = mix((index + uint32_t(k)) * 0x9E3779B1u + key);
+    const uint32_t hash = mix((index + uint32_t(k)) * kSpread + key);
     random[k] = hash;
     if (kHow == kHashed) continue;
     codes[k] = fine_code<0, kRandom>(a, hash, range);

@@ -6,7 +6,9 @@
 #include "codes.h"
 #include "optimizers.h"
 
-#if defined(__AVX512F__) || defined(__F16C__)
+#if defined(__AVX512BW__)
+#include "groups.h"
+#elif defined(__F16C__)
 #include <immintrin.h>
 #endif
 #ifdef _OPENMP
@@ -187,35 +189,105 @@ void update_in_bf16(const Rule& rule, const Tensors& b, int64_t at, const Block&
   if (x.states[1]) to_bf16<1>(x.states[1], random, (uint16_t*)b.states[1][x.tensor] + at, x.n);
 }
 
-// The same for 8 bits. The block holds whole groups; those that a row ends early are filled up with zeros.
+struct Coded {  // the states of neighbouring groups, and the index of their first element in the whole tensor
+  uint8_t* codes[2];
+  int16_t* bases[2];
+  uint32_t index;
+};
+
+inline Coded coded_at(const Tensors& b, int64_t t, int64_t at, int64_t group, uint32_t index) {
+  Coded x{{}, {}, index};
+  for (int k = 0; k < 2 && b.states[k]; k++)
+    x.codes[k] = (uint8_t*)b.states[k][t] + at, x.bases[k] = b.bases[k][t] + group;
+  return x;
+}
+
+inline void open_group(const float* w, int16_t*, int64_t at, float* to) { std::memcpy(to, w + at, kGroup * sizeof *w); }
+inline void close_group(const float* from, float* w, int16_t*, int64_t at) { std::memcpy(w + at, from, kGroup * sizeof *w); }
+inline void open_group(uint16_t* w, int16_t* rest, int64_t at, float* to) { join(w + at, rest + at, to, kGroup); }
+inline void close_group(const float* from, uint16_t* w, int16_t* rest, int64_t at) { split(from, w + at, rest + at, kGroup); }
+
+// Updates whole groups, of weights in fp32 or split with `rest`, and keeps their states. With AVX-512 what is opened stays
+// in registers.
+template <bool kRandom, typename Rule, typename Weight, typename Grad>
+__attribute__((noinline)) void update_groups(const Rule rule, int64_t groups, Weight* __restrict weights,
+                                             int16_t* __restrict rest, const Grad* __restrict grads, float factor,
+                                             const Coded x, uint32_t key) {
+  constexpr bool kTwo = Rule::kUsed > 1;
+  for (int64_t i = 0, at = 0; i < groups; i++, at += kGroup) {
+    alignas(64) float first[kGroup], second[kGroup];
+    alignas(64) uint32_t random[kGroup];
+    const uint32_t index = x.index + uint32_t(at);
+#if defined(__AVX512BW__)
+    alignas(64) float w[kGroup], g[kGroup];
+    for (int64_t k = 0; k < kGroup; k++) random[k] = mix(uint32_t(k) * kSpread + (index * kSpread + key));
+    decode_group<true>(x.codes[0] + at, x.bases[0][i], first);
+    if (kTwo) decode_group<false>(x.codes[1] + at, x.bases[1][i], second);
+    load(grads + at, factor, g, kGroup);
+    open_group(weights, rest, at, w);
+    for (int64_t k = 0; k < kGroup; k++) {
+      float none = 0;
+      rule(w[k], g[k], first[k], kTwo ? second[k] : none, none);
+    }
+    x.bases[0][i] = encode_group<0, true, kRandom>(first, random, x.codes[0] + at);
+    if (kTwo) x.bases[1][i] = encode_group<1, false, true>(second, random, x.codes[1] + at);
+    close_group(w, weights, rest, at);
+#else
+    alignas(64) uint32_t fine[2][kGroup];
+    Range ranges[2];
+    decode<true>(x.codes[0] + at, x.bases[0][i], first);
+    if (kTwo) decode<false>(x.codes[1] + at, x.bases[1][i], second);
+    update<kCoded, kRandom>(rule, kGroup, weights + at, grads + at, first, second, (float*)nullptr, index, key, random,
+                            fine[0], fine[1], ranges);
+    x.bases[0][i] = encode<0, true, kRandom>(first, random, ranges[0], fine[0], x.codes[0] + at);
+    if (kTwo) x.bases[1][i] = encode<1, false, true>(second, random, ranges[1], fine[1], x.codes[1] + at);
+#endif
+  }
+}
+
+// The same for 8 bits, from codes. The block holds whole groups; those that a row ends early are filled up with zeros.
 template <bool kRandom, typename Rule>
 void update_in_codes(const Rule& rule, const Tensors& b, int64_t at, const Block& x, uint32_t key, const Run* runs,
                      int64_t count) {
-  alignas(64) uint32_t random[kGroup], codes[kStates][kGroup];
-  alignas(64) float some[2 + kStates][kGroup];
-  uint8_t short_codes[kGroup];
-  Range ranges[2];
   for (const Run* run = runs; run < runs + count; run++) {
-    const bool whole = run->length == kGroup;
-    const size_t bytes = run->length * sizeof(float);
-    const auto opened = [&](int which, const float* from) {
-      if (whole || !from) return (float*)from + (from ? run->from : 0);
-      std::memset(some[which], 0, sizeof some[which]);
-      return (float*)std::memcpy(some[which], from + run->from, bytes);
-    };
-    float* w = opened(0, x.w);
-    float* states[2] = {opened(2, x.states[0]), opened(3, x.states[1])};
-    update<kCoded, kRandom>(rule, kGroup, w, opened(1, x.g), states[0], states[1], (float*)nullptr, run->index, key,
-                            random, codes[0], codes[1], ranges);
-    if (!whole) std::memcpy(x.w + run->from, w, bytes);
-    for (int k = 0; k < 2 && states[k]; k++) {
-      uint8_t* held = (uint8_t*)b.states[k][x.tensor] + at + run->from;
-      const auto encoded = k ? encode<1, false, true> : encode<0, true, kRandom>;
-      b.bases[k][x.tensor][run->group] = encoded(states[k], random, ranges[k], codes[k], whole ? held : short_codes);
-      if (!whole) std::memcpy(held, short_codes, run->length);
+    const Coded held = coded_at(b, x.tensor, at + run->from, run->group, run->index);
+    if (run->length == kGroup) {
+      update_groups<kRandom>(rule, 1, x.w + run->from, nullptr, x.g + run->from, 1, held, key);
+      continue;
     }
+    Coded filled = held;
+    float some[2][kGroup] = {};
+    uint8_t codes[2][kGroup] = {};
+    std::memcpy(some[0], x.w + run->from, run->length * sizeof(float));
+    std::memcpy(some[1], x.g + run->from, run->length * sizeof(float));
+    for (int k = 0; k < 2 && held.codes[k]; k++)
+      filled.codes[k] = (uint8_t*)std::memcpy(codes[k], held.codes[k], run->length);
+    update_groups<kRandom>(rule, 1, some[0], nullptr, some[1], 1, filled, key);
+    std::memcpy(x.w + run->from, some[0], run->length * sizeof(float));
+    for (int k = 0; k < 2 && held.codes[k]; k++) std::memcpy(held.codes[k], codes[k], run->length);
   }
 }
+
+#if defined(__AVX512BW__)
+// The same without blocks, of rows of whole groups: weights and gradients are fp32, or split and bf16.
+template <bool kRandom, typename Rule>
+__attribute__((noinline)) void update_rows(const Rule& rule, const Tensors& b, const Common& c, const Part& part) {
+  const int64_t t = part.tensor;
+  const Shard& p = b.places[t];
+  const uint32_t key = key_of(p, *b.steps[t], 0);
+  for (int64_t at = part.begin, n; at < part.end; at += n) {
+    const int64_t slice = at / p.row, column = at - slice * p.row;
+    n = p.row == p.stride ? part.end - at : std::min(part.end - at, p.row - column);
+    const Coded x = coded_at(b, t, at, at / kGroup, uint32_t(p.first + slice * p.stride + column));
+    if (b.layout == kSplit)
+      update_groups<kRandom>(rule, n / kGroup, (uint16_t*)b.weights[t] + at, (int16_t*)b.extras[t] + at,
+                             (const BFloat16*)b.grads[t] + at, factor_of(c), x, key);
+    else
+      update_groups<kRandom>(rule, n / kGroup, (float*)b.weights[t] + at, nullptr, (const float*)b.grads[t] + at,
+                             factor_of(c), x, key);
+  }
+}
+#endif
 
 // Opens each block of weights and gradients, has `optimizer` update it, and stores it again.
 template <typename Optimizer>
@@ -232,13 +304,24 @@ void for_each_block(const Tensors& b, const Common& c, const Optimizer& optimize
     alignas(64) uint32_t random[kBlock];
     Run runs[kBlock];
     const Shard* place = b.places ? b.places + t : nullptr;
+    const bool coded = b.width == kOneByte;
+#if defined(__AVX512BW__)
+    const bool fits = b.grad_formats[t] == kFloat ? b.layout == kFull : b.grad_formats[t] == kBfloat && b.layout == kSplit;
+    if (coded && b.states[0] && fits && l2 == 0 && place->row % kGroup == 0) {
+      optimizer.with_rule(Block{t, 0, nullptr, nullptr, {(float*)b.states[0][t]}}, [&](auto rule) {
+        if (b.codes[0] & kIsRandom) update_rows<true>(rule, b, c, parts[i]);
+        else update_rows<false>(rule, b, c, parts[i]);
+      });
+      continue;
+    }
+#endif
     for (int64_t at = parts[i].begin, n; at < parts[i].end; at += n) {
       n = end_of(place, at, kBlock, parts[i].end) - at;
       float* w = open_weights(b, t, at, n, opened);
       Block block{t, n, w, open_gradient(b, c, t, at, n, l2, w, room), {}};
       const int64_t count = place ? runs_of(*place, at, n, runs) : 0;
       for (int k = 0; k < kStates; k++)
-        block.states[k] = b.states[k] ? open_state(b, t, k, at, n, runs, count, states[k]) : nullptr;
+        block.states[k] = !b.states[k] ? nullptr : coded ? states[k] : open_state(b, t, k, at, n, runs, count, states[k]);
       if (b.width == kWhole || !block.states[0]) {
         update(optimizer, block);
       } else {

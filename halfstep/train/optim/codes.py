@@ -1,6 +1,6 @@
 """The codes in which moments are kept between updates: bf16 and 8 bits, in plain tensor operations.
 
-This is the law that the compiled loops (`train/kernels/codes.h`, `triton.py`) equal bit for bit. All of it is integer
+The compiled loops (`codes.h`, `groups.h` and `triton.py` in `train/kernels`) equal this law bit for bit. All is integer
 arithmetic on the bits of fp32 values. What was decoded encodes to the same value again, whatever the random bits, so
 that a checkpoint in fp32 loses nothing.
 
