@@ -84,6 +84,7 @@ def test_a_result_prints_a_line_for_each_run_also_in_notebooks():
 
 def test_the_title_says_what_ran_where():
     assert show(RESULT).startswith("char_lm: 1,234,567 parameters, 40 steps, 2 seeds; cpu, Some Chip, 2 threads")
+    assert "Some Chip, 1 thread\n" in show(replace(RESULT, machine=replace(MACHINE, threads=1)))
 
 
 @pytest.mark.parametrize(("width", "tables"), [(149, 1), (148, 2), (80, 3), (79, 3)])

@@ -80,9 +80,10 @@ def _span(values: Sequence[float]) -> str | None:
 
 def _title(result: BenchResult) -> str:
     seeds = f"seed {result.seeds[0]}" if len(result.seeds) == 1 else f"{len(result.seeds)} seeds"
+    machine = result.machine
     return (
         f"{result.workload}: {result.parameters:,} parameters, {result.steps} steps, {seeds}; "
-        f"{result.machine.device}, {result.machine.processor}, {result.machine.threads} threads"
+        f"{machine.device}, {machine.processor}, {machine.threads} thread{'s' * (machine.threads != 1)}"
     )
 
 

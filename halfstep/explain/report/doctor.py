@@ -25,8 +25,8 @@ def doctor_report(found: Examination) -> Group:
     machine = found.machine
     device = found.device if machine.device in found.device else f"{machine.device} ({found.device})"
     head = (
-        f"{machine.processor}, {machine.cores} cores, {machine.threads} threads; {device}; "
-        f"torch {machine.torch}, Python {machine.python}"
+        f"{machine.processor}, {machine.cores} cores, {machine.threads} thread{'s' * (machine.threads != 1)}; "
+        f"{device}; torch {machine.torch}, Python {machine.python}"
     )
     works = [rate.work for rate in found.rates]
     rates = [

@@ -105,7 +105,8 @@ def sweep_sheet(sweep: Sweep) -> Sheet:
 
 
 def _title(asked: Mapping[str, str], how: str) -> str:
-    return f"{asked['models']}{how}; {asked['device']}, {asked['processor']}, {asked['threads']} threads"
+    threads = f"{asked['threads']} thread{'s' * (asked['threads'] != '1')}"
+    return f"{asked['models']}{how}; {asked['device']}, {asked['processor']}, {threads}"
 
 
 def _notes(sweep: Sweep, seen: Sequence[Seen]) -> Iterator[str]:
