@@ -230,6 +230,7 @@ modules_of: Callable[[nn.Module], dict[str, nn.Module | None]] = _attribute("tor
 _STATE = ("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
 state_dict_hooks_of: Callable[[nn.Module], tuple[OrderedDict[int, Any], ...]] = operator.attrgetter(*_STATE)
 _NAMES += [f"torch.nn.Module.{hooks}" for hooks in _STATE]
+forward_hooks_of: Callable[[nn.Module], MutableMapping[int, Any]] = _attribute("torch.nn.Module._forward_hooks")
 forward_pre_hooks_of: Callable[[nn.Module], MutableMapping[int, Any]] = _attribute("torch.nn.Module._forward_pre_hooks")
 COMPILED = "_orig_mod"  # the name of a module inside the wrapper of torch.compile
 CHECKPOINTED = "_checkpoint_wrapped_module"  # and inside that of torch's checkpoint_wrapper, which Accelerate calls

@@ -691,3 +691,48 @@ def test_a_module_that_cannot_be_called_again_is_named(caplog):
 
     observed(model=nn.Sequential(Once(4, 16)), tensors=(), precision=True)
     assert "a probe cannot call 0 again in fp32: TypeError: no copies" in caplog.text
+
+
+class Normalizing(nn.Linear):
+    def forward(self, x, norm):
+        return norm(super().forward(x))
+
+
+class OfOthers(nn.Module):
+    """A BatchNorm that another module calls, and features and an average that hooks keep."""
+
+    def __init__(self, *, hooked):
+        super().__init__()
+        self.first, self.norm, self.head = Normalizing(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)
+        self.features, self.average = [], torch.zeros(8)
+        if hooked:
+            self.first.register_forward_hook(lambda module, args, out: self.keep(out))
+
+    def keep(self, out):
+        self.features.append(out)
+        self.average = 0.9 * self.average + 0.1 * out.detach().float().mean(0)
+
+    def forward(self, x):
+        self.features.clear()
+        return self.head(self.first(x, self.norm) - self.average) + sum(each.mean() for each in self.features)
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_second_call_in_fp32_leaves_hooks_and_the_buffers_of_other_modules_alone(hooked, caplog):
+    def trained(watched):
+        torch.manual_seed(0)
+        model, x = OfOthers(hooked=hooked), torch.randn(16, 4)
+        with halfstep.initialize(model, torch.optim.AdamW(model.parameters(), 0.1), "O2", low="bf16") as session:
+            if watched:
+                session.observe(every=1, tensors=(), precision=True)
+            for _ in range(6):
+                session.backward(model(x).square().mean())
+                session.step()
+        return model
+
+    plain, watched = trained(False), trained(True)
+    assert all(
+        torch.equal(a, b) for a, b in zip(plain.state_dict().values(), watched.state_dict().values(), strict=True)
+    )
+    assert torch.equal(plain.average, watched.average)
+    assert ("fp32 whose hooks would run twice: the model itself, first" in caplog.text) is hooked

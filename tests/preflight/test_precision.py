@@ -1,6 +1,7 @@
 """The check of precision names what a low format loses without an overflow, with an edit that cures it, and no more."""
 
 import inspect
+import math
 import re
 from itertools import count
 from types import SimpleNamespace
@@ -231,10 +232,10 @@ def test_healthy_models_are_left_in_peace(name, low):
     assert checked(HEALTHY[name], "O2", low) == []
 
 
-def told(closure, model, **options):
+def told(closure, model, low="bf16", **options):
     """What one check says of precision, and how often it calls the closure."""
     calls = []
-    with halfstep.initialize(model, torch.optim.SGD(model.parameters(), 0.1), "O2", low="bf16") as session:
+    with halfstep.initialize(model, torch.optim.SGD(model.parameters(), 0.1), "O2", low=low) as session:
         found = halfstep.check(session, lambda: (calls.append(0), closure(model))[1], **options)
     return [each for each in found if "precision" in each.code], len(calls)
 
@@ -634,3 +635,75 @@ def test_without_memory_for_a_copy_the_suspects_are_notes(monkeypatch):
     assert [(each.severity, each.code, each.place) for each in found] == [("note", LOST, "1")]
     assert found[0].advice == "there is no memory for a copy of the model on which to try an edit; try Rule('1', FULL)"
     assert calls == 2
+
+
+@pytest.mark.parametrize("how", [-math.inf, -1e9, -100.0, 1e4, "min"])
+def test_a_mask_in_what_a_model_returns_hides_no_loss_and_is_none(how):
+    masked = torch.rand(quiet.MANY, WIDTH) < 0.3
+
+    class Masked(nn.Module):
+        def __init__(self, loses):
+            super().__init__()
+            self.plant = Does((lambda x: x + 200 - (x + 200).mean(-1, keepdim=True)) if loses else torch.tanh)
+            self.net = nn.Sequential(nn.Linear(WIDTH, WIDTH), self.plant)
+
+        def forward(self, x):
+            scores = self.net(x)
+            return scores.masked_fill(masked, torch.finfo(scores.dtype).min if how == "min" else how)
+
+    x = rows()
+    loss = lambda model: model(x).float().softmax(-1).square().mean()  # noqa: E731
+    for loses, low, code in ((True, "bf16", LOST), (False, "bf16", COMPARED), (False, "fp16", COMPARED)):
+        if low == "fp16" and how in (-1e9, 1e4):
+            continue
+        (found,), _ = told(loss, made(lambda loses=loses: Masked(loses)), low=low)
+        assert found.code == code, found
+
+
+class Attends(nn.Module):
+    """Takes another branch where both arguments are one."""
+
+    def __init__(self):
+        super().__init__()
+        self.own, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, context, mark):
+        return x + (self.own if context is x and mark is MARK else self.other)(context)
+
+
+MARK = object()
+
+
+def test_a_module_that_asks_whether_its_arguments_are_one_is_no_suspect():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem, self.attends, self.head = nn.Linear(WIDTH, WIDTH), Attends(), nn.Linear(WIDTH, CLASSES)
+
+        def forward(self, x):
+            x = self.stem(x)
+            x = 100 * torch.log((400 + self.attends(x, x, MARK)) / (400 + x.roll(1, -1)))
+            return self.head(x)
+
+    x, targets = inputs()
+    (found,), _ = told(lambda model: loss_of(model, x, targets), made(Model))
+    assert found.code == LOST
+    assert found.place.startswith("(model), test_precision.py:")
+    assert "likewise" not in found.evidence
+
+
+@pytest.mark.parametrize(
+    ("operation", "words"),
+    [
+        (
+            lambda x: x[:8] * x.new_zeros(8).index_add(0, torch.arange(4000) % 8, x.new_ones(4000))[:, None] / 500,
+            "index_add adds terms that are too small for a sum of 256, where bf16 has values 2 apart",
+        ),
+        (lambda x: 100 * (1.001 - torch.tanh(x + 3.5)), "tanh makes values up to 1, which bf16 has only every 0.00781"),
+    ],
+)
+def test_what_an_operation_does_is_said_of_its_sum_or_its_result(operation, words):
+    x = torch.randn(4000, WIDTH)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Does(operation), nn.Linear(WIDTH, CLASSES))
+    (found,), _ = told(lambda model: model(x).square().mean(), made(lambda: model))
+    assert found.evidence.startswith(words)

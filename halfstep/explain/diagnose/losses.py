@@ -20,7 +20,7 @@ from halfstep.records import SUSPECT
 from halfstep.torch_internals import without_modes
 
 _KEPT = 2**26  # elements of results that are kept to be compared
-_SUMS = ("cumsum", "logcumsumexp")
+_SUMS = ("cumsum", "logcumsumexp", "index_add", "index_put", "scatter_add")
 _ADDS = ("add", "sub", "rsub")
 _AGAIN = 16  # times that one line adds, from which it is a sum
 _CANCELS = 8.0  # times as large as its result are the values whose difference an operation takes
@@ -181,7 +181,7 @@ def _said(key: _Key, seen: _Seen, low: Tensor, exact: Tensor) -> str:
     made, name = float(low.detach().abs().max()), seen.fmt.name
     if max(abs(got), abs(want)) < seen.fmt.smallest_normal:
         return f"makes values that {name} has only every {seen.fmt.smallest_subnormal:.3g}, and gives {pair}"
-    if operator in _SUMS or (operator in _ADDS and number >= _AGAIN):
+    if operator.rstrip("_") in _SUMS or (operator in _ADDS and number >= _AGAIN):
         apart = f"{made:.4g}, where {name} has values {_spacing(made, seen.fmt):.3g} apart"
         return f"adds terms that are too small for a sum of {apart}, and gives {pair}"
     largest = max(seen.largest, made)
@@ -190,6 +190,9 @@ def _said(key: _Key, seen: _Seen, low: Tensor, exact: Tensor) -> str:
     apart = f"which {name} has only every {spacing:.3g}"
     if operator in _ADDS and largest > _CANCELS * made:
         return f"takes differences of values up to {largest:.6g}, {apart}, and gives {pair}"
+    made_apart = _spacing(made, seen.fmt)
+    if abs(got - want) <= made_apart < spacing:  # what it makes, not what it gets, is rounded so
+        return f"makes values up to {made:.6g}, which {name} has only every {made_apart:.3g}, and gives {pair}"
     verb = "computes with" if seen.largest else "makes"
     return f"{verb} values up to {largest:.6g}, {apart}, and gives {pair}"
 

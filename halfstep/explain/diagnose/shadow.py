@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -19,13 +19,23 @@ from halfstep.explain.tape.nonfinite import unwrapped
 from halfstep.formats import is_low
 from halfstep.later import is_capturing
 from halfstep.plan.matching import first_device, uncompiled, unwrap
-from halfstep.torch_internals import in_backward, tree_leaves, tree_map
+from halfstep.torch_internals import (
+    buffers_of,
+    forward_hooks_of,
+    forward_pre_hooks_of,
+    in_backward,
+    tree_leaves,
+    tree_map,
+)
 from halfstep.train.cast.copies import plain_class, plain_copies
 from halfstep.train.probe.rows import Errors, Shadows
+from halfstep.validate import named
 
 _LOG = logging.getLogger("halfstep")
 
 _FLAT = 1e-6  # of the largest value: a spread below it is none
+_APART = 8.0  # times the spread of all else is what a mask is away from it
+_SMALL = 2**16  # elements of a buffer that is put back
 _FEW = 8  # elements that say nothing
 _FIRST_CALLS = 8  # of a module in one forward are all made again; of later ones, each whose number is a power of 2
 
@@ -41,22 +51,63 @@ def ratio(low: Tensor, exact: Tensor) -> float | None:
     if not exact.is_floating_point():  # choices
         return float((low != exact).double().mean())
     for dtype in (torch.promote_types(exact.dtype, torch.float32), torch.float64):  # squares may leave fp32's range
-        wide = exact.to(dtype)
-        error = low.to(dtype, copy=True).sub_(wide).div_(_spread(wide))
-        off = float(torch.linalg.vector_norm(error)) / math.sqrt(wide.numel())
+        error, kept = _error(low.to(dtype), exact.to(dtype))
+        off = float(torch.linalg.vector_norm(error)) / math.sqrt(
+            float(kept.sum()) if kept is not None else error.numel()
+        )
         if math.isfinite(off):
             return off
     return None
 
 
-def _spread(wide: Tensor) -> Tensor:
-    """Returns the standard deviation of values about their mean over all but the last dimension, 0-dim."""
-    # So neither an offset nor a scale hides an error. Without a spread it is the largest magnitude, of zeros tiny.
+def _error(low: Tensor, wide: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Returns `low - wide` over the spread of `wide`, and where it counts (0 elsewhere); None: everywhere."""
+    whole = _spread(wide)
+    kept = _unmasked(low, wide, whole)
+    error = (low - wide).div_(whole if kept is None else _spread(wide, kept))
+    return (error, None) if kept is None else (torch.where(kept, error, 0.0), kept)
+
+
+def _unmasked(low: Tensor, wide: Tensor, whole: Tensor) -> Tensor | None:
+    """Returns where values are no mask: one number, more than once, far below or above all else; None: everywhere."""
+    # Of a spread `whole`, which is below the gap between a mask and all else. No host waits for a device.
+    kept = None
+    on_host = wide.device.type == "cpu"
+    for sign, extreme in zip((1, -1), wide.aminmax(), strict=True):
+        at = wide == extreme
+        if on_host and (float(extreme) == 0.0 or int(at.sum()) < 2):
+            continue
+        gap, got = (
+            torch.where(at, math.inf, x * sign).amin() - torch.where(at, x * sign, -math.inf).amax()
+            for x in (wide, low)
+        )
+        if on_host and float(gap) <= float(whole) < math.inf:
+            continue
+        spread, largest = _spread_of(wide, ~at)
+        far = (spread > _FLAT) & (torch.minimum(gap, got) > _APART * spread * largest)
+        masked = at & (far & (extreme != 0.0) & (at.sum() > 1))
+        kept = ~masked if kept is None else kept & ~masked
+    return kept
+
+
+def _spread(wide: Tensor, kept: Tensor | None = None) -> Tensor:
+    """Returns the spread of values; where they have none, the largest magnitude; 0-dim."""
+    spread, largest = _spread_of(wide, kept)
+    return torch.where(spread > _FLAT, spread, 1.0) * largest
+
+
+def _spread_of(wide: Tensor, kept: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Returns the deviation from the mean of all but the last dimension, over the largest magnitude, and the latter."""
+    # So neither an offset nor a scale hides an error. The largest of zeros is tiny.
+    wide = wide if kept is None else torch.where(kept, wide, 0.0)
     least, most = wide.aminmax()
     largest = torch.maximum(most, -least).clamp_min(torch.finfo(wide.dtype).tiny)
     rows = (wide / largest).flatten(0, -2) if wide.dim() > 1 else wide / largest
-    spread = torch.linalg.vector_norm(rows.sub_(rows.mean(0))) / math.sqrt(rows.numel())
-    return torch.where(spread > _FLAT, spread, 1.0) * largest
+    if kept is None:
+        return torch.linalg.vector_norm(rows.sub_(rows.mean(0))) / math.sqrt(rows.numel()), largest
+    counted = kept.reshape(rows.shape)
+    away = (rows - rows.sum(0) / counted.sum(0).clamp_min(1)) * counted
+    return torch.linalg.vector_norm(away) / counted.sum().clamp_min(1).sqrt(), largest
 
 
 def is_comparable(low: Any, exact: Any) -> bool:
@@ -75,19 +126,29 @@ def has_code(module: nn.Module) -> bool:
 
 def worst_element(low: Tensor, exact: Tensor) -> tuple[float, float]:
     """Returns the element of `low` that is furthest from `exact`, and the exact one."""
-    place = int((low.double() - exact.double()).abs().argmax())
+    apart = _error(low.double(), exact.double())[0] if exact.is_floating_point() else low.double() - exact.double()
+    place = int(apart.abs().argmax())
     return float(low.flatten()[place]), float(exact.flatten()[place])
 
 
-def _wide(leaf: Any) -> Any:
-    """Returns a low tensor as an fp32 copy, a low format as fp32, and what a module may write to as a copy."""
-    if isinstance(leaf, torch.dtype):
-        return torch.float32 if is_low(leaf) else leaf
-    if not isinstance(leaf, Tensor):
-        return leaf if isinstance(leaf, nn.Module) or callable(leaf) else copy.deepcopy(leaf)
-    wide = unwrapped(leaf).detach()
-    wide = wide.float() if is_low(wide.dtype) else wide.clone()
-    return wide.requires_grad_().clone() if leaf.requires_grad else wide  # not a leaf: it may be written in place
+def _widened(given: Any) -> Any:
+    """Returns the arguments of a call with low tensors and formats as fp32, and copies of what it may write to."""
+    copies: dict[int, Any] = {}  # each argument once, since code may ask whether two are the same
+
+    def wide(leaf: Any) -> Any:
+        if isinstance(leaf, torch.dtype):
+            return torch.float32 if is_low(leaf) else leaf
+        if not isinstance(leaf, Tensor):
+            stateless = isinstance(leaf, nn.Module) or callable(leaf) or not getattr(leaf, "__dict__", True)
+            return leaf if stateless or type(leaf) is object else copy.deepcopy(leaf, copies)
+        copied = unwrapped(leaf).detach()
+        copied = copied.float() if is_low(copied.dtype) else copied.clone()
+        return copied.requires_grad_().clone() if leaf.requires_grad else copied  # no leaf: it may be written in place
+
+    def once(leaf: Any) -> Any:
+        return copies[id(leaf)] if id(leaf) in copies else copies.setdefault(id(leaf), wide(leaf))
+
+    return tree_map(once, given)
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,7 +247,7 @@ class Shadow:
             if is_low(tensor.dtype):  # without a master, or cast by a rule
                 tensor.data = tensor.data.float()
         with torch.enable_grad():
-            args, kwargs = tree_map(_wide, (args, kwargs))
+            args, kwargs = _widened((args, kwargs))
         random_state, with_grad = random_state_now(), torch.is_grad_enabled()
 
         def again() -> list[Any]:
@@ -242,6 +303,31 @@ def named_modules(roots: Sequence[nn.Module]) -> dict[str, nn.Module]:
     return dict(found.values())
 
 
+class _Recurring(Shadow):
+    """A shadow in training: buffers that code of a second call writes to outside of the copy are put back."""
+
+    def __init__(self, whole: Iterable[nn.Module], *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self._buffers = [b for module in whole for b in buffers_of(module).values() if b is not None]
+
+    @contextmanager
+    def again(self, name: str, number: int) -> Iterator[None]:
+        small = [(buffer, buffer.clone()) for buffer in self._buffers if buffer.numel() <= _SMALL]
+        yield
+        for buffer, value in small:
+            buffer.data.copy_(
+                value
+            )  # no new version, which a graph would refuse; BatchNorm's kernels count none either
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    """Tells whether forward hooks of the user's are in a module, which a second call would run once more."""
+    hooks = (
+        h for each in module.modules() for of in (forward_pre_hooks_of, forward_hooks_of) for h in of(each).values()
+    )
+    return any(getattr(hook, "__module__", "").partition(".")[0] not in ("torch", "halfstep") for hook in hooks)
+
+
 def shadows_in_turn() -> Shadows:
     """Returns what calls one module again in fp32 each time that it is begun; the modules take turns."""
     turn, said = count(), set[str]()
@@ -249,14 +335,18 @@ def shadows_in_turn() -> Shadows:
     def begin(
         modules: Mapping[str, nn.Module], errors: Errors, undo: list[Callable[[], None]]
     ) -> Callable[[bool], None]:
-        own = [name for name, module in modules.items() if has_code(module)]
+        coded = [name for name, module in modules.items() if has_code(module)]
+        own = [name for name in coded if not _is_hooked(modules[name])]
+        if hooked := [name for name in coded if name not in own and name not in said]:
+            said.update(hooked)
+            names = named(name or "the model itself" for name in hooked)
+            _LOG.warning("a probe does not compare modules with fp32 whose hooks would run twice: %s", names)
         chosen = own and [own[next(turn) % len(own)]]
 
         def tell(again: SecondCall) -> None:
             for place, (low, exact) in enumerate(zip(again.low, again.exact, strict=True)):
                 if is_comparable(low, exact) and low.is_floating_point() and low.dim() > 1 and low.numel() > _FEW:
-                    wide = exact.float()
-                    errors(again.module, str(place), (low.float() - wide) / _spread(wide))
+                    errors(again.module, str(place), _error(low.float(), exact.float())[0])
 
         def fail(name: str, error: Exception) -> None:
             if name in said:
@@ -265,7 +355,9 @@ def shadows_in_turn() -> Shadows:
             _LOG.warning("a probe cannot call %s again in fp32: %s: %s", name, type(error).__name__, error)
 
         device_type = first_device([*modules.values()]).type
-        shadow = Shadow({n: modules[n] for n in chosen}, tell, fail, device_type=device_type, most=1)
+        shadow = _Recurring(
+            modules.values(), {n: modules[n] for n in chosen}, tell, fail, device_type=device_type, most=1
+        )
         undo.append(shadow.put_on())
 
         def switch(on: bool) -> None:

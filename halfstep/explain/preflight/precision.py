@@ -222,13 +222,15 @@ class _Check:
 
     def _magnified(self, damage: Damage, exact: StepResult) -> list[Finding]:
         """Returns a finding where loss and gradients are mostly error, which no module and no operation alone makes."""
-        off = abs(self._loss - exact.loss) > GRADIENT * abs(exact.loss) + _NO_LOSS
-        plans = edited(self._plan, [WHOLE] if off and (damage.gradient or 0.0) > GAIN else [])
+        plans = edited(self._plan, [WHOLE] if self._loss_is_off(exact) and (damage.gradient or 0.0) > GAIN else [])
         if not any(damage.is_cured_by(after := self._trial(plan, exact)) for _, plan in plans):
             return []
         said = f"{damage}; the loss is {self._loss:.4g} in place of {exact.loss:.4g}"
         advice = f"{spell(WHOLE)}, with which {after}; no smaller edit that was tried divides this by 3"
         return [Finding("warning", Kind.PRECISION_LOST.value, place_of(self._root, None), said, advice, WHOLE)]
+
+    def _loss_is_off(self, exact: StepResult) -> bool:
+        return abs(self._loss - exact.loss) > GRADIENT * abs(exact.loss) + _NO_LOSS
 
     def _uncured(self, damage: Damage) -> Finding:
         first, best = self._first, self._best
@@ -287,6 +289,8 @@ class _Check:
         if is_own and not losses and (found := self._rounded_terms(chain(*every.values()), damage, exact)):
             return found
         whole = []
+        if is_own and not (losses or self._loss_is_off(exact) or (damage.gradient or 0.0) > CERTAIN):
+            return []  # near a minimum, where rounding is much of small gradients
         for edits, plan in edited(self._plan, own_code(self._plan, self._roots, "full") if is_own else []):
             whole = [([self._root], edits, self._trial(plan, exact))]
             if not damage.is_cured_by(whole[0][2]):  # nor would less of it
