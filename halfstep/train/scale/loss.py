@@ -102,8 +102,7 @@ def check_losses(losses: Iterable[Any]) -> None:
 
 def overflowed(loss: Tensor) -> Tensor:
     """Returns whether any element of a detached loss is infinite or NaN (0-dim bool), with two small operations."""
-    nothing = loss - loss  # 0 for a finite number, else NaN, which is not equal to itself
-    bad = nothing.ne(nothing)
+    bad = (loss - loss).isnan()  # 0 for a finite number, else NaN; torch 2.11 compares no DTensor by `ne`
     return bad.any() if bad.dim() else bad
 
 
