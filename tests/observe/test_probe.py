@@ -566,6 +566,7 @@ def test_tensors_whose_elements_cannot_be_read_are_named_once(caplog):
         ({"sample": 0}, "sample is 0"),
         ({"sample": 0.5}, r"sample is 0\.5"),
         ({"log": "run.jsonl"}, "log is 'run.jsonl'; pass a function"),
+        ({"precision": 1}, "precision is 1; pass True to compare modules with fp32, or False"),
         ({"modules": "type:ReLU", "tensors": ("weight", "update")}, "has a floating-point parameter"),
     ],
 )

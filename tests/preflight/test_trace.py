@@ -299,6 +299,18 @@ def test_what_fails_is_named_and_its_cure_cures(row):
     check_row(row)
 
 
+class Divides(nn.Module):
+    def forward(self, x):
+        return x // 3  # has no derivative
+
+
+def test_an_error_of_the_backward_pass_is_at_no_line_of_pythons_own_modules():
+    model = nn.Sequential(nn.Linear(8, 8), Divides(), nn.Linear(8, 4))
+    (error,) = halfstep.check(opened(model), lambda: loss_of(model))
+    assert error.code == "step fails"
+    assert ".py" not in error.place
+
+
 RIGHT = torch.ones(8, 8)
 
 

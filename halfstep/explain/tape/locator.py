@@ -31,6 +31,7 @@ from halfstep.torch_internals import (
 )
 
 _MARKS = {id(begin_pass.__code__): "end", id(cast_at_boundary.__code__): "cast"}  # of functions that stay
+_LIBRARY = os.path.dirname(os.__file__) + os.sep  # Python's own modules, and in some installations packages in it
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
@@ -205,11 +206,12 @@ def _span(held: Tensor) -> tuple[int, int]:
 
 def _kind(path: str) -> str:
     # The kinds are "checkpoint", "functional" (torch functions written in Python), "below" (dispatch, and halfstep
-    # itself), "torch" for the rest of torch, and "user" for all other files.
+    # itself), "torch" for the rest of torch and Python's own modules, and "user" for all other files.
     if path == CHECKPOINT_FILE:
         return "checkpoint"
     if path in FUNCTIONAL_FILES:
         return "functional"
     if path in DISPATCH_FILES or path.startswith(OURS):
         return "below"
-    return "torch" if path.startswith(FOLDER) else "user"
+    library = path.startswith(_LIBRARY) and "-packages" + os.sep not in path
+    return "torch" if library or path.startswith(FOLDER) else "user"

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 from torch.optim import Optimizer
 
-from halfstep.errors import SessionError
+from halfstep.errors import ObserveError, SessionError
 from halfstep.formats import FP32, needs_scale
 from halfstep.modes import ordinary_tensors
 from halfstep.plan.compatibility import check_optimizers, check_per_sample
@@ -92,7 +92,7 @@ from halfstep.train.session.replicas import Replicas
 from halfstep.train.session.runtime import Runtime
 from halfstep.train.session.state import STATE_SCHEMA, check_state
 from halfstep.train.session.training import MixedTraining, PlainTraining, Step, Training
-from halfstep.validate import as_list, check_keywords, with_near_misses
+from halfstep.validate import as_list, check_keywords, short, with_near_misses
 
 Sink = Callable[[StepRecord], None]
 STEP_IS_OURS = (
@@ -714,6 +714,8 @@ class Session:
                 "observe() needs session.step(), which this session does not run (inference, or an optimizer with a "
                 "closure); to measure one tensor use halfstep.measure(tensor)"
             )
+        if not isinstance(precision, bool):
+            raise ObserveError(f"precision is {short(precision)}; pass True to compare modules with fp32, or False")
         deliver = [take for take in (log, self.tell if self._recorders else None) if take is not None]
         layers = self._casting.layers
         shadows = self.shadows() if precision and self.shadows else None
