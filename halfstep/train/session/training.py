@@ -43,13 +43,13 @@ LAG = 8  # steps
 _LIMITS = ("clamp", "clamp_", "clamp_max", "clamp_max_", "clip", "clip_", "clip_grad_norm_", "clip_grad_value_")
 _INSTEAD = "Clip by session.step(max_norm=...), or call session.unscale_() before your code limits gradients"
 _HOOK = (
-    "a hook on the gradient of %s calls %s, but gradients carry the loss scale in the backward pass: scaled values are "
-    f"limited, and updates become too small. Remove the hook. {_INSTEAD}"
+    "a hook on the gradient of %s uses %s, but gradients carry the loss scale in the backward pass: if the hook limits "
+    f"gradients, it limits scaled values, and updates become too small; then remove it. {_INSTEAD}"
 )
 _CHANGE = (
     "the gradient of %s was changed between session.backward and session.step, while it carried the loss scale: a "
     "limit, as of clip_grad_norm_, then acts on scaled values, and what a plain loss.backward() adds is too small (a "
-    f"mask or a factor is harmless). {_INSTEAD}, and pass each loss to session.backward"
+    f"mask, a factor, and scaled values put back are harmless). {_INSTEAD}, and pass each loss to session.backward"
 )
 
 
