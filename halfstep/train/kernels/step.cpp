@@ -3,6 +3,10 @@
 // Tensors are dense blocks of memory; their elements are brought to fp32 in small blocks that stay in the first-level
 // cache, so one loop serves every storage format.
 
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC optimize("schedule-insns", "sched-pressure")  // orders what waits for divisions before registers are given out
+#endif
+
 #include "codes.h"
 #include "optimizers.h"
 
