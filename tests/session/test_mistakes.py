@@ -16,6 +16,7 @@ import halfstep
 from halfstep.adapters.apex import amp
 from halfstep.explain.report.run import read_log
 from halfstep.initialize import check_adapted
+from halfstep.train.optim.implementations import IMPLEMENTATIONS
 
 OLD = Path(__file__).parents[1] / "data/3338c92"
 
@@ -291,7 +292,10 @@ def test_a_session_that_is_collected_while_a_model_is_built_ends_no_construction
 
 @pytest.mark.parametrize("write", ["data", "prune"])
 @pytest.mark.parametrize(("level", "low"), [("O1", "bf16"), ("O2", "bf16"), ("O2", "fp16"), ("O3", "bf16")])
-def test_zeros_written_past_the_masters_stay_numbers(write, level, low):
+@pytest.mark.parametrize("without", [[], ["native"], ["native", "fused"]])
+def test_zeros_written_past_the_masters_stay_numbers(write, level, low, without, monkeypatch):
+    for name in without:  # as where there are no compiled loops
+        monkeypatch.delitem(IMPLEMENTATIONS, name)
     model, optimizer, session = opened(level, low)
     for _ in range(3):  # until the remainders of split masters have both signs
         step(session, model)

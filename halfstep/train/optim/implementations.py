@@ -157,7 +157,9 @@ def _open(part: Batch, scratch: Scratch) -> list[Tensor]:
     if part.layout == "split":
         low_bits, views = scratch.views("bits", torch.int32, part.extras)
         foreach_copy_(views, part.extras)
-        flat.view(torch.int32).add_(low_bits)
+        bits = flat.view(torch.int32)
+        least = (bits & 0x7FFFFFFF).neg_().clamp_(min=-1).bitwise_left_shift_(15)  # 0 beside a zero, as in `join`
+        bits.add_(torch.maximum(low_bits, least, out=low_bits))
     return full
 
 
