@@ -129,6 +129,12 @@ def test_the_last_line_recommends_a_level_with_its_figures(speed, loss, fast, se
     assert last_line(O0, slower, best, AMP, fast=fast) == sentence.format_map(ends)
 
 
+@pytest.mark.parametrize("timed", [1, 2])
+def test_one_timed_step_is_said_to_tell_little(timed):
+    line = last_line(O0, replace(O2, vs_o0=0.5, times_ms=(1.0,) * timed))
+    assert line.endswith(" One timed step says little: give it more --seconds.") is (timed == 1)
+
+
 @pytest.mark.parametrize(
     ("peak", "start"), [(3 * 2**20 - 1, "Train at O0 if its memory is available: "), (3 * 2**20, "Train at O0: ")]
 )

@@ -168,15 +168,17 @@ def recommendation(results: Sequence[BenchResult], *, losses: bool = False) -> s
     costs = f", with {_range(shares)} of its peak memory" if shares else ""
     costs += (_end(*pairs[0]) if losses else "") + _ran_out(results, best, full)
     speed = speeds[best] / speeds[full]
+    one = any(len(run.times_ms) == 1 for pair in pairs for run in pair)
+    few = " One timed step says little: give it more --seconds." if one else ""
     if speed >= 1 + ALIKE:
-        return f"Train at {best}: {fast} times as fast as {full}{costs}."
+        return f"Train at {best}: {fast} times as fast as {full}{costs}.{few}"
     slower = f"about as fast as {full}{costs}"
     if speed < 1 - ALIKE:
         (machine, low) = rows[best][0][0].machine, rows[best][0][1].low
         units = "" if low in machine.fast else f" (this {machine.device} has no fast {low} units)"
         slower = f"{fast} times as fast as {full}{units}{costs}"
     where = " if its memory is available" if min(shares, default=1.0) < 1 else ""
-    return f"Train at {full}{where}: the fastest other, {best}, is {slower}."
+    return f"Train at {full}{where}: the fastest other, {best}, is {slower}.{few}"
 
 
 def _compared(results: Sequence[BenchResult]) -> dict[str, list[LevelRun]]:
