@@ -318,22 +318,6 @@ def test_a_fault_in_some_batches_is_told_once_and_ends_the_run_where_half_of_the
     assert set(session.status().scales.values()) <= {1.0, 4.0}  # as at first
 
 
-@pytest.mark.parametrize(
-    ("bad", "told"),
-    [
-        ({4, 28, 34, 50, 126, 154}, []),  # 4 of the first 80, then none that would be recorded, then 2 in 100
-        ({0, 1, 2, 70, 80}, [81]),  # 4 of steps 2 to 81
-        ({0, 1, 2, 70, 81}, []),  # 3 of steps 3 to 82
-    ],
-)
-def test_the_share_of_skips_is_judged_when_it_is_told_over_recorded_steps_too(bad, told, caplog):
-    model, steps, inputs = nn.Sequential(nn.Linear(16, 4)), itertools.count(), torch.randn(8, 16)
-    session, optimizer = session_on(model, low="bf16")
-    train_on(lambda: cross_entropy(model, inputs * (torch.nan if next(steps) in bad else 1.0)), session, optimizer, 160)
-    lines = [line for line in caplog.messages if "like at least one in twenty of those before it" in line]
-    assert [int(line.split()[1]) for line in lines] == told
-
-
 class CountsOnAutocast(nn.Module):
     def __init__(self):
         super().__init__()

@@ -20,7 +20,7 @@ MIB = 2**20
 
 def run_of(name, ms, speed, mib, losses=(2.0, 1.0), **changes):
     level, _, low = name.partition(" ")
-    made = BenchRun(name, level, low or "fp32", False, False, (ms,), Spread(ms, ms, ms, 1), speed)
+    made = BenchRun(name, level, low or "fp32", False, False, (ms, ms), Spread(ms, ms, ms, 2), speed)
     return replace(made, peak_bytes=mib * MIB, losses=losses, train_loss=(1.0,), **changes)
 
 

@@ -5,6 +5,7 @@ import gc
 import json
 import logging
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -293,9 +294,12 @@ def test_a_session_that_is_collected_while_a_model_is_built_ends_no_construction
 @pytest.mark.parametrize("write", ["data", "prune"])
 @pytest.mark.parametrize(("level", "low"), [("O1", "bf16"), ("O2", "bf16"), ("O2", "fp16"), ("O3", "bf16")])
 @pytest.mark.parametrize("without", [[], ["native"], ["native", "fused"]])
-def test_zeros_written_past_the_masters_stay_numbers(write, level, low, without, monkeypatch):
+def test_zeros_written_past_the_masters_stay_numbers(write, level, low, without, request):
+    order = patch.dict(IMPLEMENTATIONS)
+    order.start()
+    request.addfinalizer(order.stop)
     for name in without:  # as where there are no compiled loops
-        monkeypatch.delitem(IMPLEMENTATIONS, name)
+        del IMPLEMENTATIONS[name]
     model, optimizer, session = opened(level, low)
     for _ in range(3):  # until the remainders of split masters have both signs
         step(session, model)

@@ -80,30 +80,16 @@ class Counter:
             self._coming = steps, Later(_numbers(steps, self._device))
         return found
 
-    def recorded(self, parts: Sequence[object], skipped: Tensor, bad: Tensor | None, scales: Scales) -> None:
-        """Counts a step without an alarm, after those that are still on their way, for which it waits."""
-        if is_capturing():
-            return
-        steps, self._steps = [*self._steps, (parts, skipped, bad, scales)], []
-        coming, self._coming = self._coming, None
-        if coming is not None:
-            self._look(coming[0], coming[1].read(), quiet=True)
-        self._look(steps, Later(_numbers(steps, self._device)).read(), quiet=True)
-
     def rest(self, watched: Watched) -> None:
         """Raises no alarm for some steps of the optimizers and loss in `watched`; each call doubles their number."""
         run = self._runs[watched]
         run.left_out, run.pause, run.told = run.pause, min(2 * run.pause, _LONGEST_PAUSE), False
 
-    def is_often(self, watched: Watched) -> bool:
-        """Tells whether at least one in twenty of the latest steps were skipped, as a mild alarm says."""
-        return self._runs[watched].lately(self._runs[watched].odd, _OFTEN)
-
     def lives_at_floor(self, watched: Watched) -> bool:
         """Tells whether gradients of the loss in `watched` overflow whenever the loss scale grows from its floor."""
         return watched in self._runs and self._runs[watched].lives_at_floor
 
-    def _look(self, steps: Sequence[_Step], host: Sequence[Tensor], *, quiet: bool = False) -> Alarm | None:
+    def _look(self, steps: Sequence[_Step], host: Sequence[Tensor]) -> Alarm | None:
         numbers = iter(host[0].tolist() if host[0].dim() else map(_number, host))
         values = [
             (parts, bool(next(numbers)), bad is not None and next(numbers), dict(zip(scales, numbers, strict=False)))
@@ -125,7 +111,7 @@ class Counter:
                     run.odd.append(run.steps)
                 elif run.length == 1 and self._floor < scale <= self._near:
                     run.near.append(run.steps)
-                if not quiet and run.left_out < 0 and (found is None or found[2]):  # one that is not mild comes first
+                if run.left_out < 0 and (found is None or found[2]):  # one that is not mild comes first
                     at_floor = not bad and (scale <= self._floor or run.lives_at_floor)
                     found = _alarm((who, loss_id), run, at_floor=at_floor) or found
         if found is not None:

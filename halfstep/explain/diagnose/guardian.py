@@ -186,16 +186,14 @@ class Guardian:
         """Counts a step for the alarm, or examines it if it was recorded."""
         if stopping or (self.pending is not None and not self._runtime.summing()):
             self._stop(stopping, record.step)
-        known: Mapping[Any, Tensor] = scales or {None: record.scale}
         if self._armed is None:
-            alarm = self._counter.count(parts, record.skipped, record.bad_loss, known)
+            alarm = self._counter.count(parts, record.skipped, record.bad_loss, scales or {None: record.scale})
             if alarm is not None:
                 self._about, self._often, self._mild = alarm
                 rare = self._mild or self._counter.lives_at_floor(self._about)
                 self._left = LONGEST_GAP if rare else WINDOW
                 self._arm_next()
             return
-        self._counter.recorded(parts, record.skipped, record.bad_loss, known)
         waited_for, loss_id = self._about
         if tuple(map(id, parts)) == waited_for and (loss_id is None or loss_id in scales):
             self._conclude(self._armed, record, parts, scales)
@@ -246,7 +244,7 @@ class Guardian:
         if skipped and not seen:
             self._say_unseen(armed.recorder)
         judged = None
-        if skipped and seen and (not self._mild or self._counter.is_often(self._about)):
+        if skipped and seen:
             try:
                 judged = self._explain(armed, record, parts, scales)
                 if judged is None and not self._mild:
