@@ -109,6 +109,10 @@ class Browser:
             clip = {"clip": {**area, "y": box["y"] + top, "scale": 1}, "captureBeyondViewport": True}
         path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png", **clip)["data"]))
 
+    def prefer(self, scheme: str) -> None:
+        """Lets pages see a reader who prefers a color scheme, "light" or "dark"."""
+        self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
         """Calls a method of the DevTools protocol and returns its result."""
         self._sent += 1

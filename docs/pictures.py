@@ -54,7 +54,9 @@ def take(page: Path) -> None:
     """Takes the pictures of a page."""
     with Browser() as browser:
         browser.open(page)
-        browser.picture(HERE / "report.png", height=1150)
+        for name, scheme in (("report-dark", "dark"), ("report", "light")):
+            browser.prefer(scheme)
+            browser.picture(HERE / f"{name}.png", height=1120)  # above the next heading
         for name, selector in PICTURES.items():
             browser.picture(HERE / f"{name}.png", selector=selector, height=1150)
         if browser.errors:
