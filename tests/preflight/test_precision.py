@@ -265,6 +265,12 @@ class Backward(torch.autograd.Function):  # as far off as those of BatchNorm in 
         return grad if grad.dtype is torch.float32 else grad * 2
 
 
+class Little(Backward):  # as near a minimum
+    @staticmethod
+    def backward(ctx, grad):
+        return grad if grad.dtype is torch.float32 else grad * 1.5
+
+
 class WithLoss(nn.Module):  # as in transformers
     def __init__(self):
         super().__init__()
@@ -278,6 +284,7 @@ class WithLoss(nn.Module):  # as in transformers
 GRADIENTS = {  # the model, the code of what is found, and the edit
     "loss": (WithLoss, LOST, (OpChange("deny", "add"),)),
     "own": (lambda: quiet.sequential(lambda: Does(Backward.apply)), LOST, None),
+    "own, little": (lambda: quiet.sequential(lambda: Does(Little.apply)), COMPARED, ()),
     "in a part": (lambda: quiet.Layers(lambda: Does(Backward.apply)), COMPARED, ()),
 }
 

@@ -115,10 +115,8 @@ class _Exact(_Keyed):
                 off = ratio(low, exact.detach()) if is_comparable(low, exact) else None
                 before = self.found[key[1]].ratio if key[1] in self.found else _NONE
                 if seen and off is not None and off > before:
-                    said, rounds = (
-                        _said(key, seen, low, exact.detach()),
-                        seen.fmt is not None and (seen.terms < _spacing(float(low.detach().abs().max()), seen.fmt)),
-                    )
+                    said, largest = _said(key, seen, low, exact.detach()), float(low.detach().abs().max())
+                    rounds = seen.fmt is not None and seen.terms < _spacing(largest, seen.fmt)
                     self.found[key[1]] = Loss(key[1], seen.module, key[0], said, off, rounds)
                     self._worst = max(self._worst, off)
 

@@ -314,10 +314,8 @@ class _Recurring(Shadow):
     def again(self, name: str, number: int) -> Iterator[None]:
         small = [(buffer, buffer.clone()) for buffer in self._buffers if buffer.numel() <= _SMALL]
         yield
-        for buffer, value in small:
-            buffer.data.copy_(
-                value
-            )  # no new version, which a graph would refuse; BatchNorm's kernels count none either
+        for buffer, value in small:  # with no new version, which a graph would refuse; BatchNorm's kernels make none
+            buffer.data.copy_(value)
 
 
 def _is_hooked(module: nn.Module) -> bool:
