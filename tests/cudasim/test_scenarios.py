@@ -108,7 +108,7 @@ def test_launches_do_not_grow_with_the_tensors(name, optimizer):
             device.taken()
             device.LAUNCHES.clear()
             session.step(max_norm=1.0)
-        assert device.launches(device.taken()) <= (30 if "Lamb" in optimizer else 20)  # LAMB clips by itself too
+        assert device.launches(device.taken()) <= 20
 
 
 @pytest.fixture

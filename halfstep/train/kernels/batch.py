@@ -129,6 +129,7 @@ class Gradients(list[Tensor]):
     """The gradients of a step, and what is derived from the kinds of its tensors: `memory` is for that."""
 
     memory: dict[str, Any]
+    norm: Tensor | None = None  # L2, over all elements (0-dim fp64), once a kernel has read them
 
 
 class Alike:

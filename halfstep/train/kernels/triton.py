@@ -650,7 +650,7 @@ def _read_kernel(
     owners, table, count: tl.int64, grads, squares, flags, KIND: tl.constexpr, ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Writes the sum of squares of each block, and sets the flag of each tensor with a non-finite element to 1."""
+    """Writes the sum of squares of each block; a non-finite element sets flag 0 and that of its tensor to 1."""
     _tensor, row, start, left, grad = _block(owners, table, count, grads, 1, BLOCK)
     if left >= BLOCK:
         square, bad = _read_block(grad, start, left, KIND, ALIGNED, False, BLOCK)
@@ -658,7 +658,8 @@ def _read_kernel(
         square, bad = _read_block(grad, start, left, KIND, ALIGNED, True, BLOCK)
     tl.store(squares + tl.program_id(0), square)
     if bad:  # all that write here write the same
-        tl.store(flags + tl.load(row + 2 * count), 1)
+        tl.store(flags, 1)
+        tl.store(flags + 1 + tl.load(row + 2 * count), 1)
 
 
 # fmt: on
@@ -689,7 +690,7 @@ def read(grads: list[Tensor], scratch: Scratch) -> tuple[Tensor, Tensor, Tensor]
     launches = memory.get("launches") or Launches(held, _READ_BLOCK, [[t.numel() for t in held], range(len(held))])
     if all(map(is_, held, grads)):
         memory["launches"] = launches
-    flags = torch.zeros(len(held), dtype=torch.uint8, device=device)
+    flags = torch.zeros(1 + len(held), dtype=torch.uint8, device=device)
     squares: list[Tensor] = []
     starts = addresses(held)
     for launch in launches.of(starts):
@@ -713,7 +714,10 @@ def read(grads: list[Tensor], scratch: Scratch) -> tuple[Tensor, Tensor, Tensor]
             )
     bad = flags.view(torch.bool)
     sums = squares[0] if len(squares) == 1 else torch.cat(squares or [flags[:0].double()])
-    return sums.sum().sqrt().to(torch.float32), bad.any(), bad
+    norm = sums.sum().sqrt()
+    if isinstance(grads, Gradients):
+        grads.norm = norm
+    return norm.to(torch.float32), bad[0], bad[1:]
 
 
 def fits(batch: Batch) -> bool:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from halfstep.torch_internals import foreach_norm
-from halfstep.train.kernels.batch import Batch, Code, Options, as_real, in_layout_of
+from halfstep.train.kernels.batch import Batch, Code, Gradients, Options, as_real, in_layout_of
 from halfstep.train.processes.shards import like, local, spread, whole
 
 Number = float | Tensor
@@ -65,11 +65,10 @@ class Row:
         if not grads or not any(limits):
             return [factor] * len(limits)
         norm = _norm(grads, grads[0].device if factor is None else factor.device)
-        norm = norm if factor is None else norm * factor
-        clips = [None if limit is None else (limit / norm).clamp(max=1.0) for limit in limits]
-        return [
-            factor if clip is None else (clip if factor is None else clip * factor).to(torch.float32) for clip in clips
-        ]
+        # The numbers are tensors on the CPU, which a kernel takes as arguments: one launch each.
+        limits = [limit and torch.tensor(float(limit), dtype=norm.dtype, device="cpu") / norm for limit in limits]
+        own = torch.ones((), dtype=torch.float32, device="cpu") if factor is None else factor
+        return [factor if limit is None else limit.minimum(own).to(torch.float32) for limit in limits]
 
 
 def uncoded(row: Row, group: Group) -> tuple[str, ...]:
@@ -355,6 +354,8 @@ def widest(device: torch.device) -> torch.dtype:
 
 def _norm(grads: Sequence[Tensor], device: torch.device) -> Tensor:
     """Returns the L2 norm over all elements of `grads`, in a dtype in which no square of an fp32 value overflows."""
+    if isinstance(grads, Gradients) and grads.norm is not None:
+        return grads.norm.to(device)
     alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}  # few launches
     for grad in grads:
         if grad.numel():

@@ -52,9 +52,9 @@ class Collected:
 
     def overflowed(self, found: Tensor) -> dict[int, Tensor]:
         """Returns, by loss id, whether the scale of that loss must back off (0-dim bool)."""
-        clean = torch.zeros_like(found)
-        flags = {loss: self.flags[loss].to(found.device) if loss in self.flags else clean for loss in self.losses}
-        return flags if self.true else {loss: flag | found for loss, flag in flags.items()}
+        least = torch.zeros_like(found) if self.true else found
+        own = {loss: self.flags[loss].to(found.device) for loss in self.losses if loss in self.flags}
+        return {loss: own[loss] | least if loss in own else least for loss in self.losses}
 
 
 class GradientAccumulator:
