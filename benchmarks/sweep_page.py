@@ -2,7 +2,7 @@
 
     python benchmarks/sweep_page.py benchmarks/results/sweep-resnet-2026-11-23-epyc-2-cores.json [PAGE.html] [--static]
 
-The page has the library that draws its charts inside (4.8 MB). With `--static` it has the charts as that library drew
+The page has the library that draws its charts inside (0.6 MB). With `--static` it has the charts as that library drew
 them in Chromium and no script, and is small enough to be kept beside the results.
 """
 

@@ -12,6 +12,7 @@ import json
 import sys
 import tempfile
 from pathlib import Path
+from statistics import mean
 
 import torch
 
@@ -19,7 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import halfstep
 from docs.browser import Browser
-from halfstep.explain.report.html import page_html
+from halfstep.explain.report.html import page_html, sheet_html
+from halfstep.explain.report.sweep import ACROSS, Chart, Sheet, bars
 from halfstep.lab.workloads.load import load_workload
 from halfstep.records import TENSOR_KINDS, UPDATE
 
@@ -85,36 +87,66 @@ def take_precision() -> None:
     ):
         with halfstep.initialize(model, None, plan, low="bf16"), torch.no_grad():
             curves[name] = list(enumerate(model(x)[:, 0].float().tolist(), 3000))
-    draw("precision", curves, "position", "first feature")
+    draw(curves_of("precision", curves, "position", "first feature"), "light")
 
 
 def take_masters() -> None:
     """Draws the losses of a GPT that was loaded in bf16, as `benchmarks/loaded_low.py` measured them."""
     (result,) = (HERE.parent / "benchmarks" / "results").glob("loaded_low-*.json")
-    draw("masters", json.loads(result.read_text(encoding="utf-8"))["curves"], "step", "loss")
+    curves = json.loads(result.read_text(encoding="utf-8"))["curves"]
+    draw(curves_of("masters", curves, "step", "loss"), "light")
 
 
-def draw(name: str, curves: dict[str, list[tuple[float, float]]], across: str, up: str) -> None:
-    """Draws curves of (x, y) into the picture `name`."""
-    import plotly.graph_objects as go
+def take_gains() -> None:
+    """Draws what `halfstep bench char_lm` measured, as the mean of its runs, for a light and a dark page."""
+    files = sorted((HERE.parent / "benchmarks" / "results").glob("char_lm-bf16-*-xeon-amx-2-cores-*.json"))
+    results = [json.loads(file.read_text(encoding="utf-8"))["runs"] for file in files]
+    held, values = (lambda run: sum(run["bytes_per_parameter"].values())), {}
+    for name, *runs in zip((run["name"] for run in results[0]), *results, strict=True):
+        each = [
+            (run["vs_o0"], run["peak_bytes"] / full["peak_bytes"], held(run) / held(full))
+            for run, (full, *_) in zip(runs, results, strict=True)
+        ]
+        values[name] = [mean(column) for column in zip(*each, strict=True)]
+    places = ["speed", "peak memory", "weights, gradients<br>and optimizer state"]
+    draw(bars("gains", "", places, values, "times O0", [ACROSS]), "light", "dark")
 
-    figure = go.Figure(
-        layout={"template": "plotly_white", "width": 900, "height": 380, "margin": dict.fromkeys("ltrb", 40)}
-    )
-    for (label, points), dash in zip(curves.items(), ("solid", "dot", "dash"), strict=True):
-        x, y = zip(*points, strict=True)
-        figure.add_scatter(x=x, y=y, name=label, line={"dash": dash})
-    figure.update_xaxes(title=across)
-    figure.update_yaxes(title=up)
+
+def curves_of(name: str, curves: dict[str, list[tuple[float, float]]], across: str, up: str) -> Chart:
+    """Returns a chart of curves of (x, y)."""
+    traces = [
+        {
+            "x": [x for x, _ in points],
+            "y": [y for _, y in points],
+            "name": label,
+            "mode": "lines",
+            "line": {"dash": dash},
+        }
+        for (label, points), dash in zip(curves.items(), ("solid", "dot", "dash"), strict=True)
+    ]
+    return Chart(name, "", traces, {"xaxis": {"title": {"text": across}}, "yaxis": {"title": {"text": up}}})
+
+
+def draw(chart: Chart, *schemes: str) -> None:
+    """Draws a chart into the picture of its name, as the page of a sweep draws it, one for each color scheme."""
+    for trace in chart.traces:
+        if trace.get("type") == "bar":
+            trace |= {"texttemplate": "%{y:.2f}", "textposition": "outside", "cliponaxis": False}
+    sheet = Sheet(title="", headline="", header=(), rows=(), notes=(), charts=[chart], facts={})
     with tempfile.TemporaryDirectory() as folder, Browser() as browser:
-        page = Path(folder) / f"{name}.html"
-        figure.write_html(page, include_plotlyjs=True, config={"displayModeBar": False})
+        page = Path(folder) / f"{chart.name}.html"
+        page.write_text(sheet_html(sheet), encoding="utf-8")
         browser.open(page)
-        browser.picture(HERE / f"{name}.png", selector=".plotly-graph-div")
+        browser.run("document.head.insertAdjacentHTML('beforeend', '<style>.modebar {display: none}</style>')")
+        for scheme in schemes:
+            browser.prefer(scheme)
+            ending = "-dark" if scheme == "dark" else ""
+            browser.picture(HERE / f"{chart.name}{ending}.png", selector=f"#{chart.name}", width=900)
 
 
 def main() -> None:
     """Trains, makes the page, takes the pictures."""
+    take_gains()
     take_masters()
     take_precision()
     if sys.argv[1:] == ["curves"]:

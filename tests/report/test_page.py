@@ -1,6 +1,5 @@
 """The data of the page of a run."""
 
-import base64
 import math
 import os
 import sys
@@ -22,13 +21,9 @@ def page(tmp_path, *records, low=None):
     return page_of(read_log(write(tmp_path / "run.jsonl", records)), low)
 
 
-def numbers(text, kind="<f8"):
-    return np.frombuffer(base64.b64decode(text), kind).tolist()
-
-
 def line(found, name):
     each = found.charts["timeline"]["lines"][name]
-    return list(zip(numbers(each["x"]), numbers(each["y"]), strict=True))
+    return list(zip(each["x"], each["y"], strict=True))
 
 
 def test_thinning_keeps_ends_spikes_and_order():
@@ -91,10 +86,10 @@ def test_histogram_and_maps_of_a_kind(tmp_path):
     kind = found.charts["kinds"]["weight_grad"]
     assert kind["modules"] == ["(the whole network)", "a", "b"]
     assert (kind["first"], kind["bins"]) == (-30, 31)
-    share = np.reshape(numbers(kind["share"], "<f4"), (3, 31))
-    assert (share[1, 0], share[1, 10], share[2, 30]) == pytest.approx((1 / 6, 5 / 6, 1))
-    assert share.sum(1) == pytest.approx([1, 1, 1])
-    maps = {name: np.reshape(numbers(text, "<f4"), (2, 2)).tolist() for name, text in kind["maps"].items()}
+    share = np.reshape(kind["share"], (3, 31))
+    assert (share[1, 0], share[1, 10], share[2, 30]) == pytest.approx((1 / 6, 5 / 6, 1), rel=1e-4)
+    assert share.sum(1) == pytest.approx([1, 1, 1], rel=1e-4)
+    maps = {name: np.reshape(shares, (2, 2)).tolist() for name, shares in kind["maps"].items()}
     assert maps["lost"][0] == [0.5, 0.0]
     assert maps["small"][0] == [1.0, 1.0]
     assert maps["zero"][0] == [0.5, 0.0]
@@ -113,7 +108,7 @@ def judged(found, kind, fmt, row, scale):
     low, high = found.charts["shifts"]
     given = found.charts["kinds"][kind]
     moves = high - low + 1 if kind in found.charts["gradients"] else 1
-    table = np.reshape(numbers(given["judged"][fmt], "<f4"), (len(given["modules"]), moves, 3))
+    table = np.reshape(given["judged"][fmt], (len(given["modules"]), moves, 3))
     return table[row, scale - low if moves > 1 else 0].tolist()
 
 
@@ -127,7 +122,7 @@ def test_shares_at_every_loss_scale_are_those_of_the_statistics(tmp_path):
             factor = 2.0**scale
             expected = [true.lost(fmt, factor), true.subnormal(fmt, factor), true.saturated(fmt, factor)]
             for row in (0, 1):
-                assert judged(found, "weight_grad", fmt, row, scale) == pytest.approx(expected, abs=1e-7)
+                assert judged(found, "weight_grad", fmt, row, scale) == pytest.approx(expected, rel=1e-5)  # five digits
     assert judged(found, "weight_grad", "fp16", 1, 0) == pytest.approx([1 / 16, 6 / 16, 0])  # 2^-25 among larger ones
     assert judged(found, "weight_grad", "fp16", 1, 6) == pytest.approx([0, 3 / 16, 1 / 16])
     assert judged(found, "activation", "fp16", 1, 0) == [0, 0, 0]
@@ -139,7 +134,7 @@ def test_subnormals_of_fp32_are_judged_as_the_statistics_do(tmp_path):
     found = page(tmp_path, START, step(1), record, low="bf16")
     # bf16 rounds to zero below 2^-134: 15 of the 23 octaves from 2^-149 on
     assert tiny.lost("bf16") == 15 / 24
-    assert judged(found, "weight_grad", "bf16", 1, 0) == pytest.approx([15 / 24, 8 / 24, 0])
+    assert judged(found, "weight_grad", "bf16", 1, 0) == pytest.approx([15 / 24, 8 / 24, 0], rel=1e-4)
 
 
 @pytest.mark.parametrize(

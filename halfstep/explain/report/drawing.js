@@ -17,7 +17,7 @@ const drawing = (() => {
     const font = {family: "system-ui, sans-serif", size: 12, color: text}, none = "rgba(0,0,0,0)";
     return {layout: {
       font, paper_bgcolor: none, plot_bgcolor: none, xaxis: axis, yaxis: axis,
-      modebar: {bgcolor: none, color: grid, activecolor: text},
+      modebar: {bgcolor: none, color: grid, activecolor: text}, shapedefaults: {line: {color: text}},
     }};
   }
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import jinja2
 import msgspec
 import torch
-from plotly.offline import get_plotlyjs
 
 from halfstep.explain.report.page import page_of
 from halfstep.explain.report.run import PROCESSES, ProcessRow, Run
@@ -19,6 +18,7 @@ from halfstep.explain.report.tables import cells
 from halfstep.formats import Format
 
 _HERE = Path(__file__).parent
+_PLOTLY = _HERE / "plotly-cartesian.min.js.gz"  # the part of plotly.js with lines, bars and maps, as npm has it
 
 
 def page_html(run: Run, low: Format | torch.dtype | str | None = None, *, processes: Sequence[ProcessRow] = ()) -> str:
@@ -37,8 +37,8 @@ def _render(template: str, data: object, **values: object) -> str:
     pages = jinja2.Environment(loader=jinja2.FileSystemLoader(_HERE), autoescape=True, undefined=jinja2.StrictUndefined)
     return pages.get_template(template).render(
         packed=[
-            base64.b85encode(gzip.compress(each, mtime=0)).decode().replace("<", "/")  # so that no name ends the script
-            for each in (msgspec.json.encode(data), get_plotlyjs().encode())
+            base64.b85encode(each).decode().replace("<", "/")  # so that no name ends the script
+            for each in (gzip.compress(msgspec.json.encode(data), mtime=0), _PLOTLY.read_bytes())
         ],
         drawing=(_HERE / "drawing.js").read_text(encoding="utf-8"),
         style=(_HERE / "page.css").read_text(encoding="utf-8"),

@@ -9,10 +9,7 @@ drawing.start(data => {
 
   // ---- numbers and words
 
-  function unpack(text, Kind) {
-    const bytes = Uint8Array.from(atob(text), c => c.charCodeAt(0));
-    return new Kind(bytes.buffer);
-  }
+  const numbers = list => list.map(value => value ?? NaN);
 
   function percent(share) {
     if (!(share > 0)) return "0%";
@@ -40,7 +37,7 @@ drawing.start(data => {
 
   function timelineLine(name) {
     const line = data.timeline.lines[name];
-    return {x: unpack(line.x, Float64Array), y: unpack(line.y, Float64Array), mode: "lines"};
+    return {x: line.x, y: numbers(line.y), mode: "lines"};
   }
 
   // The numbers of a step that have no chart of their own above, each of which gets one below.
@@ -141,8 +138,7 @@ drawing.start(data => {
     const isUpdate = kind === data.update.kind, gradient = data.gradients.includes(kind);
     const format = isUpdate ? null : Object.keys(data.formats)[Number($("format").value)];
     const limits = isUpdate ? data.update : data.formats[format];
-    found.shares ??= unpack(found.share, Float32Array);
-    const share = found.shares.subarray(row * found.bins, (row + 1) * found.bins);
+    const share = found.share.slice(row * found.bins, (row + 1) * found.bins);
     return {kind, found, row, share, format, limits, gradient, shift: gradient ? Number($("shift").value) : 0};
   }
 
@@ -150,8 +146,7 @@ drawing.start(data => {
   function judged({found, row, format, gradient}, shift) {
     const moves = gradient ? data.shifts[1] - data.shifts[0] + 1 : 1;
     const move = gradient ? shift - data.shifts[0] : 0;
-    const shares = unpack(found.judged[format ?? data.update.kind], Float32Array);
-    const [lost, small, saturated] = shares.subarray(3 * (row * moves + move));
+    const [lost, small, saturated] = found.judged[format ?? data.update.kind].slice(3 * (row * moves + move));
     return {lost, small, saturated};
   }
 
@@ -305,8 +300,8 @@ drawing.start(data => {
 
   function drawMap(id, kind, measure, title) {
     const found = data.kinds[kind], modules = found.modules.slice(1), width = data.columns.length;
-    const share = unpack(found.maps[measure], Float32Array);
-    const rows = values => modules.map((_, row) => values.subarray(row * width, (row + 1) * width));
+    const share = numbers(found.maps[measure] ?? found.maps.lost);  // of updates all small ones are lost
+    const rows = values => modules.map((_, row) => values.slice(row * width, (row + 1) * width));
     const none = !share.some(value => value > 0), unseen = share.every(value => isNaN(value));
     // Steps as names: what was not observed has no place on the axis.
     const steps = data.columns.map(([from]) => String(from));

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import math
 import time
 from collections import Counter
@@ -153,7 +152,7 @@ def _line(name: str, steps: Sequence[StepValues]) -> dict[str, Any]:
     if name == "scale" and len(value):  # constant between its changes
         places = np.unique([0, *np.flatnonzero(np.diff(value)) + 1, len(value) - 1])
         places = places[thin(value[places])]
-    return {"x": _packed(number[places]), "y": _packed(np.where(np.isfinite(value), value, np.nan)[places])}
+    return {"x": number[places].tolist(), "y": _short(np.where(np.isfinite(value), value, np.nan)[places], 12)}
 
 
 def _some(steps: Sequence[float], points: int = POINTS // 2) -> list[int]:
@@ -223,7 +222,7 @@ def _kind(kind: str, sums: Sums, formats: Sequence[Format], moves: Sequence[int]
         {UPDATE: UPDATE_LIMITS} if kind == UPDATE else {fmt.name: LIMITS.get(kind) or limits_of(fmt) for fmt in formats}
     )
     counted = sums.shares.sum(1)  # in all steps
-    totals = _shares(counted)
+    by, totals = _shares(sums.shares[1:]), _shares(counted)
     totals["subnormal"] = totals["small"] - totals["lost"]
     return {
         "modules": sums.modules,
@@ -231,15 +230,15 @@ def _kind(kind: str, sums: Sums, formats: Sequence[Format], moves: Sequence[int]
         "sampled": sums.sampled,
         "first": FIRST + first,
         "bins": end - first,
-        "share": _packed(sums.histogram[:, first:end] / np.maximum(1, sums.histogram.sum(1, keepdims=True)), "f4"),
+        "share": _short(sums.histogram[:, first:end] / np.maximum(1, sums.histogram.sum(1, keepdims=True))),
         "judged": {  # by format: of each module and loss scale the lost, subnormal and saturated share
-            name: _packed(np.stack([sums.judge(each, scale) for scale in scales], axis=1), "f4")
+            name: _short(np.stack([sums.judge(each, scale) for scale in scales], axis=1))
             for name, each in limits.items()
         },
         "nonzero": counted[:, MEASURES.index("nonzero")].tolist(),
         "count": counted[:, MEASURES.index("count")].tolist(),
         "run": {name: np.nan_to_num(values).tolist() for name, values in totals.items()},
-        "maps": {name: _packed(values, "f4") for name, values in _shares(sums.shares[1:]).items()},
+        "maps": {name: _short(each) for name, each in by.items() if name != "small" or kind not in LIMITS},
     }
 
 
@@ -255,9 +254,15 @@ def _shares(counted: Array) -> dict[str, Array]:
         }
 
 
-def _packed(values: npt.NDArray[Any], kind: str = "f8") -> str:
-    """Returns numbers for JavaScript: base64 of little-endian float64 (`kind` "f8") or float32 ("f4")."""
-    return base64.b64encode(np.ascontiguousarray(values, dtype=f"<{kind}").tobytes()).decode()
+def _short(values: Array, digits: int = 5) -> Any:
+    """Returns finite numbers and NaN, which JSON has as null, for JavaScript, with so many digits.
+
+    >>> _short(np.array([1 / 3, 2e-9 / 3, 0.0, 1 - 1e-9, 1.0, np.nan]))  # what is less than 1 stays less
+    [0.33333, 6.6667e-10, 0.0, 0.99999, 1.0, nan]
+    """
+    power = 10.0 ** (digits - 1 - np.floor(np.log10(np.maximum(np.abs(values), 1e-290))))
+    short = np.round(values * power) / power
+    return np.where((values < 1) & (short == 1), 1 - 10.0**-digits, short).ravel().tolist()
 
 
 def _rows(run: Run, gathered: Gathered) -> Iterator[TableRow]:
