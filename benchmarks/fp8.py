@@ -51,8 +51,8 @@ def gradient(work: Any, batch: Any, products: str | None, *, seed: int) -> tuple
         return grads, session.status().lost
 
 
-def time_over_plan(work: Any, batch: Any, products: str) -> float:
-    """Returns the time of a step with products by a recipe over that of O2 in bf16, the least of ten in turn each."""
+def time_over_plan(work: Any, batch: Any, products: str, steps: int) -> float:
+    """Returns the time of a step with products by a recipe over that of O2 in bf16, the least of `steps` in turn."""
     calls, sessions = {}, []
     for name in ("plan", products):
         model = work.build(0).to(batch[0].device)
@@ -65,7 +65,7 @@ def time_over_plan(work: Any, batch: Any, products: str) -> float:
             session.step()
 
         calls[name] = step
-    times = take_turns(calls, device=batch[0].device, seconds=20.0, least=10, most=10)
+    times = take_turns(calls, device=batch[0].device, seconds=20.0, least=steps, most=steps)
     for session in sessions:
         session.close()
     return min(times[products]) / min(times["plan"])
@@ -76,6 +76,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--set", action="append", default=[], help="a setting of char_lm; repeatable")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=10, help="steps that are timed, a row")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="a GPU multiplies in 8 bits itself")
     parser.add_argument("--json", type=Path, help="write the figures to this file, after each row")
     args = parser.parse_args()
@@ -99,7 +100,7 @@ def main() -> None:
             rows[name] = {key: max(value, rows.get(name, {}).get(key, 0.0)) for key, value in row.items()}
     print("products   error  of the noise  output  grad_input  grad_weight  flushed  saturated   time")
     for name, row in rows.items():
-        row["time"] = time_over_plan(work, one, name) if name != "plan" else 1.0
+        row["time"] = time_over_plan(work, one, name, args.steps) if name != "plan" else 1.0
         each = "  ".join(f"{row.get(product, 0.0):{max(len(product), 6)}.4f}" for product in PRODUCTS)
         print(
             f"{name:9}  {row['error']:.4f}  {row['of the noise']:12.1%}  {each}  {row['flushed']:7.2%}"

@@ -78,7 +78,7 @@ class Transformer(nn.Module):
 
     def __init__(self, numel: int, device: torch.device) -> None:
         super().__init__()
-        d = next(width for width, most in ((64, 1e6), (512, 2e8), (2048, float("inf"))) if numel <= most)
+        d = next(width for width, most in ((16, 1e4), (64, 1e6), (512, 2e8), (2048, float("inf"))) if numel <= most)
         layers = max(1, round(0.8 * numel / (12 * d * d)))
         rows = max(1, (numel - layers * 12 * d * d) // d)
         with torch.device(device):

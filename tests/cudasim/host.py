@@ -3,10 +3,11 @@
     python -m tests.cudasim.host [step] [models]
 
 For the step all kernels of both are mocked. For models the time of the simulated device's kernels is taken off, and
-torch.amp has a process of its own. All are measured in turns, and the clock is CPU time. Read the ratios; microseconds
+each row has a process of its own. All are measured in turns, and the clock is CPU time. Read the ratios; microseconds
 are of this machine.
 """
 
+import gc
 import statistics
 import subprocess
 import sys
@@ -117,13 +118,14 @@ def model_of(name):
 
 
 MODELS = ("GPT-2", "ResNet-50", "24 small blocks")
+ROWS = ("torch.amp", "O1", "O2")
 
 
 def of_model(name, level):
-    """Returns a call of a model's forward and backward, under torch.amp for no level, and what comes before it."""
+    """Returns a call of a model's forward and backward, at a level or under torch.amp, and what comes before it."""
     model, inputs, targets = model_of(name)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    session = level and halfstep.initialize(model, optimizer, level, low="bf16")
+    session = None if level == "torch.amp" else halfstep.initialize(model, optimizer, level, low="bf16")
 
     def call():
         if session is None:
@@ -146,31 +148,35 @@ def host_time(call, prepare):
 
 
 def models():
-    """Prints the ratios of forward and backward."""
-    peer = subprocess.Popen(
-        [sys.executable, "-m", "tests.cudasim.host", "peer"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    """Prints the ratios of forward and backward; each row has a process of its own, as kernels serve all sessions."""
+    command = [sys.executable, "-m", "tests.cudasim.host", "row"]
+    rows = {
+        row: subprocess.Popen([*command, row], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for row in ROWS
+    }
     for name in MODELS:
-        rows, times = {level: of_model(name, level) for level in ("O1", "O2")}, {"peer": [], "O1": [], "O2": []}
+        times = {row: [] for row in ROWS}
         for _ in range(ROUNDS):
-            print(name, file=peer.stdin, flush=True)
-            times["peer"].append(float(peer.stdout.readline()))
-            for level, row in rows.items():
-                times[level].append(host_time(*row))
-        base, *found = (statistics.median(times[row]) for row in times)
+            for row, process in rows.items():
+                print(name, file=process.stdin, flush=True)
+                times[row].append(float(process.stdout.readline()))
+        base, *found = (statistics.median(times[row]) for row in ROWS)
         ratios = ", ".join(
-            f"{level} {each:.0f} us ({each / base:.2f})" for level, each in zip(rows, found, strict=True)
+            f"{row} {each:.0f} us ({each / base:.2f})" for row, each in zip(ROWS[1:], found, strict=True)
         )
         print(f"{name}, forward and backward: torch.amp {base:.0f} us, {ratios}", flush=True)
-    peer.stdin.close()
-    peer.wait()
+    for process in rows.values():
+        process.communicate()
 
 
-def answer():
-    """Measures torch.amp once for each line of stdin."""
-    rows = {name: of_model(name, None) for name in MODELS}
+def answer(level):
+    """Measures a row of one model for each line of stdin; other sessions are closed."""
+    name = None
     for line in sys.stdin:
-        print(host_time(*rows[line.strip()]), flush=True)
+        if line.strip() != name:
+            name, row = line.strip(), None
+            gc.collect()  # which closes the last session
+            row = of_model(name, level)
+        print(host_time(*row), flush=True)
 
 
 def steps():
@@ -195,6 +201,8 @@ def steps():
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    parts = {"step": steps, "models": models, "peer": answer}
-    for each in sys.argv[1:] or ("models", "step"):
+    if sys.argv[1:2] == ["row"]:
+        answer(sys.argv[2])
+    parts = {"step": steps, "models": models}
+    for each in [part for part in parts if not sys.argv[1:] or part in sys.argv]:
         parts[each]()
