@@ -30,7 +30,7 @@ from torch import Tensor, nn
 import halfstep
 from halfstep.lab.workloads.load import load_workload
 from halfstep.train.kernels.batch import Code
-from halfstep.train.optim.codes import decode, encode
+from halfstep.train.optim.moments import decode, encode
 
 SHAPES = [(64, 64)]
 SPREADS = (0.5, 1.5, 2.5)

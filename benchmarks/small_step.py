@@ -26,9 +26,9 @@ from torch import nn
 
 from halfstep.formats import BF16
 from halfstep.lab.bench.bench import bench
-from halfstep.lab.bench.remote import Origin
+from halfstep.lab.bench.lane import Origin
 from halfstep.lab.bench.variants import PEER, Entry
-from halfstep.lab.workloads.regression import Regression
+from halfstep.lab.workloads.load import Regression
 from halfstep.measurements import BenchResult
 
 

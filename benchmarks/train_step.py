@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from halfstep.explain.report.lines import to_json
 from halfstep.formats import BF16, FP32, Format, as_format
 from halfstep.lab.bench.bench import bench
-from halfstep.lab.bench.remote import Origin
+from halfstep.lab.bench.lane import Origin
 from halfstep.lab.bench.variants import Entry, SessionVariant, Variant, entries
 from halfstep.lab.workloads.char_lm import Block
 from halfstep.lab.workloads.cifar_resnet import Bottleneck, ResNet

@@ -47,7 +47,7 @@ from halfstep.records import (
     Verdict,
     WhatIf,
 )
-from halfstep.train.cast.autocast import autocast
+from halfstep.train.cast.ops import autocast
 from halfstep.train.optim.optimizers import Lamb, Lion, NovoGrad
 from halfstep.train.probe.probe import Probe
 from halfstep.train.probe.rows import measure

@@ -11,8 +11,7 @@ try:
     import typer
 
     from halfstep.cli.bench import bench
-    from halfstep.cli.doctor import doctor
-    from halfstep.cli.plans import levels, ops
+    from halfstep.cli.plans import doctor, levels, ops
     from halfstep.cli.report import report
     from halfstep.cli.run import ScriptRaised, run
     from halfstep.cli.step import check, inspect, whatif

@@ -42,8 +42,8 @@ from halfstep.train.cast.casting import Casting
 from halfstep.train.cast.recipes import RECIPES, round_operand
 from halfstep.train.optim.masters import MasterStore
 from halfstep.train.optim.moments import Moments
+from halfstep.train.optim.optimizers import TABLE
 from halfstep.train.optim.step import OnePassStepper
-from halfstep.train.optim.table import TABLE
 from halfstep.train.processes.shards import Part, local, reshard
 from tests.replicas import Sent, digest
 

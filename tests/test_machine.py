@@ -11,9 +11,8 @@ import pytest
 import torch
 
 import halfstep
-from halfstep import gains, machine, saved
+from halfstep import machine, saved
 from halfstep.formats import BF16, E4M3, E5M2, FP16, FP32, TF32
-from halfstep.gains import weighed
 from halfstep.machine import (
     AMX,
     AMX_FP16,
@@ -34,6 +33,7 @@ from halfstep.machine import (
     read_machine,
     read_processor,
     units,
+    weighed,
 )
 from halfstep.train.processes import collectives
 from halfstep.train.processes.collectives import agreed
@@ -175,7 +175,7 @@ def test_what_is_measured_is_out_of_reach_of_the_caller_and_leaves_nothing(monke
     torch.manual_seed(7)
     before = torch.get_rng_state(), torch.get_num_threads()
     with Kernels(), torch.autocast("cpu", torch.bfloat16), torch.device("meta"), torch.inference_mode():
-        found = gains.measure_gains([torch.bfloat16, torch.float16])
+        found = machine.measure_gains([torch.bfloat16, torch.float16])
         assert torch.get_num_threads() == before[1]
     assert len(found) == 2
     assert all(gain >= 0.0 for gain in found)
@@ -195,7 +195,7 @@ def clock(monkeypatch, costs):
         now[0] += cost
         return first
 
-    monkeypatch.setattr(gains, "_CLOCK", lambda: now[0])
+    monkeypatch.setattr(machine, "_CLOCK", lambda: now[0])
     return call, now, calls
 
 
@@ -211,7 +211,7 @@ def clock(monkeypatch, costs):
 )
 def test_the_least_of_a_few_calls_counts_and_what_is_clearly_slow_is_called_twice(costs, gain, most, monkeypatch):
     call, now, calls = clock(monkeypatch, costs)
-    found = gains._gain(call, gains._matrices, torch.bfloat16)
+    found = machine._gain(call, machine._matrices, torch.bfloat16)
     assert found == pytest.approx(gain)
     assert now[0] <= most
     assert max(calls.count(each) for each in set(calls)) <= 4

@@ -14,7 +14,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from halfstep import torch_internals
-from halfstep.explain.tape.opnames import PUBLIC
+from halfstep.explain.tape.schemas import PUBLIC
 from halfstep.torch_internals import missing
 from tests.torch_behaviours import otherwise
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.train.cast.autocast import Emulators, autocast
+from halfstep.train.cast.ops import Emulators, autocast
 from halfstep.train.scale.grad_scaler import GradScaler
 
 

@@ -36,7 +36,7 @@ from halfstep.formats import LOW_FORMATS, as_format
 from halfstep.lab.bench.bench import STEPS
 from halfstep.lab.bench.bench import bench as run_bench
 from halfstep.lab.bench.budget import SLOW, TIMED
-from halfstep.lab.bench.remote import Origin
+from halfstep.lab.bench.lane import Origin
 from halfstep.lab.bench.sweep import Asked, check_same, largest_batches, read_sweep, sweep
 from halfstep.lab.bench.variants import Entry, entries
 from halfstep.lab.workloads.load import MODELS, WORKLOADS, load_workload, parse_settings

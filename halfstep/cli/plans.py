@@ -1,4 +1,4 @@
-"""The commands that print what plans do: `halfstep levels` and `halfstep ops`."""
+"""The commands without a workload: `halfstep levels` and `ops` print what plans do, `doctor` measures this machine."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from typing import Annotated
 import torch
 import typer
 
-from halfstep.cli.screen import stdout
+from halfstep.cli.options import Device, Json, Quiet, check_writable, device_of, write
+from halfstep.cli.screen import activity, stdout
 from halfstep.edits import OpChange
-from halfstep.explain.report.tables import level_table, op_table
+from halfstep.explain.report.lines import to_json
+from halfstep.explain.report.tables import doctor_report, level_table, op_table
+from halfstep.lab.doctor.doctor import examine
 from halfstep.machine import read_facts
 from halfstep.plan.io import choose_plan
 from halfstep.plan.levels import LEVELS
@@ -42,3 +45,16 @@ def ops(text: Text = "", plan: PlanName = "O1", low: Low = "bf16") -> None:
         f'ops={{"deny": ["{text}"]}} in halfstep.initialize, or plan.edit({OpChange("deny", text)}).',
         soft_wrap=True,
     )
+
+
+Save = Annotated[bool, typer.Option("--save", help="Save the measurements; later sessions on this machine use them.")]
+
+
+def doctor(device: Device = "auto", json: Json = None, save: Save = False, quiet: Quiet = False) -> None:
+    """Measure this machine's speed in each format, and recommend what to train in; takes half a minute."""
+    place = device_of(device)
+    check_writable(json)
+    with activity("measuring", quiet=quiet) as now:
+        found = examine(place, tell=lambda what: now(f"measuring {what}"), keep=save)
+    stdout().print(doctor_report(found))
+    write(json, to_json(found))

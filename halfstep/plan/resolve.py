@@ -14,6 +14,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from halfstep.edits import FULL, BufferWidth, Policy, Rule, RuleInput, Width
 from halfstep.errors import PlanError, SetupError
 from halfstep.formats import FP32, Format
+from halfstep.plan.compatibility import check_rules, choose_products
 from halfstep.plan.matching import (
     Site,
     enterable,
@@ -26,7 +27,6 @@ from halfstep.plan.matching import (
 )
 from halfstep.plan.optable import check_op_changes
 from halfstep.plan.plan import Plan
-from halfstep.plan.products import check_rules, choose_products
 from halfstep.sharded import is_sharded
 from halfstep.torch_internals import compiled_module, parameters_of
 from halfstep.validate import as_list, instance, near_miss, with_near_misses

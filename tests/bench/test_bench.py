@@ -14,7 +14,7 @@ from halfstep.lab.bench import bench as experiment
 from halfstep.lab.bench.bench import bench
 from halfstep.lab.bench.variants import End, Entry, entries
 from halfstep.lab.workloads.imdb_lstm import ImdbLSTM
-from halfstep.lab.workloads.regression import Regression
+from halfstep.lab.workloads.load import Regression
 from halfstep.machine import AVX2, AVX512_BF16, DeviceFacts
 from halfstep.train.cast.recipes import RECIPES
 

@@ -15,10 +15,9 @@ from halfstep.initialize import initialize
 from halfstep.lab.bench import bench as bench_module
 from halfstep.lab.bench.bench import bench
 from halfstep.lab.bench.budget import SLOW, Course, course, turn_of, warmup
-from halfstep.lab.bench.lane import Step
-from halfstep.lab.bench.remote import Origin, Remote, Task
+from halfstep.lab.bench.lane import Origin, Remote, Step, Task
 from halfstep.lab.bench.variants import AmpVariant, End, Entry
-from halfstep.lab.workloads.regression import Regression
+from halfstep.lab.workloads.load import Regression
 
 CPU = torch.device("cpu")
 SMALL = Regression(batch=4, d_in=8, d_out=8, layers=1)
@@ -216,7 +215,7 @@ def test_a_peer_trains_in_its_own_process_and_not_here(monkeypatch):
 
 OPENS = """
 import halfstep
-from halfstep.lab.workloads.regression import Regression
+from halfstep.lab.workloads.load import Regression
 
 kept = []
 

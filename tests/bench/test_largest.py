@@ -15,7 +15,7 @@ from halfstep.errors import WorkloadError
 from halfstep.explain.report.sweep import largest_sheet, sheet_text
 from halfstep.formats import BF16, FP32
 from halfstep.lab.bench import sweep as sweep_module
-from halfstep.lab.bench.remote import OutOfMemory, Remote, Task
+from halfstep.lab.bench.lane import OutOfMemory, Remote, Task
 from halfstep.lab.bench.sweep import Asked, largest, largest_batches
 from halfstep.lab.bench.variants import Entry
 from halfstep.lab.workloads.load import load_workload
@@ -28,7 +28,7 @@ ASKED = Asked(("regression",), (), (O0, O2), 1, CPU, {"d_in": "4", "d_out": "4"}
 MIB = 2**20
 HUNGRY = """
 import torch
-from halfstep.lab.workloads.regression import Regression
+from halfstep.lab.workloads.load import Regression
 
 
 class Hungry(Regression):

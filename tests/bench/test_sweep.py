@@ -17,8 +17,7 @@ from halfstep.explain.report.lines import to_json
 from halfstep.formats import BF16, FP32
 from halfstep.lab.bench import bench as bench_module
 from halfstep.lab.bench.bench import bench
-from halfstep.lab.bench.lane import Step
-from halfstep.lab.bench.remote import OutOfMemory, Remote, Task
+from halfstep.lab.bench.lane import OutOfMemory, Remote, Step, Task
 from halfstep.lab.bench.sweep import Asked, read_sweep, sweep
 from halfstep.lab.bench.variants import End, Entry
 from halfstep.lab.workloads.load import load_workload
@@ -32,7 +31,7 @@ OWN = """
 import os
 import signal
 
-from halfstep.lab.workloads.regression import Regression
+from halfstep.lab.workloads.load import Regression
 
 
 class Own(Regression):
@@ -124,7 +123,7 @@ def test_a_process_that_fails_is_a_row_with_an_error_and_the_others_go_on(played
 
 
 def test_a_model_that_cannot_be_built_does_not_end_a_sweep(played, monkeypatch):
-    monkeypatch.setattr("halfstep.lab.workloads.regression.Regression.build", lambda *_: 1 / 0)
+    monkeypatch.setattr("halfstep.lab.workloads.load.Regression.build", lambda *_: 1 / 0)
     monkeypatch.setattr(played, "begin", lambda *_, **__: 1 / 0)
     errors = [run.error for point in sweep(ASKED).points for run in point.result.runs]
     assert len(errors) == 4

@@ -10,7 +10,7 @@ from halfstep.errors import PlanError, WorkloadError
 from halfstep.formats import BF16, FP16, FP32
 from halfstep.lab.bench.variants import AmpVariant, Entry, SessionVariant, entries
 from halfstep.lab.workloads.char_lm import CharLM
-from halfstep.lab.workloads.regression import Regression
+from halfstep.lab.workloads.load import Regression
 from halfstep.machine import AVX2, PROCESSORS, DeviceFacts
 from halfstep.plan.levels import level
 

@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 import halfstep
 from halfstep.errors import OpError, PlanError, SessionError
 from halfstep.train.cast import opregistry
-from halfstep.train.cast.autocast import Emulators, autocast
 from halfstep.train.cast.opkernels import OpSite
 from halfstep.train.cast.opregistry import MARKERS, REGISTRY
+from halfstep.train.cast.ops import Emulators, autocast
 from tests.cast.engines import make_engine, opened
 from tests.cast.op_samples import ALLOW, DENY, PROMOTE
 from tests.cast.test_ops_rows import Tensors, run
@@ -325,7 +325,7 @@ def test_where_no_table_is_free_a_session_keeps_its_own_and_autocast_runs_as_tor
     state = sessions[0].state_dict()
     engines = [make_engine(deny=(name,)) for name in ("gelu", "relu", "silu", "mish", "celu")[: len(MARKERS) - 1]]
     emulators = Emulators()
-    monkeypatch.setattr("halfstep.train.cast.autocast.needs_emulation", lambda *_: True)
+    monkeypatch.setattr("halfstep.train.cast.ops.needs_emulation", lambda *_: True)
     try:
         for engine in engines:
             engine.open()

@@ -9,7 +9,7 @@ from halfstep import OpChange, edit_from_dict
 SMALL = ["--set", "d_in=8", "--set", "d_out=8", "--set", "batch=4"]
 OWN = (
     "import torch\n"
-    "from halfstep.lab.workloads.regression import Regression\n"
+    "from halfstep.lab.workloads.load import Regression\n"
     "class Planted(torch.nn.Linear):\n"
     "    def forward(self, x):\n"
     "        x = super().forward(x)\n"

@@ -163,7 +163,7 @@ def test_bench_runs_the_levels_and_formats_that_were_named(halfstep):
 
 def test_bench_runs_a_users_workload(halfstep, tmp_path):
     (tmp_path / "own.py").write_text(
-        "from halfstep.lab.workloads.regression import Regression\n"
+        "from halfstep.lab.workloads.load import Regression\n"
         "def mine(batch='2'): return Regression(batch=int(batch), d_in=4, d_out=4)\n",
         encoding="utf-8",
     )
@@ -175,7 +175,7 @@ def test_bench_runs_a_users_workload(halfstep, tmp_path):
 def test_bench_shows_a_row_that_failed_and_ends_well_for_the_others(halfstep, tmp_path):
     (tmp_path / "own.py").write_text(
         "import torch\n"
-        "from halfstep.lab.workloads.regression import Regression\n"
+        "from halfstep.lab.workloads.load import Regression\n"
         "class Refusing(torch.nn.Linear):\n"
         "    def forward(self, x):\n"
         "        if self.weight.dtype != torch.float32: raise TypeError('fp32 alone')\n"
@@ -251,7 +251,7 @@ def test_a_full_disk_is_one_message_and_leaves_the_json_file_that_was_there(half
 @pytest.mark.parametrize("command", ["bench", "inspect"])
 def test_a_workload_that_fails_is_one_message_that_says_where(halfstep, tmp_path, command, broken, what):
     (tmp_path / "own.py").write_text(
-        "from halfstep.lab.workloads.regression import Regression\n"
+        "from halfstep.lab.workloads.load import Regression\n"
         "class Own(Regression):\n"
         f"    {broken}\n"
         "def mine(): return Own(batch=2, d_in=4, d_out=4)\n",
@@ -317,7 +317,7 @@ def test_a_request_that_is_no_command_is_a_usage_error(halfstep, arguments):
 
 def test_ctrl_c_prints_what_was_measured_and_exits_130(halfstep, tmp_path):
     (tmp_path / "own.py").write_text(
-        "from halfstep.lab.workloads.regression import Regression\n"
+        "from halfstep.lab.workloads.load import Regression\n"
         "class Endless(Regression):\n"
         "    def batches(self, seed):\n"
         "        for i, batch in enumerate(super().batches(seed)):\n"

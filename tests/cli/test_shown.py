@@ -19,7 +19,7 @@ from docs.browser import find_browser
 from halfstep.__main__ import app
 from halfstep.lab.doctor.doctor import recommend
 from halfstep.lab.workloads.char_lm import CharLM
-from halfstep.lab.workloads.regression import Regression
+from halfstep.lab.workloads.load import Regression
 from tests.doctor.test_doctor import rated
 from tests.report.logs import START, step, write
 from tests.test_benchmarks import load
@@ -299,7 +299,7 @@ def test_the_script_makes_every_picture(tmp_path, monkeypatch):
 
 OWN = """\
 import torch
-from halfstep.lab.workloads.regression import Regression
+from halfstep.lab.workloads.load import Regression
 
 
 class Attention(torch.nn.Linear):

@@ -64,7 +64,7 @@ def test_a_results_file_does_not_say_where_anyone_s_home_is(halfstep, played, tm
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
     source = tmp_path / "own.py"
     source.write_text(
-        "from halfstep.lab.workloads.regression import Regression\n\n\n"
+        "from halfstep.lab.workloads.load import Regression\n\n\n"
         "def mine(data=None, batch='2'):\n    return Regression(batch=int(batch))\n"
     )
     (tmp_path / "a").mkdir()

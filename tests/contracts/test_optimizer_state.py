@@ -10,7 +10,7 @@ from torch import nn, optim
 
 import halfstep
 from halfstep.torch_internals import LOADS_STATE
-from halfstep.train.optim.table import TABLE
+from halfstep.train.optim.optimizers import TABLE
 from tests.contracts.cases import backward_and_step, differing, snapshot
 
 OPTIMIZERS = {

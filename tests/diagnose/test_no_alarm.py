@@ -9,7 +9,7 @@ import halfstep
 from halfstep.lab.workloads.char_lm import CharLM
 from halfstep.lab.workloads.cifar_resnet import CifarResNet
 from halfstep.lab.workloads.imdb_lstm import ImdbLSTM
-from halfstep.lab.workloads.regression import Regression
+from halfstep.lab.workloads.load import Regression
 from tests.contracts.cases import backward_and_step
 from tests.models.zoo import TASKS
 

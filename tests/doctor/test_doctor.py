@@ -9,9 +9,9 @@ import torch
 
 from halfstep import machine, saved
 from halfstep.errors import HalfstepError
-from halfstep.explain.report.doctor import doctor_report
 from halfstep.explain.report.lines import to_json
-from halfstep.lab.doctor import doctor, rates, settings
+from halfstep.explain.report.tables import doctor_report
+from halfstep.lab.doctor import doctor, rates
 from halfstep.lab.doctor.rates import ATTENTION, CONVOLUTION, EMULATED, NATIVE, PRODUCT
 from halfstep.measurements import Examination, Rate, Setting
 
@@ -97,10 +97,10 @@ def test_why_fp32_is_recommended_contradicts_no_figure(gains, said):
 
 
 def test_a_gpu_is_named_with_its_driver(monkeypatch):
-    monkeypatch.setattr(settings, "get_nvidia_driver_version", lambda run: "580.65")
-    tools = settings.read_tools(torch.device("cuda"))
+    monkeypatch.setattr(doctor, "get_nvidia_driver_version", lambda run: "580.65")
+    tools = doctor.read_tools(torch.device("cuda"))
     assert tools["CUDA driver"] == f"580.65; torch is built with CUDA {torch.version.cuda}"
-    assert "CUDA driver" not in settings.read_tools(CPU)
+    assert "CUDA driver" not in doctor.read_tools(CPU)
     here = dataclasses.replace(machine.read_machine(CPU), device="NVIDIA H100", fast=("fp32", "bf16", "fp16"))
     found = Examination(here, "cuda sm90", "x86", "", (), (), (), (), tools, "O1", "bf16", "fast", 1.0, "today")
     lines = [str(part) for part in doctor_report(found).renderables]
@@ -194,37 +194,37 @@ def test_the_measured_backward_passes_are_of_the_same_gradients():
 def test_flushed_subnormals_cost_accuracy():
     torch.set_flush_denormal(True)
     try:
-        found = settings._subnormals(0.0)
+        found = doctor._subnormals(0.0)
     finally:
         torch.set_flush_denormal(False)
     assert found.value == "flushed to 0"
     assert found.costs.startswith("accuracy")
-    assert settings._subnormals(0.0).value == "kept"
+    assert doctor._subnormals(0.0).value == "kept"
 
 
 def test_fewer_threads_than_cores_are_timed_and_put_back(monkeypatch):
     before = torch.get_num_threads()
-    monkeypatch.setattr(settings, "_cores", lambda: before + 1)
-    monkeypatch.setattr(settings, "speedup", lambda *times: 1.8)
-    found = settings._threads(0.0)
+    monkeypatch.setattr(doctor, "_cores", lambda: before + 1)
+    monkeypatch.setattr(doctor, "speedup", lambda *times: 1.8)
+    found = doctor._threads(0.0)
     assert torch.get_num_threads() == before
     assert found.costs == f"speed: a matrix product takes 1.8 times as long as on {before + 1} threads"
     assert f"set_num_threads({before + 1})" in found.advice
-    monkeypatch.setattr(settings, "speedup", lambda *times: 1.02)
-    assert settings._threads(0.0).costs is None
+    monkeypatch.setattr(doctor, "speedup", lambda *times: 1.02)
+    assert doctor._threads(0.0).costs is None
 
 
 def test_onednn_and_deterministic_algorithms():
-    assert settings._onednn() == Setting("oneDNN", "on")
+    assert doctor._onednn() == Setting("oneDNN", "on")
     torch.backends.mkldnn.enabled = False
     try:
-        assert settings._onednn().advice == "torch.backends.mkldnn.enabled = True"
+        assert doctor._onednn().advice == "torch.backends.mkldnn.enabled = True"
     finally:
         torch.backends.mkldnn.enabled = True
-    assert settings._deterministic().costs is None
+    assert doctor._deterministic().costs is None
     torch.use_deterministic_algorithms(True)
     try:
-        assert settings._deterministic().costs
+        assert doctor._deterministic().costs
     finally:
         torch.use_deterministic_algorithms(False)
 

@@ -18,7 +18,7 @@ from halfstep import FULL, Rule, Scaling
 from halfstep.errors import FormatError, PlanError, SessionError, SetupError
 from halfstep.lab.workloads.char_lm import CharLM
 from halfstep.lab.workloads.imdb_lstm import ImdbLSTM
-from halfstep.lab.workloads.regression import Regression
+from halfstep.lab.workloads.load import Regression
 from tests.contracts.cases import batch, make, snapshot
 from tests.contracts.test_training import train_faint
 from tests.preflight.test_absorbed import classifier, trained

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import hatch_build
-from halfstep.lab.doctor.settings import read_tools
+from halfstep.lab.doctor.doctor import read_tools
 from halfstep.train.kernels import library, native
 from halfstep.train.optim.implementations import IMPLEMENTATIONS
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from halfstep.train.kernels.batch import _MOST_KEPT, Scratch
-from halfstep.train.kernels.tables import Launches, Tables, addresses, block_ends, filled
+from halfstep.train.kernels.devices import Launches, Tables, addresses, block_ends, filled
 
 CPU = torch.device("cpu")
 

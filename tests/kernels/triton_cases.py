@@ -12,7 +12,7 @@ import torch
 from halfstep.train.kernels.batch import Batch, Kept, Place, Scratch, is_dense
 from halfstep.train.optim import laws, moments
 from halfstep.train.optim.implementations import IMPLEMENTATIONS, update
-from halfstep.train.optim.split import join, split
+from halfstep.train.optim.masters import join, split
 
 # Param groups, written out: an optimizer that is made imports Triton, before its interpreter is chosen.
 _ADAM = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "decoupled_weight_decay": False}

@@ -10,9 +10,8 @@ from halfstep.train.kernels.batch import Batch
 from halfstep.train.optim.implementations import IMPLEMENTATIONS
 from halfstep.train.optim.masters import MasterStore
 from halfstep.train.optim.moments import Moments, _tensors
-from halfstep.train.optim.optimizers import Lamb, Lion, NovoGrad
+from halfstep.train.optim.optimizers import TABLE, Lamb, Lion, NovoGrad
 from halfstep.train.optim.step import OnePassStepper
-from halfstep.train.optim.table import TABLE
 
 ADAMS = [
     (Adam, {"lr": 1e-2}),

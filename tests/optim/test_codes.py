@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from halfstep.train.kernels.batch import Code, Place
-from halfstep.train.optim.codes import decode, encode, grouped, noise_of, random_bits, to_bf16, ungrouped
+from halfstep.train.optim.moments import decode, encode, grouped, noise_of, random_bits, to_bf16, ungrouped
 from tests.optim.cases import bits
 
 SIGNED, NEAREST, SQUARE = Code(True, True), Code(True, False), Code(False, True)

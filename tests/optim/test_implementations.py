@@ -7,8 +7,7 @@ from torch.optim import SGD
 import halfstep
 from halfstep.train.kernels.batch import Scratch
 from halfstep.train.optim.implementations import IMPLEMENTATIONS
-from halfstep.train.optim.masters import MasterStore
-from halfstep.train.optim.split import round_half_away
+from halfstep.train.optim.masters import MasterStore, round_half_away
 from tests.optim.cases import (
     ADAMS,
     FALSE,

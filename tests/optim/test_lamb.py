@@ -7,9 +7,8 @@ import torch
 from torch.nn import Parameter
 
 from halfstep.train.optim.masters import MasterStore
-from halfstep.train.optim.optimizers import Lamb
+from halfstep.train.optim.optimizers import TABLE, Lamb
 from halfstep.train.optim.step import OnePassStepper
-from halfstep.train.optim.table import TABLE
 from tests.optim.cases import FALSE, LAMBS, gradients, own_run
 
 

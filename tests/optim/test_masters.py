@@ -3,8 +3,7 @@ import torch
 from torch.nn import Parameter
 
 from halfstep.errors import SessionError
-from halfstep.train.optim.masters import MasterStore
-from halfstep.train.optim.split import round_half_away
+from halfstep.train.optim.masters import MasterStore, round_half_away
 from tests.optim.cases import assert_same_bits
 
 BF16, FP16 = torch.bfloat16, torch.float16

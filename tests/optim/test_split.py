@@ -2,7 +2,7 @@ import numpy
 import pytest
 import torch
 
-from halfstep.train.optim.split import join, round_half_away, split
+from halfstep.train.optim.masters import join, round_half_away, split
 from tests.optim.cases import as_held
 
 LOW_HALVES = torch.arange(2**16, dtype=torch.int32)

@@ -4,9 +4,9 @@ from torch import optim
 from torch.nn import Parameter
 
 from halfstep.train.optim.masters import MasterStore
+from halfstep.train.optim.optimizers import row_of
 from halfstep.train.optim.step import OnePassStepper
 from halfstep.train.optim.steppers import ForeignStepper, PlainStepper, make_stepper, needs_closure
-from halfstep.train.optim.table import row_of
 
 STORE = MasterStore("none", torch.bfloat16)
 

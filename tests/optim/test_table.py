@@ -16,9 +16,8 @@ from halfstep.train.kernels.batch import Batch, Scratch
 from halfstep.train.optim.implementations import IMPLEMENTATIONS, update
 from halfstep.train.optim.laws import Row
 from halfstep.train.optim.masters import MasterStore
-from halfstep.train.optim.optimizers import Lamb, Lion
+from halfstep.train.optim.optimizers import KERNELS, TABLE, Lamb, Lion, row_of, unsupported_options
 from halfstep.train.optim.step import OnePassStepper
-from halfstep.train.optim.table import KERNELS, TABLE, row_of, unsupported_options
 from tests.optim.cases import FALSE, MUONS, OWN, OWN_STEP, WHOLE, has_kernel
 
 BF16 = torch.bfloat16

@@ -10,8 +10,7 @@ from halfstep import FULL, Rule
 from halfstep.lab.workloads.char_lm import CharLM
 from halfstep.lab.workloads.cifar_resnet import CifarResNet
 from halfstep.lab.workloads.imdb_lstm import ImdbLSTM, SentimentLSTM
-from halfstep.lab.workloads.load import load_workload
-from halfstep.lab.workloads.regression import Regression
+from halfstep.lab.workloads.load import Regression, load_workload
 from halfstep.records import COMPARED
 from tests.contracts.cases import batch, differing, every_plan, snapshot, start
 from tests.models.zoo import TASKS

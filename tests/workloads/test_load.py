@@ -4,11 +4,10 @@ import pytest
 
 from halfstep.errors import DataError, WorkloadError
 from halfstep.lab.workloads.char_lm import CharLM
-from halfstep.lab.workloads.load import load_workload, parse_settings
-from halfstep.lab.workloads.regression import Regression
+from halfstep.lab.workloads.load import Regression, load_workload, parse_settings
 
 OWN = """
-from halfstep.lab.workloads.regression import Regression
+from halfstep.lab.workloads.load import Regression
 
 def small(batch="8", data=None):
     return Regression(batch=int(batch), data=data)

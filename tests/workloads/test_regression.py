@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from halfstep.lab.workloads.regression import Regression
+from halfstep.lab.workloads.load import Regression
 
 
 def test_with_one_layer_it_is_the_code_of_the_talk():

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from halfstep.errors import WorkloadError
-from halfstep.lab.workloads.load import WORKLOADS
-from halfstep.lab.workloads.regression import Regression
+from halfstep.lab.workloads.load import WORKLOADS, Regression
 from halfstep.lab.workloads.workload import Workload, seeded, shuffled
 
 SOURCES = Path(__file__).resolve().parents[2] / "halfstep" / "lab" / "workloads"

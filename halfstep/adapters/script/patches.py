@@ -26,7 +26,7 @@ from halfstep.adapters.script.conversion import Conversion
 from halfstep.formats import Format
 from halfstep.initialize import initialize
 from halfstep.torch_internals import FOLDER, in_backward, in_functorch, is_compiling_here, scripts_builtins
-from halfstep.train.cast.autocast import autocast
+from halfstep.train.cast.ops import autocast
 from halfstep.train.session.open import open_session
 from halfstep.train.session.session import Session
 

@@ -17,8 +17,10 @@ from halfstep.edits import LARGEST_SCALE, SMALLEST_SCALE, Scaling
 from halfstep.errors import SessionError
 from halfstep.explain.diagnose.rehearsal import compute_loss, leaves_kept
 from halfstep.explain.forecast.backward import (
+    CallsSeen,
     Nodes,
     ProductsSeen,
+    Recast,
     RoundedBackward,
     TensorName,
     noting_nodes,
@@ -26,7 +28,6 @@ from halfstep.explain.forecast.backward import (
     show_weight_grads,
     watching,
 )
-from halfstep.explain.forecast.operands import CallsSeen, Recast
 from halfstep.formats import FP32, Format, count_overflows, saturate
 from halfstep.records import Rounded, ScaleRange, TensorStats
 from halfstep.train.probe.rows import measure

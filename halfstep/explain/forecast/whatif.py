@@ -19,8 +19,7 @@ from halfstep.explain.diagnose.cures import FULL_OUT, edited, is_op, rules_on
 from halfstep.explain.diagnose.rehearsal import check_closure, compute_loss, leaves_kept
 from halfstep.explain.diagnose.rewind import untouched
 from halfstep.explain.diagnose.search import error_of
-from halfstep.explain.forecast.backward import TensorName, parameters, rounded, step, watching_gradients
-from halfstep.explain.forecast.operands import Recast
+from halfstep.explain.forecast.backward import Recast, TensorName, parameters, rounded, step, watching_gradients
 from halfstep.explain.forecast.predict import GRADIENTS, LEAST_SNR_DB, Prediction, Scouted, predict
 from halfstep.explain.tape.absorbed import AbsorbedWatch
 from halfstep.formats import BF16, FP16, FP32, NARROW, Format, as_format

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from halfstep.explain.tape.locator import Locator, Place, memory_of, storage_of
 from halfstep.explain.tape.nonfinite import nonfinite
-from halfstep.explain.tape.opnames import public_name
 from halfstep.explain.tape.recompute import widened
 from halfstep.explain.tape.schemas import (
     aten_name,
@@ -23,6 +22,7 @@ from halfstep.explain.tape.schemas import (
     is_unread,
     is_view,
     overwritten,
+    public_name,
     tensors_of,
     written,
 )

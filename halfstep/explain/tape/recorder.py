@@ -13,16 +13,18 @@ from torch import Tensor, nn
 from halfstep.explain.tape.absorbed import OverflowTrail
 from halfstep.explain.tape.locator import Locator, memory_of, storage_of
 from halfstep.explain.tape.nonfinite import NonFinite, finite_range, nonfinite, unwrapped
-from halfstep.explain.tape.opnames import is_backward_of, of_node, public_name
 from halfstep.explain.tape.recompute import Exact, recompute, recompute_unmasked
 from halfstep.explain.tape.schemas import (
     aten_name,
     by_recipe,
+    is_backward_of,
     is_collective,
     is_uninitialised,
     is_unread,
     is_view,
     leaves_of,
+    of_node,
+    public_name,
     tensors_of,
     written,
 )

@@ -13,8 +13,7 @@ import torch
 
 from halfstep.errors import WorkloadError
 from halfstep.lab.bench.budget import MANY, MOST, Course, course, turn_of, warmup
-from halfstep.lab.bench.lane import COUNTED, Deal, Local
-from halfstep.lab.bench.remote import Origin, Remote, Task, origin_of
+from halfstep.lab.bench.lane import COUNTED, Deal, Local, Origin, Remote, Task, origin_of
 from halfstep.lab.bench.tally import Tally, first_batch, foreseen, result_of
 from halfstep.lab.bench.variants import Entry
 from halfstep.lab.workloads.workload import Workload

@@ -19,9 +19,8 @@ import torch
 
 from halfstep.errors import WorkloadError
 from halfstep.lab.bench.bench import UNTIMED, Progress, bench
-from halfstep.lab.bench.lane import COUNTED
+from halfstep.lab.bench.lane import COUNTED, Origin, OutOfMemory, Remote, Task
 from halfstep.lab.bench.memory import PEAK_METHOD
-from halfstep.lab.bench.remote import Origin, OutOfMemory, Remote, Task
 from halfstep.lab.bench.tally import first_batch
 from halfstep.lab.bench.variants import Entry
 from halfstep.lab.workloads.load import load_workload

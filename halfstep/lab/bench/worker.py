@@ -9,8 +9,7 @@ import sys
 import torch
 
 from halfstep.errors import WorkloadError
-from halfstep.lab.bench.lane import Deal, Local
-from halfstep.lab.bench.remote import OutOfMemory, Task
+from halfstep.lab.bench.lane import Deal, Local, OutOfMemory, Task
 from halfstep.lab.bench.tally import reason
 from halfstep.torch_internals import is_out_of_memory
 from halfstep.train.cast.opregistry import REGISTRY

@@ -68,7 +68,7 @@ class Code(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """How a batch is kept between updates where that takes random bits or codes (`train/optim/codes.py`)."""
+    """How a batch is kept between updates where that takes random bits or codes (`train/optim/moments.py`)."""
 
     kind: Width  # of the states
     rounds: bool  # whether weights of layout `low` are rounded stochastically

@@ -1,4 +1,4 @@
-// Moments in bf16 and 8 bits: the codes of halfstep/train/optim/codes.py, bit for bit.
+// Moments in bf16 and 8 bits: the codes of halfstep/train/optim/moments.py, bit for bit.
 
 #pragma once
 

@@ -52,13 +52,13 @@ void store_half(const float* from, uint16_t* to, int64_t n) {
 }
 
 // The bits of a result in fp32, each NaN that would round to a zero moved to the last that does not, as in
-// halfstep/train/optim/split.py. Those next to infinity do not come here: arithmetic makes every NaN quiet.
+// halfstep/train/optim/masters.py. Those next to infinity do not come here: arithmetic makes every NaN quiet.
 inline uint32_t storable(uint32_t u) {
   const uint32_t magnitude = u & 0x7FFFFFFF, last = 0x7FFF7FFF;
   return magnitude > last ? u - (magnitude - last) : u;
 }
 
-// bf16 ties go away from zero, as in halfstep/train/optim/split.py; fp16 ties to even.
+// bf16 ties go away from zero, as in halfstep/train/optim/masters.py; fp16 ties to even.
 void store_low(int32_t format, const float* __restrict from, void* base, int64_t at, int64_t n) {
   if (format == kBfloat) {
     uint16_t* to = (uint16_t*)base + at;

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from halfstep.train.kernels.batch import GROUP, Batch, Gradients, Options, Scratch, is_dense
-from halfstep.train.kernels.tables import KINDS, Launch, Launches, Tables, addresses, bits
+from halfstep.train.kernels.devices import KINDS, Launch, Launches, Tables, addresses, bits
 
 _Tensors = tuple[Tensor, Tensor, int, Tensor]  # owners, table, number of tensors, gradients
 
@@ -84,7 +84,7 @@ def _load_weight(weight, extra, start, at, mask, LAYOUT: tl.constexpr, KIND: tl.
 def _storable(bits):
     """Returns the bits of fp32 values; a NaN that would round to a zero in bf16 becomes the nearest NaN that does not.
 
-    `storable` in train/optim/split.py also handles NaNs whose bits are next to those of infinity. They do not occur
+    `storable` in train/optim/masters.py also handles NaNs whose bits are next to those of infinity. They do not occur
     here, as a GPU's arithmetic makes every NaN 0x7FFFFFFF.
     """
     magnitude = bits & 0x7FFFFFFF
@@ -100,7 +100,7 @@ def _mix(x):
 
 @triton.jit
 def _random_bits(index, row, count, WHICH: tl.constexpr):
-    """Returns 32 random bits (uint32) for each element, as `random_bits` in train/optim/codes.py."""
+    """Returns 32 random bits (uint32) for each element, as `random_bits` in train/optim/moments.py."""
     step, number = tl.load(row + 4 * count).to(tl.pointer_type(tl.float32)), tl.load(row + 10 * count)
     updates = tl.load(step).to(tl.int64).to(tl.uint32)
     key = _mix(updates * 0x85EBCA77 ^ number.to(tl.uint32) * 0xC2B2AE3D ^ WHICH)
@@ -111,7 +111,7 @@ def _random_bits(index, row, count, WHICH: tl.constexpr):
 def _groups(row, count, start, left, MASKED: tl.constexpr, BLOCK: tl.constexpr):
     """Returns a block's first element and group, where its elements (n, 64) and groups lie from there, and masks.
 
-    `start` is a number of elements, `left` one of groups, as they share a base (train/optim/codes.py). The last result
+    `start` is a number of elements, `left` one of groups, as they share a base (optim/moments.py). The last result
     is the index of each element in the whole tensor. Not MASKED, the block and its groups are full, and callers drop
     the masks, as Triton 3.6 cannot return None. Places have 32 bits, since 64 take more registers.
     """
@@ -201,7 +201,7 @@ def _store_state(
     state, base, start, at, value, mask, first, group, present, noise, WIDTH: tl.constexpr, SIGNED: tl.constexpr,
     STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr,
 ):
-    """Stores a state as `encode` and `to_bf16` in train/optim/codes.py do; `noise` has 20 bits."""
+    """Stores a state as `encode` and `to_bf16` in train/optim/moments.py do; `noise` has 20 bits."""
     if WIDTH == "full":
         _store_as(state, start, at, value, mask, tl.float32, ALIGNED)
     elif WIDTH == "bf16":

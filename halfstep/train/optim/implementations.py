@@ -13,9 +13,9 @@ from torch import Tensor
 from halfstep.torch_internals import foreach_add_, foreach_copy_, fused_adam_, fused_adamw_, fused_sgd_
 from halfstep.train.kernels import devices, native
 from halfstep.train.kernels.batch import Batch, Scratch, chunks, is_dense
-from halfstep.train.optim.codes import close, opened, rounded_weight
 from halfstep.train.optim.laws import Group, Row, write
-from halfstep.train.optim.split import storable
+from halfstep.train.optim.masters import storable
+from halfstep.train.optim.moments import close, opened, rounded_weight
 
 # Updates the weights, the extras (masters or remainders) and the optimizer states of a batch in place, with scratch
 # memory. It first multiplies every gradient by a factor (0-dim fp32, or None for 1), rounded once to fp32. If a flag

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from halfstep.errors import StateError
 from halfstep.formats import is_narrow
 from halfstep.train.optim.hooks import put_over, updated_by
-from halfstep.train.optim.table import any_row_of
+from halfstep.train.optim.optimizers import any_row_of
 from halfstep.train.processes.shards import local
 
 StateDict = dict[str, Any]

@@ -29,7 +29,7 @@ from halfstep.train.kernels.batch import (
     is_dense,
     resolved,
 )
-from halfstep.train.kernels.tables import addresses
+from halfstep.train.kernels.devices import addresses
 from halfstep.train.optim.hooks import (
     check_gradients,
     has_hooks,
@@ -44,7 +44,7 @@ from halfstep.train.optim.implementations import IMPLEMENTATIONS, Implementation
 from halfstep.train.optim.laws import Group, Row, uncoded
 from halfstep.train.optim.masters import MasterStore
 from halfstep.train.optim.moments import Moments
-from halfstep.train.optim.table import KERNELS, unsupported_options
+from halfstep.train.optim.optimizers import KERNELS, unsupported_options
 from halfstep.train.processes.shards import like, local, part_of, spread
 
 StateDict = dict[str, Any]

@@ -24,14 +24,12 @@ from halfstep.train.kernels.stats import (
     sampled_places,
     takes_updates,
 )
-from halfstep.train.optim.codes import opened
 from halfstep.train.optim.hooks import check_gradients, named, original_step, run_own_step, true_gradients, updated_by
 from halfstep.train.optim.laws import Group, Row, precise
-from halfstep.train.optim.masters import COPIED, PICKLED, MasterStore
-from halfstep.train.optim.moments import Moments
-from halfstep.train.optim.split import join
+from halfstep.train.optim.masters import COPIED, PICKLED, MasterStore, join
+from halfstep.train.optim.moments import Moments, opened
+from halfstep.train.optim.optimizers import row_of
 from halfstep.train.optim.step import OnePassStepper
-from halfstep.train.optim.table import row_of
 from halfstep.train.processes.shards import part_of
 
 _PART = 2**16  # elements at a time, 256 KiB each of some eight tensors

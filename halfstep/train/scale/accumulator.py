@@ -15,8 +15,8 @@ from torch.utils.weak import TensorWeakRef
 from halfstep.formats import is_low
 from halfstep.torch_internals import foreach_mul_, version_of
 from halfstep.train.kernels.batch import Alike, Scratch, resolved
-from halfstep.train.processes.buckets import WideSums
 from halfstep.train.processes.shards import local, part_of
+from halfstep.train.processes.wrappers import WideSums
 from halfstep.train.scale.norm import read
 
 _GRADIENT = attrgetter("grad")

@@ -16,18 +16,24 @@ from torch.optim import Optimizer
 from halfstep.errors import SetupError
 from halfstep.formats import FP32
 from halfstep.machine import DeviceFacts, emulation_notice, needs_emulation, units
-from halfstep.plan.compatibility import check_closures, check_models, check_optimizers, check_parameters, device_of
+from halfstep.plan.compatibility import (
+    check_closures,
+    check_models,
+    check_optimizers,
+    check_parameters,
+    check_some_products,
+    device_of,
+)
 from halfstep.plan.matching import match_parameters, unwrap
 from halfstep.plan.plan import Plan
-from halfstep.plan.products import check_some_products
 from halfstep.plan.resolve import Assignment, check_forwards, resolve
 from halfstep.sharded import is_sharded
 from halfstep.torch_internals import parameters_of
 from halfstep.train.cast.functions import check_functions
 from halfstep.train.optim.hooks import updated_by
 from halfstep.train.optim.laws import uncoded
+from halfstep.train.optim.optimizers import row_of, unsupported_options
 from halfstep.train.optim.steppers import needs_closure
-from halfstep.train.optim.table import row_of, unsupported_options
 from halfstep.train.processes.shards import reshard
 from halfstep.train.processes.wrappers import refuse_wrapped
 

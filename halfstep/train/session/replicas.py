@@ -27,10 +27,9 @@ from halfstep.torch_internals import is_joining, sends_weights
 from halfstep.train.cast.arriving import line_to_shard
 from halfstep.train.optim.hooks import updated_by
 from halfstep.train.optim.masters import MasterStore
-from halfstep.train.processes.buckets import WideSums
 from halfstep.train.processes.collectives import Findings, naming_who_is_gone, told_by_all
 from halfstep.train.processes.shards import group_is_open, group_of, policies, sharded_parameters
-from halfstep.train.processes.wrappers import ALONE, living_wrappers_of, retire, stage_groups_of
+from halfstep.train.processes.wrappers import ALONE, WideSums, living_wrappers_of, retire, stage_groups_of
 from halfstep.train.scale.scaling import LossScales
 from halfstep.train.session.parts import on_registration
 

@@ -10,8 +10,7 @@ from torch.nn import Parameter
 import halfstep
 from halfstep.adapters.apex.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 from halfstep.errors import SetupError
-from halfstep.train.optim.optimizers import Lamb, NovoGrad
-from halfstep.train.optim.table import row_of
+from halfstep.train.optim.optimizers import TABLE, Lamb, NovoGrad, row_of
 from tests.contracts import cases as contracts
 from tests.optim.cases import assert_same_bits, gradients, own_run, parameters, textbook_adam
 
@@ -135,10 +134,8 @@ def test_adam_without_bias_correction_is_that_with_and_without_a_session(decoupl
 
 
 def own_run_of(settings):
-    from halfstep.train.optim import table
-
-    row = table.row_of(FusedAdam(parameters(), **settings))
-    assert row is table.TABLE[torch.optim.Adam]
+    row = row_of(FusedAdam(parameters(), **settings))
+    assert row is TABLE[torch.optim.Adam]
     run = own_run(torch.optim.Adam, {})
     run.optimizer = FusedAdam(run.params, **settings)
     run.stepper._optimizer = run.optimizer
