@@ -12,8 +12,7 @@ try:
 
     from halfstep.cli.bench import bench
     from halfstep.cli.plans import doctor, levels, ops
-    from halfstep.cli.report import report
-    from halfstep.cli.run import ScriptRaised, run
+    from halfstep.cli.run import ScriptRaised, report, run
     from halfstep.cli.step import check, inspect, whatif
     from halfstep.errors import HalfstepError, ScriptError
     from halfstep.pages import DIAGNOSIS, FOLDER, FRONT, GUIDE, LEVELS, PLANS, SEEING, SLOWER, more

@@ -13,21 +13,26 @@ import torch
 import typer
 
 from halfstep.cli.options import (
+    INTERRUPTED,
     Data,
     Device,
     Json,
     Quiet,
     Settings,
+    activity,
     bytes_of,
     check_page,
     check_writable,
     device_of,
+    end,
     names,
+    progress_bar,
     sizes,
+    stderr,
+    stdout,
     write,
     write_page,
 )
-from halfstep.cli.screen import INTERRUPTED, activity, end, progress_bar, stderr, stdout
 from halfstep.errors import WorkloadError
 from halfstep.explain.report.bench import UNJUDGED, WITHIN, bench_table, cheapest
 from halfstep.explain.report.lines import to_json

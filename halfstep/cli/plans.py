@@ -7,8 +7,7 @@ from typing import Annotated
 import torch
 import typer
 
-from halfstep.cli.options import Device, Json, Quiet, check_writable, device_of, write
-from halfstep.cli.screen import activity, stdout
+from halfstep.cli.options import Device, Json, Quiet, activity, check_writable, device_of, stdout, write
 from halfstep.edits import OpChange
 from halfstep.explain.report.lines import to_json
 from halfstep.explain.report.tables import doctor_report, level_table, op_table

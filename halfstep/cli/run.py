@@ -1,4 +1,4 @@
-"""The command `halfstep run`, which runs a training script in mixed precision."""
+"""The commands `halfstep run`, which runs a script in mixed precision, and `halfstep report`, which draws its log."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ import typer
 
 from halfstep.adapters.script.run import Ran, own
 from halfstep.adapters.script.run import run as run_script
-from halfstep.cli.options import Low, Moments, Products, Quiet, html_pages
+from halfstep.cli.options import Low, Moments, Products, Quiet, activity, html_pages, stdout
 from halfstep.errors import LogError, PlanError
 from halfstep.explain.report.log import LOG_NAME, RunLog
-from halfstep.explain.report.run import read_log, shown
+from halfstep.explain.report.run import PROCESSES, first_overflow, read_log, rows_of, shown
+from halfstep.explain.report.tables import table
 from halfstep.records import amount, skips_in_words
 from halfstep.train.session.session import Sink
 
@@ -145,3 +146,40 @@ class _Recorded:
         except (OSError, LogError) as error:
             return f"; no page could be made: {error}"
         return f"; {shown(page)}"
+
+
+Logs = Annotated[
+    list[Path],
+    typer.Argument(metavar="RUN...", help="A run log, or its folder; for a run of several processes all their logs."),
+]
+Output = Annotated[
+    Path | None, typer.Option("--output", "-o", help="The page to write; by default RUN.html beside the (first) log.")
+]
+JudgedIn = Annotated[
+    str | None, typer.Option("--low", help="The format to judge values by; by default the run's low format.")
+]
+
+
+def report(logs: Logs, output: Output = None, low: JudgedIn = None, quiet: Quiet = False) -> None:
+    """Make one HTML page of a run log: exponent histograms, lost and saturated shares, loss, scale, verdicts."""
+    pages = html_pages("halfstep report")
+    with activity("reading the log, and drawing the page", quiet=quiet):
+        runs = [read_log(log) for log in logs]
+        rows = rows_of(runs) if len(runs) > 1 else ()
+        found = rows[0].run if rows else runs[0]
+        page = found.path.with_suffix(".html") if output is None else output
+        if page.resolve() in [run.path.resolve() for run in runs]:
+            raise LogError(f"the page would overwrite the log {page}; name another file with --output")
+        text = pages.page_html(found, low, processes=rows)
+    try:
+        page.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise LogError(f"{page} cannot be written: {error.strerror}; name another file with --output") from None
+    for run in runs:
+        for note in run.notes:
+            print(f"note: {shown(run.path)}: {note}" if rows else f"note: {note}")
+    if rows:
+        stdout().print(table(rows, PROCESSES, words=PROCESSES))
+        if said := first_overflow(rows):
+            print(said)
+    print(shown(page))

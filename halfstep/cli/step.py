@@ -8,6 +8,7 @@ import typer
 from torch import Tensor
 
 from halfstep.cli.options import (
+    FAILED,
     Data,
     Device,
     Json,
@@ -17,11 +18,12 @@ from halfstep.cli.options import (
     Quiet,
     Seed,
     Settings,
+    activity,
     names,
     open_job,
+    stdout,
     write,
 )
-from halfstep.cli.screen import FAILED, activity, stdout
 from halfstep.explain.forecast.whatif import whatif as predict
 from halfstep.explain.preflight.check import check as run_check
 from halfstep.explain.report.lines import to_json

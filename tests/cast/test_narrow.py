@@ -16,7 +16,7 @@ import halfstep
 from halfstep import Policy, Rule
 from halfstep.errors import HalfstepError
 from halfstep.explain.report.gather import MEASURES, gather
-from halfstep.explain.report.numbers import shares_of
+from halfstep.explain.report.log import shares_of
 from halfstep.machine import AVX2, AVX512_BF16
 from halfstep.plan.plan import multiple_of
 from halfstep.torch_internals import parameters_of

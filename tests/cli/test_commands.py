@@ -18,8 +18,8 @@ import torch
 import typer
 from rich.console import Console
 
-from halfstep.cli import screen
-from halfstep.cli.screen import FAILED, INTERRUPTED, activity, end
+from halfstep.cli import options
+from halfstep.cli.options import FAILED, INTERRUPTED, activity, end
 from halfstep.errors import DataError
 from halfstep.machine import AVX2, AVX512_BF16
 from halfstep.measurements import BenchRun
@@ -64,7 +64,7 @@ def test_ops_takes_names_of_functions_and_lists(halfstep, name, says):
 
 
 def test_what_takes_long_says_what_it_does_and_nothing_with_quiet(monkeypatch, capsys):
-    monkeypatch.setattr(screen, "PAUSE", 0.01)
+    monkeypatch.setattr(options, "PAUSE", 0.01)
     for quiet in (False, True):
         with activity("measuring", quiet=quiet) as now:
             now("measuring casts")
@@ -90,8 +90,8 @@ def test_quiet_is_quiet_about_a_machine_without_units_too(halfstep, caplog, on_p
 @pytest.mark.parametrize(("terminal", "lines"), [(True, 2), (False, 1)])
 def test_the_first_line_of_progress_fits_a_terminal_and_is_one_line_elsewhere(monkeypatch, terminal, lines):
     console = Console(file=io.StringIO(), force_terminal=terminal, width=80)
-    monkeypatch.setattr(screen, "stderr", lambda: console)
-    with screen.progress_bar(first="several words " * 8) as progress:
+    monkeypatch.setattr(options, "stderr", lambda: console)
+    with options.progress_bar(first="several words " * 8) as progress:
         progress("measuring", 0, 0)
     assert len([line for line in console.file.getvalue().splitlines() if "several" in line]) == lines
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from halfstep.errors import LogError
-from halfstep.explain.report.numbers import NumbersSink
+from halfstep.explain.report.log import NumbersSink
 
 try:
     import mlflow

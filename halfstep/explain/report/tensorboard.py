@@ -7,8 +7,7 @@ import os
 from collections.abc import Mapping
 
 from halfstep.errors import LogError
-from halfstep.explain.report.log import path_of, reason
-from halfstep.explain.report.numbers import NumbersSink, name_of
+from halfstep.explain.report.log import NumbersSink, name_of, path_of, reason
 from halfstep.records import BIAS, Observation
 
 try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from halfstep.explain.report.numbers import NumbersSink
+from halfstep.explain.report.log import NumbersSink
 
 try:
     import wandb

@@ -15,8 +15,7 @@ import torch
 
 from halfstep.explain.diagnose.rehearsal import check_given, rehearsing
 from halfstep.formats import as_format
-from halfstep.lab.inspection.meter import Call, Meter, Place
-from halfstep.lab.inspection.reasons import Step
+from halfstep.lab.inspection.meter import Call, Meter, Place, Step
 from halfstep.lab.inspection.savings import savings
 from halfstep.machine import read_machine
 from halfstep.measurements import CastRow, Inspection, KernelRow, ModuleRow, OpRow

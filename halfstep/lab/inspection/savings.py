@@ -23,8 +23,7 @@ from halfstep.edits import Edit, OpChange
 from halfstep.explain.diagnose.streams import Stream
 from halfstep.explain.diagnose.words import place_of
 from halfstep.formats import as_format, is_low
-from halfstep.lab.inspection.meter import Call, Meter, Shape, place_in
-from halfstep.lab.inspection.reasons import AS_CALLED, Reason, Step, kept_full
+from halfstep.lab.inspection.meter import AS_CALLED, Call, Meter, Reason, Shape, Step, kept_full, place_in
 from halfstep.measurements import Saving
 from halfstep.modes import is_custom
 from halfstep.timing import take_turns

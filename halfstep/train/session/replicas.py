@@ -24,7 +24,7 @@ from halfstep.plan.io import to_dict
 from halfstep.plan.plan import Plan
 from halfstep.sharded import is_sharded
 from halfstep.torch_internals import is_joining, sends_weights
-from halfstep.train.cast.arriving import line_to_shard
+from halfstep.train.cast.reading import line_to_shard
 from halfstep.train.optim.hooks import updated_by
 from halfstep.train.optim.masters import MasterStore
 from halfstep.train.processes.collectives import Findings, naming_who_is_gone, told_by_all

@@ -41,7 +41,6 @@ from halfstep.records import (
 from halfstep.sharded import is_sharded
 from halfstep.stack import begin_pass
 from halfstep.torch_internals import LOADS_STATE, parameters_of
-from halfstep.train.cast.arriving import read_as_planned
 from halfstep.train.cast.casting import Casting
 from halfstep.train.cast.copies import CheckpointHook, plain_copies
 from halfstep.train.cast.functions import patch_function
@@ -54,6 +53,7 @@ from halfstep.train.cast.modules import (
     mark,
 )
 from halfstep.train.cast.narrow import Layers
+from halfstep.train.cast.reading import read_as_planned
 from halfstep.train.kernels.batch import Scratch, resolved
 from halfstep.train.optim.hooks import forbid_step, lend_weights, send_step, updated_by, watch_steps
 from halfstep.train.optim.masters import MasterStore, full_state
