@@ -16,7 +16,7 @@ from halfstep.errors import (
     WorkloadError,
 )
 from halfstep.explain.diagnose.blame import blame
-from halfstep.explain.diagnose.gathered import on_gathered_copy
+from halfstep.explain.diagnose.rehearsal import on_gathered_copy
 from halfstep.explain.forecast.whatif import whatif
 from halfstep.explain.preflight.check import check
 from halfstep.explain.report.log import RunLog

@@ -694,7 +694,7 @@ def not_gathered(rank):
     def fails(whole, model):
         raise KeyError("its own")
 
-    with patch("halfstep.explain.diagnose.gathered.free_bytes", lambda device: 1000):
+    with patch("halfstep.explain.diagnose.rehearsal.free_bytes", lambda device: 1000):
         small = ask(made)
     found = {
         "small": small,

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.explain.tape.locator import Locator, Place, memory_of, storage_of
-from halfstep.explain.tape.nonfinite import nonfinite
-from halfstep.explain.tape.recompute import widened
+from halfstep.explain.tape.nonfinite import nonfinite, widened
 from halfstep.explain.tape.schemas import (
     aten_name,
     is_collective,

@@ -12,8 +12,15 @@ from torch import Tensor, nn
 
 from halfstep.explain.tape.absorbed import OverflowTrail
 from halfstep.explain.tape.locator import Locator, memory_of, storage_of
-from halfstep.explain.tape.nonfinite import NonFinite, finite_range, nonfinite, unwrapped
-from halfstep.explain.tape.recompute import Exact, recompute, recompute_unmasked
+from halfstep.explain.tape.nonfinite import (
+    Exact,
+    NonFinite,
+    finite_range,
+    nonfinite,
+    recompute,
+    recompute_unmasked,
+    unwrapped,
+)
 from halfstep.explain.tape.schemas import (
     aten_name,
     by_recipe,

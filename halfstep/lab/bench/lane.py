@@ -22,12 +22,14 @@ from halfstep.edits import Scaling
 from halfstep.errors import WorkloadError
 from halfstep.initialize import initialize
 from halfstep.lab.bench.memory import CpuBytes, CudaBytes, counting, limit_memory
-from halfstep.lab.bench.tally import next_batch, settings_of
+from halfstep.lab.bench.tally import next_batch, reason, settings_of
 from halfstep.lab.bench.variants import End, Entry, Variant, timed_step
 from halfstep.lab.workloads.load import WORKLOADS, load_workload
 from halfstep.lab.workloads.workload import Batch, Workload, to_device_of
 from halfstep.plan.levels import level
 from halfstep.plan.plan import Plan
+from halfstep.torch_internals import is_out_of_memory
+from halfstep.train.cast.opregistry import REGISTRY
 
 COUNTED = 2  # steps: the first makes the optimizer's state, the second has the peak
 
@@ -232,7 +234,7 @@ class Remote:
         self._is_ready, self._is_limited = False, False
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # closed by `close`
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "halfstep.lab.bench.worker"],
+            [sys.executable, "-c", f"from {__name__} import answer_calls; answer_calls()"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
@@ -290,3 +292,29 @@ class Remote:
         if self._is_limited:  # libraries such as OpenMP's end a process that gets no memory
             return OutOfMemory(f"out of memory: the process ended with code {code} under its limit; it wrote: {last}")
         return WorkloadError(f"the process ended with code {code}; it wrote: {last or 'nothing'}")
+
+
+def answer_calls() -> None:
+    """In the process of a row: reads a task from stdin and answers each call that follows, at last with an error."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what a workload prints is no answer
+
+    def say(said: object) -> None:
+        pickle.dump(said, answers)
+        answers.flush()
+
+    task: Task = pickle.load(sys.stdin.buffer)
+    try:
+        torch.set_num_threads(task.threads)
+        lane = Local(task.entry, Deal(task.origin.load(), task.device))
+        say("ready")
+        while True:
+            try:
+                what, given, named = pickle.load(sys.stdin.buffer)
+            except EOFError:
+                return
+            answer = getattr(lane, what)(*given, **named)
+            assert not (task.entry.peer and REGISTRY.kernels), "a session is open in the process of a peer"
+            say(answer)
+    except Exception as error:  # whatever a user's workload raises
+        say(OutOfMemory(f"out of memory: {error}") if is_out_of_memory(error) else WorkloadError(reason(error)))
