@@ -68,7 +68,7 @@ def test_speedup_leaves_out_a_round_that_only_one_finished():
 
 
 @pytest.mark.parametrize(
-    ("values", "mean"), [([], None), ([4.0], 4.0), ([0.0] * 9 + [6.0], 6.0), ([9.0] * 27 + [1.0, 2.0, 3.0], 2.0)]
+    ("values", "mean"), [([4.0], 4.0), ([0.0] * 9 + [6.0], 6.0), ([9.0] * 27 + [1.0, 2.0, 3.0], 2.0)]
 )
 def test_mean_of_last_takes_a_tenth_and_one_at_least(values, mean):
     assert mean_of_last(values) == mean

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from halfstep.lab.bench.memory import CpuBytes, CudaBytes, counting
+from halfstep.lab.bench.tally import CpuBytes, CudaBytes, counting
 from halfstep.torch_internals import onednn_takes_bf16
 
 
@@ -130,7 +130,7 @@ from pathlib import Path
 
 import torch
 
-from halfstep.lab.bench.memory import CpuBytes
+from halfstep.lab.bench.tally import CpuBytes
 from halfstep.lab.bench.variants import Entry
 from halfstep.formats import as_format
 from halfstep.lab.workloads.load import load_workload

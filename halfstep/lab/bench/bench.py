@@ -14,7 +14,7 @@ import torch
 from halfstep.errors import WorkloadError
 from halfstep.lab.bench.budget import MANY, MOST, Course, course, turn_of, warmup
 from halfstep.lab.bench.lane import COUNTED, Deal, Local, Origin, Remote, Task, origin_of
-from halfstep.lab.bench.tally import Tally, first_batch, foreseen, result_of
+from halfstep.lab.bench.tally import Tally, first_batch, foreseen, mean_of_last, result_of
 from halfstep.lab.bench.variants import Entry
 from halfstep.lab.workloads.workload import Workload
 from halfstep.measurements import BenchResult
@@ -242,7 +242,7 @@ def _train(
         made = _take_turns(rows, taken, seed, told, clock)
     finally:
         for row in trained:
-            row.add_losses(row.losses)
+            row.train_loss += [mean_of_last(row.losses)] if row.losses else []  # it may have ended early
             row.losses = row.losses if counted else []  # a file has those of sweeps
     for row in _running(trained):
         with row.failing(f"evaluation after seed {seed}"):

@@ -21,8 +21,7 @@ from torch import Tensor
 from halfstep.edits import Scaling
 from halfstep.errors import WorkloadError
 from halfstep.initialize import initialize
-from halfstep.lab.bench.memory import CpuBytes, CudaBytes, counting, limit_memory
-from halfstep.lab.bench.tally import next_batch, reason, settings_of
+from halfstep.lab.bench.tally import CpuBytes, CudaBytes, counting, limit_memory, next_batch, reason, settings_of
 from halfstep.lab.bench.variants import End, Entry, Variant, timed_step
 from halfstep.lab.workloads.load import WORKLOADS, load_workload
 from halfstep.lab.workloads.workload import Batch, Workload, to_device_of

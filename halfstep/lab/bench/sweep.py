@@ -20,8 +20,7 @@ import torch
 from halfstep.errors import WorkloadError
 from halfstep.lab.bench.bench import UNTIMED, Progress, bench
 from halfstep.lab.bench.lane import COUNTED, Origin, OutOfMemory, Remote, Task
-from halfstep.lab.bench.memory import PEAK_METHOD
-from halfstep.lab.bench.tally import first_batch
+from halfstep.lab.bench.tally import PEAK_METHOD, first_batch
 from halfstep.lab.bench.variants import Entry
 from halfstep.lab.workloads.load import load_workload
 from halfstep.lab.workloads.workload import Workload

@@ -1,24 +1,114 @@
-"""Collects the measurements of a benchmark's rows, and turns them into records."""
+"""Collects the measurements of a benchmark's rows, counts peak memory, as the allocator does, and makes records."""
 
 from __future__ import annotations
 
+import gc
+import importlib
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from datetime import datetime, timezone
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.autograd.profiler import record_function
 
 from halfstep.errors import HalfstepError, WorkloadError
-from halfstep.lab.bench.memory import PEAK_METHOD
 from halfstep.lab.bench.variants import End, Entry
 from halfstep.lab.workloads.workload import Batch, Workload
 from halfstep.machine import read_machine
 from halfstep.measurements import BenchResult, BenchRun
 from halfstep.timing import speedup, spread
+from halfstep.torch_internals import begin_allocations, end_allocations
+
+PEAK_METHOD = "the allocator's peak"
+_RESTART = "halfstep: the peak begins anew"
+
+
+class CpuBytes:
+    """A context manager that counts the bytes that torch allocates on the CPU in the `with` block.
+
+    On exit, `peak` is set to the most bytes held at one time, since the start of the block or the last `restart`. Each
+    storage counts once. Temporary memory of operations counts too: on a CPU without bf16 units, for example, a product
+    of bf16 matrices also allocates its result in fp32.
+
+    >>> with CpuBytes() as count:
+    ...     kept = torch.zeros(100) + torch.ones(100)
+    >>> count.peak
+    1200
+    """
+
+    def __init__(self) -> None:
+        self.peak = 0
+
+    def __enter__(self) -> CpuBytes:
+        gc.collect()  # what an earlier count saw made, and is freed within this one, would be taken off
+        begin_allocations()
+        return self
+
+    def restart(self) -> None:
+        """Starts to measure the peak anew; bytes that are still held count towards it."""
+        with record_function(_RESTART):
+            pass
+
+    def __exit__(self, *error: object) -> None:
+        noted = end_allocations()
+        held = list(accumulate(size for _, size in noted))
+        last = max((at for at, (name, _) in enumerate(noted) if name == _RESTART), default=0)
+        self.peak = max(held[last:], default=0)
+
+
+class CudaBytes:
+    """A context manager that counts the bytes that torch allocates on a CUDA device in the `with` block.
+
+    On exit, `peak` is set to the most bytes held at one time, since the start of the block or the last `restart`. Bytes
+    that were held before the block do not count.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.peak = 0
+
+    def __enter__(self) -> CudaBytes:
+        torch.cuda.synchronize(self._device)
+        self._before = torch.cuda.memory_allocated(self._device)
+        self.restart()
+        return self
+
+    def restart(self) -> None:
+        """Starts to measure the peak anew; bytes that are still held count towards it."""
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def __exit__(self, *error: object) -> None:
+        self.peak = torch.cuda.max_memory_allocated(self._device) - self._before
+
+
+def counting(device: torch.device) -> CpuBytes | CudaBytes:
+    """Returns a context manager that counts the bytes held on a device, except those held before it was entered."""
+    return CudaBytes(device) if device.type == "cuda" else CpuBytes()
+
+
+def limit_memory(size: int, device: torch.device) -> None:
+    """Lets this process allocate `size` bytes more than it holds now; beyond that it gets an out-of-memory error."""
+    # On a CPU the limit is on private writable memory (the data segment, `RLIMIT_DATA`), which includes about 60 MiB
+    # that libraries allocate at the first step; on CUDA it is on what the caching allocator reserves.
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        held = torch.cuda.memory_reserved(device)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, (held + size) / total), device)
+        return
+    status = Path("/proc/self/status")
+    if not status.exists():
+        raise WorkloadError(
+            "the memory of a CPU process can be limited on Linux only; use Linux, or choose --device cuda"
+        )
+    resource: Any = importlib.import_module("resource")  # not on Windows
+    held = next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmData")) * 1024
+    resource.setrlimit(resource.RLIMIT_DATA, (held + size, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+
 
 NOTES: tuple[tuple[Callable[[Entry], bool], str], ...] = (
     (
@@ -59,11 +149,6 @@ class Tally:
         except Exception as error:  # whatever a user's workload raises is the row's own
             self.error = ": ".join(filter(None, [where, reason(error)]))
 
-    def add_losses(self, losses: Sequence[float]) -> None:
-        """Adds the training losses of one seed's run, which may have ended early."""
-        final = mean_of_last(losses)
-        self.train_loss += [] if final is None else [final]
-
     def add_end(self, end: End) -> None:
         """Adds what the run with one seed has come to; memory counts as that of the first run for which it is known."""
         for name, value in end.validation.items():
@@ -101,14 +186,14 @@ def settings_of(workload: Workload) -> dict[str, str]:
     return {each.name: str(getattr(workload, each.name)) for each in fields(workload) if each.name != "data"}
 
 
-def mean_of_last(values: Sequence[float]) -> float | None:
-    """Returns the mean of the last tenth of the values, of at least one; None if there are no values.
+def mean_of_last(values: Sequence[float]) -> float:
+    """Returns the mean of the last tenth of the values, of at least one.
 
     >>> mean_of_last([9.0] * 18 + [1.0, 3.0])
     2.0
     """
     count = max(1, len(values) // 10)
-    return sum(values[-count:]) / count if values else None
+    return sum(values[-count:]) / count
 
 
 def reason(error: Exception) -> str:

@@ -137,10 +137,6 @@ class OpEngine:
             self.leave(token)
             raise
 
-    def is_inside_another(self) -> bool:
-        """Tells whether this thread is in a region of another engine."""
-        return any(map(torch.is_autocast_enabled, REGISTRY.others(self._open_marker())))
-
     def read(self) -> Token:
         """Returns this thread's autocast settings, as `enter` and `leave` take them; changes nothing."""
         marker, device_type, on = self._open_marker(), self.device_type, torch.is_autocast_enabled
@@ -227,7 +223,9 @@ class Emulators:
                     engine = None
             self._engines[low] = engine
         engine = self._engines[low]
-        return None if engine is None or engine.is_inside_another() else engine.entered()
+        if engine is None or any(map(torch.is_autocast_enabled, REGISTRY.others(engine.switch.marker))):
+            return None  # in a region of another engine
+        return engine.entered()
 
     def close(self) -> None:
         for engine in self._engines.values():

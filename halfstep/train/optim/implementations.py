@@ -69,16 +69,12 @@ def _fused(row: Row, batch: Batch, group: Group) -> Run | None:
     return partial(_run_opened, partial(_FUSED[row.fused], group), batch)
 
 
-def _eager(row: Row, batch: Batch, group: Group) -> Run | None:
-    return partial(_run_opened, partial(write, row.law, group), batch)
-
-
 # In order of preference. The last one takes everything; it is the reference that the others are tested against.
 IMPLEMENTATIONS: dict[str, Implementation] = {
     "native": _native,
     "triton": _triton,
     "fused": _fused,
-    "eager": _eager,
+    "eager": lambda row, batch, group: partial(_run_opened, partial(write, row.law, group), batch),
 }
 
 

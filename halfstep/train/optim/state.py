@@ -138,7 +138,11 @@ def _check_options(what: str, group: StateDict, optimizer: Optimizer) -> None:
         if name in CHOICES or isinstance(default, bool):
             fits = isinstance(value, bool | int) or (value is None and (name in CHOICES or not own))
             expected = "True, False or None"
-        elif default is None or isinstance(default, str) or (value is None and _may_be_none(annotated.get(name))):
+        elif (
+            default is None
+            or isinstance(default, str)
+            or (value is None and "None" in str(getattr(annotated.get(name), "annotation", "")))
+        ):
             fits = not isinstance(value, Tensor) or (value.numel() == 1 and not value.is_meta)
         else:
             usual = default if isinstance(default, tuple) else (default,)
@@ -150,10 +154,6 @@ def _check_options(what: str, group: StateDict, optimizer: Optimizer) -> None:
             expected += f", or as many as in {default!r:.60}"
         if not fits:
             raise StateError(f"{what} has {name}={value!r:.60}; expected {expected}")
-
-
-def _may_be_none(parameter: inspect.Parameter | None) -> bool:
-    return parameter is not None and "None" in str(parameter.annotation)
 
 
 def _is_number(value: Any, *, tensor: bool) -> bool:
