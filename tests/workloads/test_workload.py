@@ -1,5 +1,6 @@
 """What all workloads share: seeds, shuffling, evaluation, checks of their settings."""
 
+import inspect
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +12,6 @@ from torch import nn
 from halfstep.errors import WorkloadError
 from halfstep.lab.workloads.load import WORKLOADS, Regression
 from halfstep.lab.workloads.workload import Workload, seeded, shuffled
-
-SOURCES = Path(__file__).resolve().parents[2] / "halfstep" / "lab" / "workloads"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,5 +111,5 @@ def test_a_workload_is_named_after_its_class_unless_it_says_otherwise():
 
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_nothing_in_a_workload_is_about_precision(name):
-    source = (SOURCES / f"{name}.py").read_text(encoding="utf-8")
+    source = Path(inspect.getfile(WORKLOADS[name])).read_text(encoding="utf-8")
     assert not re.findall(r"autocast|float16|bfloat16|\.half\(|GradScaler|initialize", source)
