@@ -73,6 +73,7 @@ def main() -> None:
     try:
         from halfstep.__main__ import main as halfstep
     except KeyboardInterrupt:
+        print("demo: interrupted", file=sys.stderr)
         sys.exit(130)  # 128 + SIGINT, as shells have it
     finally:
         loaded.set()

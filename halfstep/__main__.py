@@ -6,20 +6,16 @@ import platform
 import sys
 from typing import Annotated
 
-try:
-    import torch
-    import typer
+import torch
+import typer
 
-    from halfstep.cli.bench import bench
-    from halfstep.cli.plans import doctor, levels, ops
-    from halfstep.cli.run import ScriptRaised, report, run
-    from halfstep.cli.step import check, inspect, whatif
-    from halfstep.errors import HalfstepError, ScriptError
-    from halfstep.pages import DIAGNOSIS, FOLDER, FRONT, GUIDE, LEVELS, PLANS, SEEING, SLOWER, more
-    from halfstep.version import __version__
-except KeyboardInterrupt:  # what the package imports before this module, above all torch, is out of reach here
-    print("halfstep: interrupted", file=sys.stderr)
-    sys.exit(130)  # 128 + SIGINT, as shells have it
+from halfstep.cli.bench import bench
+from halfstep.cli.plans import doctor, levels, ops
+from halfstep.cli.run import ScriptRaised, report, run
+from halfstep.cli.step import check, inspect, whatif
+from halfstep.errors import HalfstepError, ScriptError
+from halfstep.pages import DIAGNOSIS, FOLDER, FRONT, GUIDE, LEVELS, PLANS, SEEING, SLOWER, more
+from halfstep.version import __version__
 
 USAGE_ERROR = 2
 

@@ -1,13 +1,13 @@
 """The command line: what it prints, how it refuses, how it ends."""
 
 import errno
-import importlib
 import io
 import json
 import os
 import platform
 import re
 import shlex
+import subprocess
 import sys
 import time
 from contextlib import nullcontext
@@ -368,18 +368,11 @@ def test_a_benchmark_ends_with_the_code_of_the_gravest(runs, complete, code):
         end(runs, complete=complete)
 
 
-class Interrupt:
-    """Stands for Ctrl-C while the commands are imported."""
-
-    def find_spec(self, name, *_):
-        if name == "halfstep.cli.bench":
-            raise KeyboardInterrupt
-
-
-def test_ctrl_c_while_commands_are_imported_is_one_line(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "meta_path", [Interrupt(), *sys.meta_path])
-    for name in ("halfstep.__main__", "halfstep.cli.bench"):
-        monkeypatch.delitem(sys.modules, name)
-    with pytest.raises(SystemExit) as ended:
-        importlib.import_module("halfstep.__main__")
-    assert (ended.value.code, *capsys.readouterr()) == (130, "", "halfstep: interrupted\n")
+@pytest.mark.parametrize("loading", ["torch", "typer"])
+def test_ctrl_c_while_torch_or_commands_are_loaded_is_one_line(tmp_path, loading):
+    (tmp_path / f"{loading}.py").write_text("raise KeyboardInterrupt")
+    start = (
+        f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {os.getcwd()!r}]; from halfstep_command import main; main()"
+    )
+    ended = subprocess.run([sys.executable, "-c", start], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "halfstep: interrupted\n")

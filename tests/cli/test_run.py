@@ -203,3 +203,11 @@ def test_bad_input(halfstep, arguments, ends_with, message):
     assert err.startswith("halfstep: ")
     assert message in err
     assert ("stand before" in err) is ("stand before" in message)
+
+
+@pytest.mark.parametrize("option", ["--level", "--low"])
+def test_an_option_of_the_script_itself_is_no_mistake(halfstep, tmp_path, option):
+    path = tmp_path / "own.py"
+    path.write_text(f"import sys; assert '{option}' in sys.argv")
+    _, _, err = halfstep("run", str(path), option, {"--level": "O2", "--low": "bf16"}[option])
+    assert "stand before" not in err

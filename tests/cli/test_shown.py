@@ -52,6 +52,7 @@ SMALL = {each.strip(): each.strip() for each in AS_SHOWN.strip().splitlines()} |
     "bench": f"bench {REGRESSION} --steps 2 --json x.json",
     "bench --seconds N": f"bench {REGRESSION} --levels O0 --no-peer --seconds 1",
     "bench char_lm": f"bench {CHAR_LM} --levels O0,O1 --low bf16 --steps 2",
+    "bench char_lm --levels O0,O1,O2 --low bf16 --seconds 60": f"bench {REGRESSION} --levels O0 --no-peer --seconds 1",
     "bench NAME": f"bench {REGRESSION} --steps 2 --json x.json",
     "bench --json FILE": f"bench {REGRESSION} --steps 2 --json x.json",
     "bench char_lm --levels O0,O1,O2 --low bf16 --steps 40": f"bench {CHAR_LM} --levels O0,O1,O2 --low bf16 --steps 2",
