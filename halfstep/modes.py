@@ -1,16 +1,17 @@
-"""Orders dispatch modes, restores autocast in them, where torch switches it off, and makes compiled code run eagerly.
+"""Orders dispatch modes, restores autocast in them, makes compiled code run eagerly; marks places on the call stack.
 
-It must while it is observed, since it ignores hooks that are added later. torch.compile has one switch for the whole
-process, its stance, so all requests to run eagerly are counted here.
+torch switches autocast off in a mode. Compiled code must run eagerly while it is observed, since it ignores hooks that
+are added later; torch.compile has one switch for the whole process, its stance, so all requests are counted here.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from halfstep.torch_internals import (
     OpOverload,
     TorchDispatchMode,
     call_by_key,
+    compiled_inside,
     end_stance,
     forced_keys,
     has_kernel,
@@ -245,3 +247,19 @@ def ordinary_tensors() -> AbstractContextManager[Any]:
     """Leaves `torch.inference_mode` for the context, if it is on: tensors that are made in that mode cannot train."""
     # Where it is off nothing is entered, because its end would undo what the context does to the stack of modes.
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+
+
+Result = TypeVar("Result")
+
+OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
+
+
+def begin_pass(run: Callable[[], Result]) -> Result:
+    """Calls `run`, a forward or backward pass, and marks on the call stack where the pass begins."""
+    return run()
+
+
+@compiled_inside
+def cast_at_boundary(value: Any, dtype: torch.dtype) -> Any:
+    """Returns `value`, a tensor or a batch with a `to` method, cast to `dtype` at the entry or exit of a module."""
+    return value.to(dtype)

@@ -1,4 +1,4 @@
-"""Checks values that a user passes: words, numbers, text, paths; in each check, `what` names the value in the error."""
+"""Checks what a user passes (words, numbers, text, paths; `what` names the value in the error) and has installed."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import inspect
 import math
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from importlib import import_module
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,6 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from halfstep.errors import PlanError, SetupError
+from halfstep.pages import SUPPORT, more
 
 _SHOWN = 80
 _APEX = ", which is apex's: session = halfstep.initialize(model, optimizer, {!r})"
@@ -190,3 +193,28 @@ def named(names: Iterable[str], shown: int = 5) -> str:
     names = list(names)
     more = f" and {len(names) - shown} more" if len(names) > shown else ""
     return ", ".join(names[:shown]) + more
+
+
+@contextmanager
+def extra(package: str, *, first: str, below: str) -> Iterator[None]:
+    """For the imports of an adapter: within the context an ImportError says which extra to install."""
+    try:
+        check_version(package, import_module(package).__version__, first=first, below=below)
+        yield
+    except ImportError as error:
+        raise ImportError(
+            f"halfstep.adapters.{package} needs {error.name or package}; run: pip install 'halfstep[{package}]'"
+        ) from error
+
+
+def check_version(package: str, version: str, *, first: str, below: str) -> None:
+    """Raises a SetupError unless `version` is at least `first` and less than `below`, all as "major.minor"."""
+    if not _numbers(first) <= _numbers(version) < _numbers(below):
+        raise SetupError(
+            f"{package} {version} is installed, but halfstep's adapter needs at least {first} and less than {below}; "
+            f"run: pip install '{package}>={first},<{below}'; {more(SUPPORT)}"
+        )
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:2])

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from halfstep.adapters.versions import extra
 from halfstep.errors import SessionError, SetupError
 from halfstep.formats import FP32, is_narrow
 from halfstep.initialize import check_adapted, initialize
@@ -29,7 +28,7 @@ from halfstep.torch_internals import policy_of
 from halfstep.train.processes.collectives import failing_together
 from halfstep.train.processes.shards import fsdp_policy
 from halfstep.train.session.session import Session
-from halfstep.validate import named
+from halfstep.validate import extra, named
 
 with extra("accelerate", first="1.14", below="1.16"):
     from accelerate import Accelerator, DistributedType

@@ -11,7 +11,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from halfstep.adapters.versions import extra
 from halfstep.errors import SessionError, SetupError
 from halfstep.formats import is_narrow
 from halfstep.initialize import check_adapted, initialize
@@ -22,6 +21,7 @@ from halfstep.sharded import is_sharded
 from halfstep.train.processes.collectives import failing_together
 from halfstep.train.scale.loss import wide
 from halfstep.train.session.session import Session, Sink
+from halfstep.validate import extra
 
 with extra("lightning", first="2.6", below="2.7"):
     from lightning.fabric import Fabric

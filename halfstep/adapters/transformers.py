@@ -19,12 +19,12 @@ from halfstep.adapters.accelerate import (
     open_session,
     take_over,
 )
-from halfstep.adapters.versions import extra
 from halfstep.errors import SetupError
 from halfstep.formats import is_narrow
 from halfstep.initialize import check_adapted, initialize
 from halfstep.plan.plan import Plan
 from halfstep.records import StepRecord, counted
+from halfstep.validate import extra
 
 with extra("transformers", first="5.22", below="5.24"):
     from transformers import PreTrainedModel, Trainer, TrainingArguments

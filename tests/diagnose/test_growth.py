@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from halfstep.explain.diagnose.growth import degree
+from halfstep.explain.diagnose.counter import degree
 from halfstep.explain.tape.recorder import OpRecorder
 
 X = torch.linspace(-1.0, 2.0, 12).view(3, 4)

@@ -12,10 +12,9 @@ from torch.nn import functional as F
 import halfstep
 from halfstep import Kind, NumericsError, OpChange, Rule, Scaling, SetupError
 from halfstep.explain.diagnose import guardian
-from halfstep.explain.diagnose.counter import WINDOW
+from halfstep.explain.diagnose.counter import WINDOW, outgrown
 from halfstep.explain.diagnose.cures import FULL_OUT, WHOLE, untried_cure
 from halfstep.explain.diagnose.diagnosis import Diagnosis
-from halfstep.explain.diagnose.growth import outgrown
 from tests.contracts.cases import backward_and_step, start, train
 from tests.diagnose.closures import alarm, cross_entropy, run, session_on, train_on
 from tests.diagnose.faults.hosts import Cnn, Transformer, images, words

@@ -7,8 +7,8 @@ from functools import cache
 from importlib import import_module
 from typing import Any, cast
 
-from halfstep.adapters.versions import check_version
 from halfstep.records import Verdict
+from halfstep.validate import check_version
 
 try:
     import keras

@@ -34,12 +34,12 @@ from halfstep.errors import SetupError
 from halfstep.formats import Format
 from halfstep.initialize import initialize
 from halfstep.machine import read_facts
+from halfstep.modes import begin_pass
 from halfstep.plan.io import choose_plan, to_dict
 from halfstep.plan.levels import customize
 from halfstep.plan.matching import first_device
 from halfstep.plan.plan import Plan
 from halfstep.records import Status, StepRecord
-from halfstep.stack import begin_pass
 from halfstep.torch_internals import in_backward, in_functorch, outside_of_transforms
 from halfstep.train.cast.copies import CheckpointHook
 from halfstep.train.cast.modules import owners

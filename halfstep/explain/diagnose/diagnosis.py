@@ -10,7 +10,7 @@ from traceback import walk_tb
 import torch
 from torch import Tensor, nn
 
-from halfstep.explain.diagnose.growth import Growth
+from halfstep.explain.diagnose.counter import Growth
 from halfstep.explain.tape.nonfinite import nonfinite
 from halfstep.explain.tape.recorder import OTHERS, OWN, Leaf, Note, OpRecorder, reached_from
 from halfstep.explain.tape.schemas import tensors_of

@@ -15,10 +15,9 @@ from torch import Tensor, nn
 
 from halfstep.edits import spell
 from halfstep.explain.diagnose.blame import LEAST, NOT_SEEN
-from halfstep.explain.diagnose.counter import LONGEST_GAP, WINDOW, Counter, Watched
+from halfstep.explain.diagnose.counter import LONGEST_GAP, WINDOW, Counter, Watched, degree, outgrown, sizes_of
 from halfstep.explain.diagnose.cures import lower_scales, scaling_cure, untried_cure
 from halfstep.explain.diagnose.diagnosis import Diagnosis, diagnose, find_origin
-from halfstep.explain.diagnose.growth import degree, outgrown, sizes_of
 from halfstep.explain.diagnose.words import of_another, say
 from halfstep.explain.tape.recorder import Note, OpRecorder
 from halfstep.formats import Format
@@ -28,8 +27,7 @@ from halfstep.pages import NAN, more
 from halfstep.records import NumericsError, StepRecord, Verdict
 from halfstep.torch_internals import NO_BACKWARD, backward_task, mode_stack
 from halfstep.train.processes.shards import local
-from halfstep.train.session.parts import Part
-from halfstep.train.session.runtime import Runtime
+from halfstep.train.session.parts import Part, Runtime
 
 OnFailure = Literal["raise", "warn"]
 TOO_LONG = (

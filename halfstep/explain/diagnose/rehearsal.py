@@ -20,10 +20,9 @@ from halfstep.errors import SessionError, SetupError
 from halfstep.explain.diagnose.rewind import CONTAINERS, attributes, give_attributes, is_readable, untouched
 from halfstep.explain.tape.nonfinite import unwrapped
 from halfstep.machine import free_bytes
-from halfstep.modes import uncompiled
+from halfstep.modes import begin_pass, uncompiled
 from halfstep.plan.plan import Plan
 from halfstep.sharded import fsdp_modules
-from halfstep.stack import begin_pass
 from halfstep.torch_internals import compiled_module, hooks_of, parameters_of, tree_leaves, without_modes
 from halfstep.train.cast.copies import forward_set_on, is_bound
 from halfstep.train.cast.enter import put_in_place

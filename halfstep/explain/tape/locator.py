@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.explain.tape.nonfinite import elements
+from halfstep.modes import OURS, begin_pass, cast_at_boundary
 from halfstep.plan.matching import uncompiled, unwrap
-from halfstep.stack import OURS, begin_pass, cast_at_boundary
 from halfstep.torch_internals import (
     CHECKPOINT_FILE,
     DISPATCH_FILES,

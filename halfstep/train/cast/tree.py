@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.formats import CASTABLE
-from halfstep.stack import cast_at_boundary
+from halfstep.modes import cast_at_boundary
 from halfstep.torch_internals import compiled_inside
 
 _LEAVES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type, nn.Module)

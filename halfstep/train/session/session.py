@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from halfstep.errors import ObserveError, SessionError
 from halfstep.formats import FP32, needs_scale
-from halfstep.modes import ordinary_tensors
+from halfstep.modes import begin_pass, ordinary_tensors
 from halfstep.plan.compatibility import check_optimizers, check_per_sample
 from halfstep.plan.io import to_dict
 from halfstep.plan.matching import match_parameters
@@ -39,7 +39,6 @@ from halfstep.records import (
     preformatted,
 )
 from halfstep.sharded import is_sharded
-from halfstep.stack import begin_pass
 from halfstep.torch_internals import LOADS_STATE, parameters_of
 from halfstep.train.cast.casting import Casting
 from halfstep.train.cast.copies import CheckpointHook, plain_copies
@@ -87,9 +86,8 @@ from halfstep.train.session.decide import (
     modules_of,
     say_what_steps_itself,
 )
-from halfstep.train.session.parts import Part, StepFacts, memory_of, parts_to_step
+from halfstep.train.session.parts import Part, Runtime, StepFacts, memory_of, parts_to_step
 from halfstep.train.session.replicas import Replicas
-from halfstep.train.session.runtime import Runtime
 from halfstep.train.session.state import STATE_SCHEMA, check_state
 from halfstep.train.session.training import MixedTraining, PlainTraining, Step, Training
 from halfstep.validate import as_list, check_keywords, short, with_near_misses
