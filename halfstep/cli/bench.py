@@ -38,9 +38,8 @@ from halfstep.explain.report.bench import UNJUDGED, WITHIN, bench_table, cheapes
 from halfstep.explain.report.lines import to_json
 from halfstep.explain.report.sweep import largest_sheet, sheet_text, sweep_sheet
 from halfstep.formats import LOW_FORMATS, as_format
-from halfstep.lab.bench.bench import STEPS
+from halfstep.lab.bench.bench import SLOW, STEPS, TIMED
 from halfstep.lab.bench.bench import bench as run_bench
-from halfstep.lab.bench.budget import SLOW, TIMED
 from halfstep.lab.bench.lane import Origin
 from halfstep.lab.bench.sweep import Asked, check_same, largest_batches, read_sweep, sweep
 from halfstep.lab.bench.variants import Entry, entries

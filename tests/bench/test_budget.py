@@ -13,8 +13,7 @@ from halfstep.explain.report.bench import bench_table
 from halfstep.formats import BF16, FP32
 from halfstep.initialize import initialize
 from halfstep.lab.bench import bench as bench_module
-from halfstep.lab.bench.bench import bench
-from halfstep.lab.bench.budget import SLOW, Course, course, turn_of, warmup
+from halfstep.lab.bench.bench import SLOW, Course, bench, course, turn_of, warmup
 from halfstep.lab.bench.lane import Origin, Remote, Step, Task
 from halfstep.lab.bench.variants import AmpVariant, End, Entry
 from halfstep.lab.workloads.load import Regression
