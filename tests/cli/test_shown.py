@@ -98,7 +98,7 @@ TRAINS = "trains ResNets for minutes, each in a process of its own"
 INSTEAD = [
     (r"(\w+=\S+ )?\./dev \w+.*", "CI is made of these", "dev"),
     (r"pip install .*|\.venv/bin/python -m pip .*", "installs packages, as CI does", "dev"),
-    (r"python benchmarks/blocks\.py .*", "needs Triton", "tests/cudasim/test_gpu_script.py::test_a_part_runs"),
+    (r"python benchmarks/blocks\.py .*", "needs Triton", "tests/cudasim/test_gpu_script.py::test_its_parts_run"),
     (r"python hatch_build\.py", "builds beside the package", "tests/kernels/test_library.py::test_it_runs_as"),
     (r"python docs/look\.py", "needs the site; ./dev docs runs it", "dev"),
     (r"python benchmarks/fp8_torchao\.py.*", "needs torchao", "tests/cast/test_narrow.py::test_the_three_products"),
