@@ -22,6 +22,7 @@ def test_inspect_prints_operations_and_casts(halfstep, tmp_path, level, low):
 def test_doctor_prints_what_to_train_in(halfstep, tmp_path, monkeypatch):
     for name in ("RATES_SECONDS", "WIDE_SECONDS", "SETTINGS_SECONDS"):
         monkeypatch.setattr(examination, name, 0.0)
+    monkeypatch.setattr("halfstep.lab.doctor.rates.STEADY", 1e-4)
     monkeypatch.setattr(examination, "wide_backward", lambda seconds: ((32, 64),))
     code, out, _ = halfstep("doctor", "--device", "cpu", "--json", tmp_path / "x.json")
     assert code == 0

@@ -32,11 +32,9 @@ def rated(**gains):
 @pytest.fixture
 def quick(monkeypatch):
     """Has every measurement take one small turn."""
-    small = [
-        rates.Work(PRODUCT, "32 x 32 x 32", (torch.ones(32, 32), torch.ones(32, 32)), torch.mm, 2.0 * 32**3),
-        rates.Work(rates.COPY, "32 numbers", (torch.ones(32), torch.ones(32)), torch.Tensor.copy_, numbers=32),
-    ]
-    monkeypatch.setattr(rates, "works", lambda device: small)
+    product = rates.Work(PRODUCT, "32 x 32 x 32", (torch.ones(32, 32), torch.ones(32, 32)), torch.mm, 2.0 * 32**3)
+    copy = rates.Work(rates.COPY, "32 numbers", (torch.ones(32), torch.ones(32)), torch.Tensor.copy_, numbers=32)
+    monkeypatch.setattr(rates, "works", lambda device: [product, copy])
     monkeypatch.setattr(rates, "STEADY", 1e-4)
     monkeypatch.setattr(doctor, "_LENGTHS", (16,))
     for name in ("RATES_SECONDS", "WIDE_SECONDS", "SETTINGS_SECONDS"):
