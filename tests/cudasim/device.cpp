@@ -282,6 +282,20 @@ Tensor& copy_(Tensor& self, const Tensor& src, bool non_blocking) {
   return self;
 }
 
+void foreach_copy_(at::TensorList self, at::TensorList src, bool non_blocking) {
+  Kernel kernel;
+  bool alike = true;  // then one launch, as on CUDA
+  for (size_t i = 0; i < self.size(); ++i) {
+    alike = alike && self[i].device() == self[0].device() && src[i].device() == self[0].device() &&
+        self[i].dtype() == self[0].dtype() && src[i].dtype() == src[0].dtype();
+  }
+  TORCH_CHECK(fault.empty(), std::exchange(fault, ""));
+  if (alike && !inside) note("op: _foreach_copy_");
+  for (size_t i = 0; i < self.size(); ++i) {
+    alike ? host(self[i]).copy_(host(src[i])) : self[i].copy_(src[i], non_blocking);
+  }
+}
+
 at::Scalar local_scalar(const Tensor& self) {
   waits("item()", self.device().index());
   return host(self).item();
@@ -418,6 +432,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("view_as_real", at::native::view_as_real);
   m.impl("view_as_complex", at::native::view_as_complex);
   m.impl("copy_", copy_);
+  m.impl("_foreach_copy_", foreach_copy_);
   m.impl("_to_copy", to_copy);
   m.impl("_copy_from", copy_from);
   m.impl("_copy_from_and_resize", copy_from_and_resize);
