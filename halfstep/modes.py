@@ -249,6 +249,7 @@ def ordinary_tensors() -> AbstractContextManager[Any]:
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
+# ---- marks on the call stack, which tell halfstep's frames from a model's
 Result = TypeVar("Result")
 
 OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep

@@ -126,6 +126,7 @@ def _bar(console: Console, unit: str) -> Iterator[Update]:
         yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total or None)
 
 
+# ---- options, and the checks of their values
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 DEVICES = ("auto", "cpu", "cuda")
 

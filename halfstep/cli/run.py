@@ -149,6 +149,7 @@ class _Recorded:
         return f"; {shown(page)}"
 
 
+# ---- the page of a log
 Logs = Annotated[
     list[Path],
     typer.Argument(metavar="RUN...", help="A run log, or its folder; for a run of several processes all their logs."),

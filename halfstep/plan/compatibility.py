@@ -184,6 +184,7 @@ def check_closures(optimizers: Sequence[Optimizer], plan: Plan) -> None:
 if TYPE_CHECKING:
     from halfstep.plan.resolve import Assignment, ModuleFormats
 
+# ---- which linear layers multiply by the recipe of a plan, and why others do not
 _NAMED = re.compile("Linear|^Conv1D$")  # layers of a model's own, and those of transformers' GPT-2
 
 _LAST, _TIED = "the last Linear", "tied to"

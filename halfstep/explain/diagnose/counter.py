@@ -148,6 +148,7 @@ def _number(t: Tensor) -> float:
     return float((c_bool if t.dtype is torch.bool else c_float).from_address(t.data_ptr()).value)
 
 
+# ---- growth: of a result with the loss scale, of weights in this session
 _BILINEAR = (
     "mul", "mm", "bmm", "mv", "dot", "vdot", "outer", "ger",
     "addmm", "baddbmm", "addbmm", "addmv", "addr",  # these add a product to their first argument

@@ -276,6 +276,7 @@ def _share_hooks(param: nn.Parameter | None, twin: nn.Parameter | None) -> Itera
             yield twin.register_hook(hook).remove  # type: ignore[no-untyped-call]
 
 
+# ---- sharded models, as whole ones
 T = TypeVar("T")
 PER_ELEMENT = 16  # bytes: fp32 weights and gradients of the copy, and of the copy of it on which cures are tried
 

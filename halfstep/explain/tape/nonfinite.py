@@ -106,6 +106,7 @@ def _values(tensor: Tensor) -> Tensor | None:
     return values.float() if values.dtype.itemsize == 1 else values  # fp8 and narrower
 
 
+# ---- an operation computed again in fp32 and fp64, from the values that it read when it ran
 _NARROWER: Mapping[torch.dtype | None, tuple[torch.dtype, ...]] = {
     None: (),
     torch.float32: CASTABLE[1:],

@@ -184,6 +184,7 @@ def _gradient(workload: Workload, plan: Plan, batch: Batch, seed: int, device: t
         return torch.cat([p.grad.float().flatten() for p in model.parameters() if p.grad is not None]) / scale
 
 
+# ---- a row in a process of its own
 _LINES = 3  # of what a process said last before it died
 
 

@@ -110,6 +110,7 @@ def limit_memory(size: int, device: torch.device) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (held + size, resource.getrlimit(resource.RLIMIT_DATA)[1]))
 
 
+# ---- rows
 NOTES: tuple[tuple[Callable[[Entry], bool], str], ...] = (
     (
         lambda entry: entry.emulated,

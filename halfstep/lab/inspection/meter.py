@@ -172,6 +172,7 @@ def _recurrent(given: Sequence[int], weight: Sequence[int], recurrent: Sequence[
     return 2 * steps * batch * (weight[0] * weight[1] + recurrent[0] * recurrent[1])
 
 
+# ---- why products ran full, and the edits that make them run low
 _HEAVY = 0.02  # of the step's FLOPs: what has less is not looked at
 
 Reason = tuple[str, str, tuple[Edit, ...]]  # why, what to do about it, and the edits that do it

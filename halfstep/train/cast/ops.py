@@ -198,6 +198,7 @@ def _without(markers: tuple[str, ...]) -> Iterator[None]:
         yield
 
 
+# ---- a drop-in torch.autocast
 _LOG = logging.getLogger("halfstep.device")
 
 

@@ -135,6 +135,7 @@ def bits(number: float) -> int:
     return value
 
 
+# ---- kernels that another package runs
 _LOG = logging.getLogger("halfstep")
 
 

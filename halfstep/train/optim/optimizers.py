@@ -241,6 +241,7 @@ def _is_number(value: object) -> bool:
     return value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real)
 
 
+# ---- the table of all that halfstep updates itself; CONTRIBUTING.md says how to add one
 TABLE: dict[type[Optimizer], Row] = {
     Adam: laws.ADAM,
     AdamW: laws.ADAM,

@@ -110,6 +110,7 @@ class _Retired:
         return _Retired, ([],)
 
 
+# ---- sums of low gradients in fp32: over the processes, and over the backward passes of a step
 _LOG = logging.getLogger("halfstep")
 
 
