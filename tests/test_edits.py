@@ -88,7 +88,7 @@ def test_what_is_asked_of_a_scaling_in_place_of_its_kind(scaling, active, adapts
 
 def test_kinds_are_told_apart_by_what_scaling_has_and_nowhere_else():
     """A rule of the loss scale that is added has to be looked for in no room that only asks what it does."""
-    shown = {"explain/report/page.py", "explain/report/tables.py", "plan/compatibility.py"}  # in sentences
+    shown = {"explain/report/html.py", "explain/report/tables.py", "plan/compatibility.py"}  # in sentences
     folder = Path(halfstep.__file__).parent
     asking = {
         path.relative_to(folder).as_posix()

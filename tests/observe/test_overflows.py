@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils.checkpoint import checkpoint
 
 import halfstep
+from halfstep.explain.report.html import page_of
 from halfstep.explain.report.live import LiveLine
 from halfstep.explain.report.log import RunLog
-from halfstep.explain.report.page import page_of
 from halfstep.explain.report.run import read_log
 from halfstep.records import ABSORBED
 from tests.preflight.test_absorbed import PLANTED, WIDE, Does, Fixed, checked, classifier, inputs

@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 
 import halfstep.explain.report.html
-import halfstep.explain.report.page
 from docs.browser import Browser, find_browser
 from halfstep import FULL, Rule
 from halfstep.explain.report.html import page_html
@@ -144,7 +143,7 @@ def test_a_page_is_below_two_megabytes_and_says_where_a_browser_is_too_old(brows
 
 
 def test_a_number_of_the_steps_that_has_no_chart_gets_one_below_the_others(show, monkeypatch):
-    monkeypatch.setattr(halfstep.explain.report.page, "COLUMNS", (*COLUMNS, "step"))
+    monkeypatch.setattr(halfstep.explain.report.html, "COLUMNS", (*COLUMNS, "step"))
     browser = show(START, *(step(number, loss=1.0) for number in (1, 2)))
     assert browser.errors == []
     assert words_of(browser, ".g-y4title") == ["step"]

@@ -10,7 +10,7 @@ import pytest
 
 import halfstep
 from halfstep.errors import FormatError, LogError
-from halfstep.explain.report.page import POINTS, page_of, thin
+from halfstep.explain.report.html import POINTS, page_of, thin
 from halfstep.explain.report.run import read_log
 from halfstep.formats import E4M3
 from halfstep.records import Finding, Verdict
