@@ -9,7 +9,12 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <vector>
+
+#if defined(__AVX512BW__)
+#include "words.h"
+#endif
 
 constexpr int kStates = 3;
 
@@ -96,7 +101,12 @@ inline uint32_t widened(Float16 x) {
 
 template <typename T>
 void load(const T* __restrict from, float factor, float* __restrict to, int64_t n) {
-  for (int64_t i = 0; i < n; i++) to[i] = number(widened(from[i])) * factor;
+  int64_t i = 0;
+#if defined(__AVX512BW__)
+  if (std::is_same_v<T, BFloat16>)
+    for (; i + 32 <= n; i += 32) widen_words(from + i, factor, to + i);
+#endif
+  for (; i < n; i++) to[i] = number(widened(from[i])) * factor;
 }
 
 template <typename T>
@@ -119,7 +129,11 @@ inline void load(int32_t format, const void* base, int64_t at, float* to, int64_
 }
 
 void join(const uint16_t* __restrict high, const int16_t* __restrict low, float* __restrict to, int64_t n) {
-  for (int64_t i = 0; i < n; i++) {
+  int64_t i = 0;
+#if defined(__AVX512BW__)
+  for (; i + 32 <= n; i += 32) join_words(high + i, low + i, to + i);
+#endif
+  for (; i < n; i++) {
     const int32_t rest = (high[i] & 0x7fff) == 0 && low[i] < 0 ? 0 : low[i];  // a zero that was written past it
     to[i] = number((uint32_t(high[i]) << 16) + uint32_t(rest));
   }

@@ -1,24 +1,20 @@
 // The codes of a group in registers of AVX-512, bit for bit those of the loops in codes.h.
 //
-// Values on their way to codes have 16 bits, the upper ones of fp32, of which codes keep none but these. Numbers widen and
-// narrow inside lanes of 128 bits; `by_fours` orders the bytes of a group so that neighbours in fp32 are neighbours.
+// Values on their way to codes have 16 bits, the upper ones of fp32, of which codes keep none but these.
 
 #pragma once
-
-#include <immintrin.h>
 
 #include "codes.h"
 
 namespace {
 
-inline __m512i by_fours(__m512i x) {
-  return _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), x);
-}
+// Asks for what a group will read when some more are done.
+constexpr int64_t kGroupsAhead = 8;
 
-inline __m512i upper_halves(__m512i x, __m512i y) {
-  const __m512i in_lanes = _mm512_set_epi16(63, 61, 59, 57, 31, 29, 27, 25, 55, 53, 51, 49, 23, 21, 19, 17, 47, 45, 43, 41,
-                                            15, 13, 11, 9, 39, 37, 35, 33, 7, 5, 3, 1);
-  return _mm512_permutex2var_epi16(x, in_lanes, y);
+template <typename T>
+inline void ask_for(const T* group) {
+  for (int byte = 0; byte < kGroup * int(sizeof(T)); byte += 64)
+    __builtin_prefetch((const char*)(group + kGroupsAhead * kGroup) + byte, 1);
 }
 
 // The least of 64 unsigned numbers in 16 bits, and the greatest.
@@ -36,62 +32,86 @@ inline int32_t greatest_of(__m512i x, __m512i y) {
 
 template <bool kSigned>
 __attribute__((always_inline)) inline void decode_group(const uint8_t* from, int32_t base, float* to) {
-  const __m512i zero = _mm512_setzero_si512(), least = _mm512_set1_epi16(base >= 0 ? base : -1 - base);
+  const __m512i least = _mm512_set1_epi16(base >= 0 ? base : -1 - base);
   const __m512i unit = _mm512_set1_epi16(base >= 0 ? 1 << (kFine - 16) : 1 << (kCoarse - 16));
-  const __m512i codes = by_fours(_mm512_loadu_si512(from)), sizes = kSigned ? _mm512_abs_epi8(codes) : codes;
-  for (int i = 0; i < 2; i++, to += 32) {
-    const __m512i size = i ? _mm512_unpackhi_epi8(sizes, zero) : _mm512_unpacklo_epi8(sizes, zero);
-    const __m512i sign = i ? _mm512_unpackhi_epi8(zero, codes) : _mm512_unpacklo_epi8(zero, codes);
-    const __mmask32 some = _mm512_test_epi16_mask(size, size);
-    __m512i value = _mm512_maskz_mullo_epi16(some, _mm512_add_epi16(size, least), unit);
-    if (kSigned) value = _mm512_or_si512(value, _mm512_and_si512(sign, _mm512_set1_epi16(int16_t(0x8000))));
-    _mm512_storeu_si512(to, _mm512_unpacklo_epi16(zero, value));
-    _mm512_storeu_si512(to + 16, _mm512_unpackhi_epi16(zero, value));
+  for (int i = 0; i < kGroup; i += 32) {
+    const __m256i bytes = _mm256_loadu_si256((const __m256i*)(from + i));
+    const __m512i code = kSigned ? _mm512_cvtepi8_epi16(bytes) : _mm512_cvtepu8_epi16(bytes);
+    const __m512i size = kSigned ? _mm512_abs_epi16(code) : code;
+    __m512i value = _mm512_maskz_mullo_epi16(_mm512_test_epi16_mask(code, code), _mm512_add_epi16(size, least), unit);
+    if (kSigned) value = _mm512_ternarylogic_epi32(value, code, _mm512_set1_epi16(int16_t(0x8000)), 0xF8);  // a | b & c
+    for (int half = 0; half < 2; half++) _mm512_storeu_si512(to + i + 16 * half, widened(value, half));
   }
 }
 
-// Writes the codes of a group; returns its base.
+// Magnitudes with noise below 4 bits of the fraction; those that are not 0 have a bit in the upper half that no code keeps.
+template <int kState>
+inline __m512i noisy(__m512i x, const uint32_t* random) {
+  const __m512i hash = _mm512_loadu_si512(random);
+  const __m512i noise = _mm512_and_si512(kState == 0 ? _mm512_srli_epi32(hash, 12) : hash, _mm512_set1_epi32(0x7FFFF));
+  const __m512i size_bits = _mm512_set1_epi32(0x7FFFFFFF);
+  return _mm512_maskz_or_epi32(_mm512_test_epi32_mask(x, size_bits), _mm512_add_epi32(_mm512_and_si512(x, size_bits), noise),
+                               _mm512_set1_epi32(0x10000));
+}
+
+// Rounds a group to bf16 as `to_bf16` does.
+template <int kState>
+inline void round_group(const float* from, const uint32_t* random, uint16_t* to) {
+  __m512i sums[kGroup / 16];
+  for (int i = 0; i < kGroup / 16; i++) {
+    const __m512i x = _mm512_loadu_si512(from + 16 * i), hash = _mm512_loadu_si512(random + 16 * i);
+    const __m512i noise = kState == 0 ? _mm512_srli_epi32(hash, 16)
+                                      : _mm512_and_si512(_mm512_srli_epi32(hash, 4), _mm512_set1_epi32(0xFFFF));
+    const __m512 number = _mm512_castsi512_ps(x);
+    sums[i] = _mm512_mask_add_epi32(x, _mm512_cmp_ps_mask(number, number, _CMP_ORD_Q), x, noise);
+  }
+  for (int i = 0; i < kGroup / 32; i++) _mm512_storeu_si512(to + 32 * i, upper_halves(sums[2 * i], sums[2 * i + 1]));
+}
+
+// Writes the codes of a group; returns its base. Where the spread of a group is hard to foresee there is no branch on it.
 template <int kState, bool kSigned, bool kStochastic>
 __attribute__((always_inline)) inline int16_t encode_group(const float* from, const uint32_t* random, uint8_t* to) {
-  constexpr int32_t kMost = kSigned ? 127 : 255;
-  __m512i values[2], sizes[2], more[2];  // with the noise for 4 bits of the fraction, and what 3 bits add
-  for (int i = 0; i < 2; i++, from += 32, random += 32) {
-    __m512i noisy[2], hash[2];
-    for (int j = 0; j < 2; j++) {
-      const __m512i value = _mm512_loadu_si512(from + 16 * j);
-      hash[j] = _mm512_loadu_si512(random + 16 * j);
-      const __m512i bits = kState == 0 ? _mm512_srli_epi32(hash[j], 12) : hash[j];
-      const __m512i noise = kStochastic ? _mm512_and_si512(bits, _mm512_set1_epi32(0x7FFFF)) : _mm512_set1_epi32(0x40000);
-      const __mmask16 some = _mm512_test_epi32_mask(value, _mm512_set1_epi32(0x7FFFFFFF));  // a bit that no code keeps
-      noisy[j] = _mm512_maskz_or_epi32(some, _mm512_add_epi32(value, noise), _mm512_set1_epi32(0x10000));
+  constexpr int32_t kMost = kSigned ? 127 : 255, kHalf = kStochastic ? 0 : 4;
+  __m512i values[2], sizes[2];  // the upper halves of numbers and of magnitudes, with the noise for 4 bits of the fraction
+  for (int i = 0; i < 2; i++) {
+    const __m512i x = _mm512_loadu_si512(from + 32 * i), y = _mm512_loadu_si512(from + 32 * i + 16);
+    values[i] = upper_halves(x, y);
+    if (kStochastic) {
+      sizes[i] = upper_halves(noisy<kState>(x, random + 32 * i), noisy<kState>(y, random + 32 * i + 16));
+    } else {
+      const __m512i some = _mm512_min_epu16(lower_halves(x, y), _mm512_set1_epi16(1));
+      sizes[i] = _mm512_ternarylogic_epi32(values[i], some, _mm512_set1_epi16(0x7FFF), 0xA8);  // (a | b) & c
     }
-    values[i] = upper_halves(noisy[0], noisy[1]);
-    sizes[i] = _mm512_and_si512(values[i], _mm512_set1_epi16(0x7FFF));
-    const __m512i bits = upper_halves(hash[0], hash[1]);
-    more[i] = _mm512_and_si512(kState == 0 ? _mm512_srli_epi16(bits, 12) : bits, _mm512_set1_epi16(8));
-    if (!kStochastic) more[i] = _mm512_set1_epi16(4);
   }
   const __m512i one = _mm512_set1_epi16(1);
   const int32_t top = greatest_of(sizes[0], sizes[1]);
   const int32_t least = least_of(_mm512_sub_epi16(sizes[0], one), _mm512_sub_epi16(sizes[1], one)) + 1;  // but for zeros
-  const bool near = (top >> 3) - (least >> 3) < kMost;
-  if (!near)
-    for (int i = 0; i < 2; i++) sizes[i] = _mm512_add_epi16(sizes[i], more[i]);
-  const int32_t most = near ? top >> 3 : greatest_of(sizes[0], sizes[1]) >> 4, base = most > kMost ? most - kMost : 0;
-  const __m512i unit = _mm512_set1_epi16(near ? 1 << 13 : 1 << 12);
+  const bool near = ((top + kHalf) >> 3) - ((least + kHalf) >> 3) < kMost;
+  int32_t most = near ? (top + kHalf) >> 3 : (top + 2 * kHalf) >> 4;
+  const __m512i unit = _mm512_set1_epi16((near ? 1 << 13 : 1 << 12) >> !kStochastic);
+  const __mmask32 some[2] = {_mm512_test_epi16_mask(sizes[0], sizes[0]), _mm512_test_epi16_mask(sizes[1], sizes[1])};
+  if (kStochastic && !near) {  // what noise for 3 bits adds
+    for (int i = 0; i < 2; i++) {
+      const __m512i hash = upper_halves(_mm512_loadu_si512(random + 32 * i), _mm512_loadu_si512(random + 32 * i + 16));
+      const __m512i bit = kState == 0 ? _mm512_srli_epi16(hash, 12) : hash;
+      sizes[i] = _mm512_add_epi16(sizes[i], _mm512_and_si512(bit, _mm512_set1_epi16(8)));
+    }
+    most = greatest_of(sizes[0], sizes[1]) >> 4;
+  }
+  const int32_t base = most > kMost ? most - kMost : 0;
   __m512i codes[2];
   for (int i = 0; i < 2; i++) {
-    codes[i] = _mm512_mulhi_epu16(sizes[i], unit);
+    codes[i] = kStochastic ? _mm512_mulhi_epu16(sizes[i], unit) : _mm512_mulhrs_epi16(sizes[i], unit);
     if (!kSigned) codes[i] = _mm512_max_epu16(codes[i], _mm512_set1_epi16(base + 1));
-    codes[i] = _mm512_subs_epu16(codes[i], _mm512_set1_epi16(base));
-    if (!kSigned) codes[i] = _mm512_maskz_mov_epi16(_mm512_test_epi16_mask(values[i], values[i]), codes[i]);
+    codes[i] = _mm512_maskz_subs_epu16(kSigned ? ~0u : some[i], codes[i], _mm512_set1_epi16(base));
   }
   __m512i bytes = _mm512_packus_epi16(codes[0], codes[1]);
   if (kSigned) {
     const __mmask64 negative = _mm512_movepi8_mask(_mm512_packs_epi16(values[0], values[1]));
     bytes = _mm512_mask_sub_epi8(bytes, negative, _mm512_setzero_si512(), bytes);
   }
-  _mm512_storeu_si512(to, by_fours(bytes));
+  const __m512i in_order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
+  _mm512_storeu_si512(to, _mm512_permutexvar_epi64(in_order, bytes));
   return int16_t(near ? base : -1 - base);
 }
 

@@ -4,7 +4,7 @@
 // cache, so one loop serves every storage format.
 
 #if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC optimize("schedule-insns", "sched-pressure")  // orders what waits for divisions before registers are given out
+#pragma GCC optimize("schedule-insns", "no-sched-pressure")  // orders what waits for divisions before registers are given out
 #endif
 
 #include "codes.h"
@@ -69,7 +69,11 @@ void store_low(int32_t format, const float* __restrict from, void* base, int64_t
 }
 
 void split(const float* __restrict from, uint16_t* __restrict high, int16_t* __restrict low, int64_t n) {
-  for (int64_t i = 0; i < n; i++) {
+  int64_t i = 0;
+#if defined(__AVX512BW__)
+  for (; i + 32 <= n; i += 32) split_words(from + i, high + i, low + i);
+#endif
+  for (; i < n; i++) {
     const uint32_t u = storable(bits(from[i]));
     high[i] = uint16_t((u + 0x8000) >> 16);
     low[i] = int16_t(uint16_t(u));
@@ -193,16 +197,18 @@ void update_in_bf16(const Rule& rule, const Tensors& b, int64_t at, const Block&
   if (x.states[1]) to_bf16<1>(x.states[1], random, (uint16_t*)b.states[1][x.tensor] + at, x.n);
 }
 
-struct Coded {  // the states of neighbouring groups, and the index of their first element in the whole tensor
-  uint8_t* codes[2];
+struct Kept {  // the states of neighbouring groups, and the index of their first element in the whole tensor
+  uint8_t* states[2];
   int16_t* bases[2];
   uint32_t index;
 };
 
-inline Coded coded_at(const Tensors& b, int64_t t, int64_t at, int64_t group, uint32_t index) {
-  Coded x{{}, {}, index};
-  for (int k = 0; k < 2 && b.states[k]; k++)
-    x.codes[k] = (uint8_t*)b.states[k][t] + at, x.bases[k] = b.bases[k][t] + group;
+inline Kept kept_at(const Tensors& b, int64_t t, int64_t at, int64_t group, uint32_t index) {
+  Kept x{{}, {}, index};
+  for (int k = 0; k < 2 && b.states[k]; k++) {
+    x.states[k] = (uint8_t*)b.states[k][t] + at * (b.width == kWhole ? 4 : b.width == kTwoBytes ? 2 : 1);
+    if (b.width == kOneByte) x.bases[k] = b.bases[k][t] + group;
+  }
   return x;
 }
 
@@ -211,40 +217,69 @@ inline void close_group(const float* from, float* w, int16_t*, int64_t at) { std
 inline void open_group(uint16_t* w, int16_t* rest, int64_t at, float* to) { join(w + at, rest + at, to, kGroup); }
 inline void close_group(const float* from, uint16_t* w, int16_t* rest, int64_t at) { split(from, w + at, rest + at, kGroup); }
 
+#if defined(__AVX512BW__)
+template <Width kWidth, int kState>
+__attribute__((always_inline)) inline void open_states(const Kept& x, int64_t group, float* to) {
+  if (kWidth == kWhole)
+    std::memcpy(to, (const float*)x.states[kState] + group * kGroup, kGroup * sizeof *to);
+  else if (kWidth == kTwoBytes)
+    load((const BFloat16*)x.states[kState] + group * kGroup, 1, to, kGroup);
+  else
+    decode_group<kState == 0>(x.states[kState] + group * kGroup, x.bases[kState][group], to);
+}
+
+template <Width kWidth, int kState, bool kRandom>
+__attribute__((always_inline)) inline void close_states(const float* from, const uint32_t* random, const Kept& x,
+                                                        int64_t group) {
+  if (kWidth == kWhole)
+    std::memcpy((float*)x.states[kState] + group * kGroup, from, kGroup * sizeof *from);
+  else if (kWidth == kTwoBytes)
+    round_group<kState>(from, random, (uint16_t*)x.states[kState] + group * kGroup);
+  else
+    x.bases[kState][group] = encode_group<kState, kState == 0, kRandom>(from, random, x.states[kState] + group * kGroup);
+}
+#endif
+
 // Updates whole groups, of weights in fp32 or split with `rest`, and keeps their states. With AVX-512 what is opened stays
 // in registers.
-template <bool kRandom, typename Rule, typename Weight, typename Grad>
+template <Width kWidth, bool kRandom, typename Rule, typename Weight, typename Grad>
 __attribute__((noinline)) void update_groups(const Rule rule, int64_t groups, Weight* __restrict weights,
                                              int16_t* __restrict rest, const Grad* __restrict grads, float factor,
-                                             const Coded x, uint32_t key) {
+                                             const Kept x, uint32_t key) {
   constexpr bool kTwo = Rule::kUsed > 1;
   for (int64_t i = 0, at = 0; i < groups; i++, at += kGroup) {
     alignas(64) float first[kGroup], second[kGroup];
     alignas(64) uint32_t random[kGroup];
     const uint32_t index = x.index + uint32_t(at);
 #if defined(__AVX512BW__)
+    using State = std::conditional_t<kWidth == kWhole, float, std::conditional_t<kWidth == kTwoBytes, uint16_t, uint8_t>>;
     alignas(64) float w[kGroup], g[kGroup];
-    for (int64_t k = 0; k < kGroup; k++) random[k] = mix(uint32_t(k) * kSpread + (index * kSpread + key));
-    decode_group<true>(x.codes[0] + at, x.bases[0][i], first);
-    if (kTwo) decode_group<false>(x.codes[1] + at, x.bases[1][i], second);
+    if (kWidth != kWhole)
+      for (int64_t k = 0; k < kGroup; k++) random[k] = mix(uint32_t(k) * kSpread + (index * kSpread + key));
+    open_states<kWidth, 0>(x, i, first);
+    if (kTwo) open_states<kWidth, 1>(x, i, second);
     load(grads + at, factor, g, kGroup);
     open_group(weights, rest, at, w);
     for (int64_t k = 0; k < kGroup; k++) {
       float none = 0;
       rule(w[k], g[k], first[k], kTwo ? second[k] : none, none);
     }
-    x.bases[0][i] = encode_group<0, true, kRandom>(first, random, x.codes[0] + at);
-    if (kTwo) x.bases[1][i] = encode_group<1, false, true>(second, random, x.codes[1] + at);
+    close_states<kWidth, 0, kRandom>(first, random, x, i);
+    if (kTwo) close_states<kWidth, 1, true>(second, random, x, i);
     close_group(w, weights, rest, at);
+    ask_for(weights + at);
+    if (rest) ask_for(rest + at);
+    ask_for(grads + at), ask_for((const State*)x.states[0] + at);
+    if (kTwo) ask_for((const State*)x.states[1] + at);
 #else
     alignas(64) uint32_t fine[2][kGroup];
     Range ranges[2];
-    decode<true>(x.codes[0] + at, x.bases[0][i], first);
-    if (kTwo) decode<false>(x.codes[1] + at, x.bases[1][i], second);
+    decode<true>(x.states[0] + at, x.bases[0][i], first);
+    if (kTwo) decode<false>(x.states[1] + at, x.bases[1][i], second);
     update<kCoded, kRandom>(rule, kGroup, weights + at, grads + at, first, second, (float*)nullptr, index, key, random,
                             fine[0], fine[1], ranges);
-    x.bases[0][i] = encode<0, true, kRandom>(first, random, ranges[0], fine[0], x.codes[0] + at);
-    if (kTwo) x.bases[1][i] = encode<1, false, true>(second, random, ranges[1], fine[1], x.codes[1] + at);
+    x.bases[0][i] = encode<0, true, kRandom>(first, random, ranges[0], fine[0], x.states[0] + at);
+    if (kTwo) x.bases[1][i] = encode<1, false, true>(second, random, ranges[1], fine[1], x.states[1] + at);
 #endif
   }
 }
@@ -254,42 +289,45 @@ template <bool kRandom, typename Rule>
 void update_in_codes(const Rule& rule, const Tensors& b, int64_t at, const Block& x, uint32_t key, const Run* runs,
                      int64_t count) {
   for (const Run* run = runs; run < runs + count; run++) {
-    const Coded held = coded_at(b, x.tensor, at + run->from, run->group, run->index);
+    const Kept held = kept_at(b, x.tensor, at + run->from, run->group, run->index);
     if (run->length == kGroup) {
-      update_groups<kRandom>(rule, 1, x.w + run->from, nullptr, x.g + run->from, 1, held, key);
+      update_groups<kOneByte, kRandom>(rule, 1, x.w + run->from, nullptr, x.g + run->from, 1, held, key);
       continue;
     }
-    Coded filled = held;
+    Kept filled = held;
     float some[2][kGroup] = {};
     uint8_t codes[2][kGroup] = {};
     std::memcpy(some[0], x.w + run->from, run->length * sizeof(float));
     std::memcpy(some[1], x.g + run->from, run->length * sizeof(float));
-    for (int k = 0; k < 2 && held.codes[k]; k++)
-      filled.codes[k] = (uint8_t*)std::memcpy(codes[k], held.codes[k], run->length);
-    update_groups<kRandom>(rule, 1, some[0], nullptr, some[1], 1, filled, key);
+    for (int k = 0; k < 2 && held.states[k]; k++)
+      filled.states[k] = (uint8_t*)std::memcpy(codes[k], held.states[k], run->length);
+    update_groups<kOneByte, kRandom>(rule, 1, some[0], nullptr, some[1], 1, filled, key);
     std::memcpy(x.w + run->from, some[0], run->length * sizeof(float));
-    for (int k = 0; k < 2 && held.codes[k]; k++) std::memcpy(held.codes[k], codes[k], run->length);
+    for (int k = 0; k < 2 && held.states[k]; k++) std::memcpy(held.states[k], codes[k], run->length);
   }
 }
 
 #if defined(__AVX512BW__)
-// The same without blocks, of rows of whole groups: weights and gradients are fp32, or split and bf16.
-template <bool kRandom, typename Rule>
-__attribute__((noinline)) void update_rows(const Rule& rule, const Tensors& b, const Common& c, const Part& part) {
+// The same without blocks, of rows of whole groups, or of full states: weights and gradients are fp32, or split and bf16.
+// Returns where less than a group is left.
+template <Width kWidth, bool kRandom, typename Rule>
+__attribute__((noinline)) int64_t update_rows(const Rule& rule, const Tensors& b, const Common& c, const Part& part) {
   const int64_t t = part.tensor;
-  const Shard& p = b.places[t];
-  const uint32_t key = key_of(p, *b.steps[t], 0);
-  for (int64_t at = part.begin, n; at < part.end; at += n) {
-    const int64_t slice = at / p.row, column = at - slice * p.row;
-    n = p.row == p.stride ? part.end - at : std::min(part.end - at, p.row - column);
-    const Coded x = coded_at(b, t, at, at / kGroup, uint32_t(p.first + slice * p.stride + column));
+  const Shard none{}, &p = b.places ? b.places[t] : none;
+  const uint32_t key = kWidth == kWhole ? 0 : key_of(p, *b.steps[t], 0);
+  int64_t at = part.begin;
+  for (int64_t n; (n = (part.end - at) / kGroup * kGroup); at += n) {
+    const int64_t slice = p.row == p.stride ? 0 : at / p.row, column = at - slice * p.row;
+    if (p.row != p.stride) n = std::min(n, p.row - column);
+    const Kept x = kept_at(b, t, at, at / kGroup, uint32_t(p.first + slice * p.stride + column));
     if (b.layout == kSplit)
-      update_groups<kRandom>(rule, n / kGroup, (uint16_t*)b.weights[t] + at, (int16_t*)b.extras[t] + at,
-                             (const BFloat16*)b.grads[t] + at, factor_of(c), x, key);
+      update_groups<kWidth, kRandom>(rule, n / kGroup, (uint16_t*)b.weights[t] + at, (int16_t*)b.extras[t] + at,
+                                     (const BFloat16*)b.grads[t] + at, factor_of(c), x, key);
     else
-      update_groups<kRandom>(rule, n / kGroup, (float*)b.weights[t] + at, nullptr, (const float*)b.grads[t] + at,
-                             factor_of(c), x, key);
+      update_groups<kWidth, kRandom>(rule, n / kGroup, (float*)b.weights[t] + at, nullptr, (const float*)b.grads[t] + at,
+                                     factor_of(c), x, key);
   }
+  return at;
 }
 #endif
 
@@ -309,17 +347,19 @@ void for_each_block(const Tensors& b, const Common& c, const Optimizer& optimize
     Run runs[kBlock];
     const Shard* place = b.places ? b.places + t : nullptr;
     const bool coded = b.width == kOneByte;
+    int64_t at = parts[i].begin;
 #if defined(__AVX512BW__)
     const bool fits = b.grad_formats[t] == kFloat ? b.layout == kFull : b.grad_formats[t] == kBfloat && b.layout == kSplit;
-    if (coded && b.states[0] && fits && l2 == 0 && place->row % kGroup == 0) {
+    const bool whole = b.width == kWhole;
+    if (b.states[0] && !b.states[2] && fits && l2 == 0 && (whole || place->row % kGroup == 0))
       optimizer.with_rule(Block{t, 0, nullptr, nullptr, {(float*)b.states[0][t]}}, [&](auto rule) {
-        if (b.codes[0] & kIsRandom) update_rows<true>(rule, b, c, parts[i]);
-        else update_rows<false>(rule, b, c, parts[i]);
+        if (whole) at = update_rows<kWhole, false>(rule, b, c, parts[i]);
+        else if (!coded) at = update_rows<kTwoBytes, true>(rule, b, c, parts[i]);
+        else if (b.codes[0] & kIsRandom) at = update_rows<kOneByte, true>(rule, b, c, parts[i]);
+        else at = update_rows<kOneByte, false>(rule, b, c, parts[i]);
       });
-      continue;
-    }
 #endif
-    for (int64_t at = parts[i].begin, n; at < parts[i].end; at += n) {
+    for (int64_t n; at < parts[i].end; at += n) {
       n = end_of(place, at, kBlock, parts[i].end) - at;
       float* w = open_weights(b, t, at, n, opened);
       Block block{t, n, w, open_gradient(b, c, t, at, n, l2, w, room), {}};
