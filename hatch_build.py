@@ -1,16 +1,19 @@
-"""Builds halfstep's compiled loops beside their sources: when a wheel or an editable install is made, or as a script.
+"""Builds halfstep's compiled loops, and fetches plotly.js: for a wheel, for an editable install, or as a script.
 
 python hatch_build.py
 """
 
 from __future__ import annotations
 
+import gzip
+import hashlib
 import os
 import platform
 import runpy
 import shutil
 import subprocess
 import sysconfig
+import tarfile
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -29,6 +32,10 @@ CLASSES = {"x86_64": X86, "amd64": X86, "aarch64": {"aarch64": []}, "arm64": {"a
 # Without the two that drop errno and traps, square roots are not vectorised; without contraction the loops give the
 # bits of separately rounded operations.
 FLAGS = ["-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-std=c++17", "-shared", "-fPIC"]
+
+REPORT = Path(__file__).resolve().parent / "halfstep" / "explain" / "report"
+PLOTLY, RELEASE = "plotly.js-cartesian-dist-min", "4.1.1"
+SHA256 = "c5f9a84666b97e571a04de689e09319869e60900e265c89eac2f71d0b5a0de88"
 
 
 def build() -> str:
@@ -58,8 +65,38 @@ def _build(name: str, options: list[str]) -> str:
     return f"{compiler}: {done.stderr.strip()[-1000:]}"
 
 
+def fetch() -> str:
+    """Fetches plotly.js by `npm pack` if it is missing; returns "", or why it is, which costs 1.2 MB a page."""
+    target = REPORT / f"plotly-{RELEASE}.min.js.gz"
+    if target.exists():
+        return ""
+    npm = shutil.which("npm")
+    if npm is None:
+        return "there is no npm"
+    with tempfile.TemporaryDirectory(dir=REPORT) as room:
+        command = [npm, "pack", "--silent", f"--pack-destination={room}", f"{PLOTLY}@{RELEASE}"]
+        try:
+            subprocess.run(command, capture_output=True, check=True, timeout=60, stdin=subprocess.DEVNULL)
+            archive = next(Path(room).glob("*.tgz"))
+        except (OSError, StopIteration, subprocess.SubprocessError) as error:
+            return f"{error}"
+        if hashlib.sha256(archive.read_bytes()).hexdigest() != SHA256:
+            return f"what npm has as {PLOTLY} {RELEASE} is not what halfstep was tried with"
+        with tarfile.open(archive) as packed:
+            text, terms = (packed.extractfile(f"package/{name}") for name in ("plotly-cartesian.min.js", "LICENSE"))
+            assert text is not None
+            assert terms is not None
+            (REPORT / "plotly-LICENSE").write_bytes(terms.read())
+            made = Path(room) / "plotly"
+            made.write_bytes(gzip.compress(text.read(), mtime=0))
+        for stale in REPORT.glob("plotly-*.gz"):
+            stale.unlink()
+        made.replace(target)
+    return ""
+
+
 class CustomBuildHook(BuildHookInterface):
-    """Builds the loops before hatchling collects the files, and tags the wheel for the platform."""
+    """Makes what is missing before hatchling collects the files, and tags the wheel for the platform."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Is called by hatchling for a wheel and for an editable install."""
@@ -67,6 +104,9 @@ class CustomBuildHook(BuildHookInterface):
             pages = (Path(__file__).resolve().parent / "docs").glob("*.md")
             included = build_data.setdefault("force_include", {})
             included |= {str(page): f"halfstep/docs/{page.name}" for page in pages}
+        absent = fetch()
+        if absent:
+            self.app.display_warning(f"pages take plotly.js from pip's plotly, 1.2 MB more: {absent}")
         failed = build()
         if failed:
             self.app.display_warning(f"halfstep's compiled loops were not built: {failed}")
@@ -76,4 +116,5 @@ class CustomBuildHook(BuildHookInterface):
 
 
 if __name__ == "__main__":
+    print(fetch() or f"plotly.js {RELEASE}")
     print(build() or "\n".join(path.name for path in sorted(KERNELS.glob("loops-*.so"))))

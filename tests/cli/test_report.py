@@ -4,6 +4,7 @@ import math
 import sys
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -93,14 +94,16 @@ def test_what_cannot_be_done_is_one_message(report, log, tmp_path, arguments, me
     assert log.read_bytes() == before
 
 
-def test_a_missing_extra_is_named(report, log, monkeypatch):
+@pytest.mark.parametrize("package", ["plotly", "jinja2"])
+def test_a_missing_extra_is_named(report, log, monkeypatch, package):
+    monkeypatch.setattr(Path, "glob", lambda folder, pattern: iter(()))  # no part of plotly.js was fetched
     monkeypatch.delitem(sys.modules, "halfstep.explain.report.html", raising=False)
-    for name in [name for name in sys.modules if name.partition(".")[0] == "jinja2"]:
+    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(sys, "meta_path", [Absent("jinja2"), *sys.meta_path])
+    monkeypatch.setattr(sys, "meta_path", [Absent(package), *sys.meta_path])
     code, _, err = report(log)
     assert code == 2
-    assert err == "halfstep: halfstep report needs jinja2; run: pip install 'halfstep[report]'\n"
+    assert err == f"halfstep: halfstep report needs {package}; run: pip install 'halfstep[report]'\n"
 
 
 class Absent:

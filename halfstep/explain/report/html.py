@@ -369,7 +369,9 @@ def _duration(seconds: float) -> str:
 
 
 _HERE = Path(__file__).parent
-_PLOTLY = _HERE / "plotly-cartesian.min.js.gz"  # the part of plotly.js with lines, bars and maps, as npm has it
+_PLOTLY = next(_HERE.glob("plotly-*.min.js.gz"), None)  # the part with lines, bars and maps, which the build fetched
+if _PLOTLY is None:
+    from plotly.offline import get_plotlyjs
 
 
 def page_html(run: Run, low: Format | torch.dtype | str | None = None, *, processes: Sequence[ProcessRow] = ()) -> str:
@@ -385,11 +387,12 @@ def sheet_html(sheet: Sheet) -> str:
 
 
 def _render(template: str, data: object, **values: object) -> str:
+    plotly = _PLOTLY.read_bytes() if _PLOTLY else gzip.compress(get_plotlyjs().encode(), mtime=0)
     pages = jinja2.Environment(loader=jinja2.FileSystemLoader(_HERE), autoescape=True, undefined=jinja2.StrictUndefined)
     return pages.get_template(template).render(
         packed=[
             base64.b85encode(each).decode().replace("<", "/")  # so that no name ends the script
-            for each in (gzip.compress(msgspec.json.encode(data), mtime=0), _PLOTLY.read_bytes())
+            for each in (gzip.compress(msgspec.json.encode(data), mtime=0), plotly)
         ],
         drawing=(_HERE / "drawing.js").read_text(encoding="utf-8"),
         style=(_HERE / "page.css").read_text(encoding="utf-8"),
