@@ -126,7 +126,7 @@ NUMBERS = {  # an op is Python's operator or a name of torch's that is made of o
     "divide": lambda t: torch.divide(t, 2.0, rounding_mode="floor"),
     "0-dim": lambda t: t.sum() * 2.0,
     "of integers": lambda t: (t > 0).long() * 2.5,
-    "complex": lambda t: t * 2j,
+    "complex": lambda t: (t.float() if hasattr(torch, "bcomplex32") else t) * 2j,  # which a CPU cannot multiply
 }
 
 
