@@ -11,7 +11,7 @@ namespace {
 enum Width : int32_t { kWhole = 0, kTwoBytes = 1, kOneByte = 2 };
 constexpr int64_t kGroup = 64;
 constexpr int kFine = 19, kCoarse = 20;  // bits of fp32 that a code drops
-constexpr uint32_t kSign = 0x80000000u, kSpread = 0x9E3779B1u;
+constexpr uint32_t kSign = 0x80000000u, kNan = 0x7FC00000u, kSpread = 0x9E3779B1u;
 
 inline uint32_t mix(uint32_t x) {
   x = (x ^ (x >> 16)) * 0x7FEB352Du;
@@ -93,6 +93,9 @@ __attribute__((noinline)) void decode(const uint8_t* __restrict from, int32_t ba
   }
 }
 
+// The bits of a magnitude, of every NaN those of one that no noise carries beyond the last.
+inline uint32_t magnitude_of(float x) { return std::min(bits(x) & ~kSign, kNan); }
+
 template <int kState, bool kStochastic, int kDrop>
 inline uint32_t rounded(uint32_t magnitude, uint32_t random) {
   return (magnitude + (kStochastic ? noise<kState>(random) & ((1u << kDrop) - 1) : 1u << (kDrop - 1))) >> kDrop;
@@ -104,7 +107,7 @@ struct Range {  // of the codes of a group with 4 bits of the fraction, zeros le
 
 template <int kState, bool kStochastic>
 inline uint32_t fine_code(float x, uint32_t random, Range& range) {
-  const uint32_t magnitude = bits(x) & ~kSign, code = rounded<kState, kStochastic, kFine>(magnitude, random);
+  const uint32_t magnitude = magnitude_of(x), code = rounded<kState, kStochastic, kFine>(magnitude, random);
   const uint32_t seen = code | (magnitude ? 0u : kSign);
   range.top = code > range.top ? code : range.top;
   range.least = seen < range.least ? seen : range.least;
@@ -121,7 +124,7 @@ __attribute__((noinline)) int16_t encode(const float* __restrict from, const uin
   if (!near) {
     range.top = 0;
     for (int64_t i = 0; i < kGroup; i++)
-      codes[i] = rounded<kState, kStochastic, kCoarse>(bits(from[i]) & ~kSign, random[i]);
+      codes[i] = rounded<kState, kStochastic, kCoarse>(magnitude_of(from[i]), random[i]);
     for (int64_t i = 0; i < kGroup; i++) range.top = std::max(range.top, codes[i]);
   }
   const int32_t base = range.top > kMost ? int32_t(range.top - kMost) : 0;

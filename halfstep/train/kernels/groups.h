@@ -50,7 +50,8 @@ inline __m512i noisy(__m512i x, const uint32_t* random) {
   const __m512i hash = _mm512_loadu_si512(random);
   const __m512i noise = _mm512_and_si512(kState == 0 ? _mm512_srli_epi32(hash, 12) : hash, _mm512_set1_epi32(0x7FFFF));
   const __m512i size_bits = _mm512_set1_epi32(0x7FFFFFFF);
-  return _mm512_maskz_or_epi32(_mm512_test_epi32_mask(x, size_bits), _mm512_add_epi32(_mm512_and_si512(x, size_bits), noise),
+  const __m512i size = _mm512_min_epu32(_mm512_and_si512(x, size_bits), _mm512_set1_epi32(kNan));
+  return _mm512_maskz_or_epi32(_mm512_test_epi32_mask(x, size_bits), _mm512_add_epi32(size, noise),
                                _mm512_set1_epi32(0x10000));
 }
 
@@ -81,6 +82,7 @@ __attribute__((always_inline)) inline int16_t encode_group(const float* from, co
     } else {
       const __m512i some = _mm512_min_epu16(lower_halves(x, y), _mm512_set1_epi16(1));
       sizes[i] = _mm512_ternarylogic_epi32(values[i], some, _mm512_set1_epi16(0x7FFF), 0xA8);  // (a | b) & c
+      sizes[i] = _mm512_min_epu16(sizes[i], _mm512_set1_epi16(kNan >> 16));
     }
   }
   const __m512i one = _mm512_set1_epi16(1);

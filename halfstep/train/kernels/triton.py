@@ -210,7 +210,7 @@ def _store_state(
         if mask is not None:
             value = tl.where(mask, value, 0.0)
         bits = value.to(tl.int32, bitcast=True)
-        magnitude = bits & 0x7FFFFFFF
+        magnitude = tl.minimum(bits & 0x7FFFFFFF, 0x7FC00000)
         if STOCHASTIC:
             fine = (magnitude + (noise & 0x7FFFF).to(tl.int32)) >> 19
             coarse = (magnitude + noise.to(tl.int32)) >> 20

@@ -38,6 +38,7 @@ from halfstep.train.processes.shards import like, local
 _WORD = 0xFFFFFFFF
 _FINE, _COARSE = 19, 20  # bits of fp32 that a code drops, with 4 and with 3 bits of the fraction left
 _NONE = 1 << 30
+_NAN = 0x7FC00000  # every NaN is kept as this one, so that no noise carries it beyond the last
 
 
 def random_bits(place: Place, count: int, step: Tensor, which: int = 0) -> Tensor:
@@ -78,7 +79,7 @@ def encode(values: Tensor, noise: Tensor | None, code: Code) -> tuple[Tensor, Te
     """Returns the 8-bit codes of groups of fp32 values (n, 64), to nearest without `noise`, and int16 bases (n, 1)."""
     most = 127 if code.signed else 255
     bits = values.view(torch.int32)
-    magnitude = bits & 0x7FFFFFFF
+    magnitude = (bits & 0x7FFFFFFF).clamp(max=_NAN)
     fine = (magnitude + _added(noise, _FINE)) >> _FINE
     least = torch.where(magnitude > 0, fine, _NONE).amin(1, keepdim=True)
     near = fine.amax(1, keepdim=True) - least < most
