@@ -21,6 +21,7 @@ from halfstep.cli.options import (
     activity,
     names,
     open_job,
+    progress_bar,
     stdout,
     write,
 )
@@ -132,12 +133,13 @@ def whatif(  # noqa: PLR0913  # each is an option of the command, described abov
 
     def closure() -> object:
         number, (inputs, targets) = next(batches)
+        progress("training in fp32, and measuring what formats would lose", min(number, steps), steps + 1)
         for group, lr in zip(optimizer.param_groups, base, strict=True):
             group["lr"] = lr * job.lr_factor(number, HORIZON)
         inputs, targets = to_device_of(model, inputs, targets)
         return job.loss(model(inputs), targets)
 
-    with activity(f"training {steps} steps in fp32, and measuring what formats would lose", quiet=quiet):
+    with progress_bar("passes", quiet=quiet) as progress:
         result = predict(
             closure, model, names(formats), steps=steps, optimizer=optimizer, plan=plan, loss_scale=loss_scale,
             products=names(products),

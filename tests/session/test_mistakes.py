@@ -291,6 +291,23 @@ def test_a_session_that_is_collected_while_a_model_is_built_ends_no_construction
     assert collected
 
 
+@pytest.mark.parametrize(("level", "low"), [("O1", "bf16"), ("O2", "bf16"), ("O2", "fp16"), ("O3", "bf16")])
+def test_what_pruning_bakes_in_is_kept_exactly(level, low):
+    model, optimizer, session = opened(level, low)
+    for _ in range(3):
+        step(session, model)
+    prune.l1_unstructured(model[0], "weight", 0.5)
+    step(session, model)
+    expected = model.state_dict()["0.weight_orig"] * model[0].weight_mask
+    prune.remove(model[0], "weight")
+    assert torch.equal(model.state_dict()["0.weight"], expected)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    step(session, model)
+    session.close()
+    assert torch.equal(model[0].weight, expected)
+
+
 @pytest.mark.parametrize("write", ["data", "prune"])
 @pytest.mark.parametrize(("level", "low"), [("O1", "bf16"), ("O2", "bf16"), ("O2", "fp16"), ("O3", "bf16")])
 @pytest.mark.parametrize("without", [[], ["native"], ["native", "fused"]])

@@ -220,6 +220,10 @@ class MasterStore:
                 return self._recovered(entry)
             if entry.kind != "copy" and version_of(p) != self._versions[id(p)]:
                 self.adopt(p)
+            elif entry.kind == "split" and _is_elsewhere(
+                entry
+            ):  # maybe for a while: what was stored keeps its remainder
+                return join(p.detach(), torch.where(_has_none(p), 0, self.extra(p)))
         layout = self.layout(p)
         if layout == "copy":
             return self._reconciled(self.extra(p), p.detach())
@@ -267,7 +271,7 @@ class MasterStore:
             master = self.extra(p)
             master.copy_(self._reconciled(master, weight))
         elif layout == "split":  # zeros by their bits: on a CPU that flushes subnormals these compare equal to zero
-            self.extra(p).masked_fill_((bits_of(weight) << 1 == 0) | ~weight.isfinite(), 0)
+            self.extra(p).masked_fill_(_has_none(weight), 0)
         self.note([p])
 
     def adopt_changed(self, params: Sequence[Parameter]) -> None:
@@ -276,6 +280,12 @@ class MasterStore:
             for p in params:
                 if p in self and version_of(p) != self._versions[id(p)]:
                     self.adopt(p)
+
+    def adopt_replaced(self, params: Sequence[Parameter]) -> None:
+        """Adopts the weights whose memory other code has replaced, as `prune.remove` does (`p.data = value`)."""
+        for p in params:
+            if p in self and p.dtype is self.low and _is_elsewhere(self._entries[id(p)]):
+                self.adopt(p)
 
     @torch.no_grad()
     def load(self, p: Parameter, value: Tensor) -> Tensor:
@@ -360,6 +370,15 @@ class MasterStore:
     def _reconciled(self, full: Tensor, weight: Tensor) -> Tensor:
         same = bits_of(round_half_away(full, self.low)) == bits_of(weight)
         return torch.where(same, full, weight.float())
+
+
+def _is_elsewhere(entry: _Entry) -> bool:
+    return type(entry.param) is Parameter and entry.param.data_ptr() != entry.stored.data_ptr()
+
+
+def _has_none(weight: Tensor) -> Tensor:
+    """Returns which bf16 elements have no remainder."""
+    return (bits_of(weight) << 1 == 0) | ~weight.isfinite()
 
 
 def _copied(store: weakref.ref[MasterStore], of: weakref.ref[Parameter], memo: dict[int, Any]) -> Parameter:
