@@ -134,7 +134,7 @@ def _entering(call: Callable[..., Any], how: Options, *, at_call: bool) -> Calla
 
     @functools.wraps(call)
     def entering(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        stand_in: Any = self._halfstep_stand_in
+        stand_in: Any = self.__dict__.get(STAND_IN)
         if stand_in is not None and not at_call:
             return stand_in.forward(*args, **kwargs)
         if marker and is_on(marker) and is_on(device_type) and dtype_of(device_type) is low:
