@@ -373,7 +373,8 @@ class MasterStore:
 
 
 def _is_elsewhere(entry: _Entry) -> bool:
-    return type(entry.param) is Parameter and entry.param.data_ptr() != entry.stored.data_ptr()
+    p, stored = entry.param, entry.stored
+    return type(p) is Parameter and p.shape == stored.shape and p.data_ptr() != stored.data_ptr()
 
 
 def _has_none(weight: Tensor) -> Tensor:
