@@ -1,6 +1,9 @@
 """`halfstep whatif`: what it prints and writes."""
 
 import json
+from contextlib import nullcontext
+
+from halfstep.cli import step
 
 SMALL = ["--set", "d_in=8", "--set", "d_out=8", "--set", "batch=4", "--steps", 1]
 
@@ -35,3 +38,11 @@ def test_products_have_rows_of_their_own(halfstep, tmp_path):
     assert "products nvfp4: 1 layer would lose much" in out
     read = json.loads((tmp_path / "x.json").read_text(encoding="utf-8"))
     assert {row["recipe"] for row in read["products"]} == {"fp8", "nvfp4"}
+
+
+def test_passes_are_counted_also_those_that_come_beside(halfstep, monkeypatch):
+    seen = []
+    counted = nullcontext(lambda what, done, total: seen.append((done, total)))
+    monkeypatch.setattr(step, "progress_bar", lambda unit, quiet: counted)
+    halfstep("whatif", "regression", *SMALL[:-1], 2)
+    assert seen == [(0, 3), (1, 3), (2, 3), (2, 3)]  # the last under fp16

@@ -1,11 +1,14 @@
 """The library beside the package: found by processor, trusted by its name, and done without where there is none."""
 
+import gzip
+import hashlib
 import logging
 import platform
 import re
 import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -162,3 +165,25 @@ def test_it_runs_as_a_script_without_torch():
         pytest.skip("nothing is built here")
     done = subprocess.run([sys.executable, "-I", ROOT / "hatch_build.py"], capture_output=True, text=True, check=True)
     assert "loops-" in done.stdout
+
+
+def test_what_npm_has_is_taken_if_it_is_what_was_tried(tmp_path, monkeypatch):
+    names, report, packed = ("plotly-cartesian.min.js", "LICENSE"), tmp_path / "report", tmp_path / "plotly.tgz"
+    with tarfile.open(packed, "w:gz") as archive:
+        for name in names:
+            (tmp_path / name).write_text(name)
+            archive.add(tmp_path / name, f"package/{name}")
+    report.mkdir()
+    (report / "plotly-0.min.js.gz").touch()  # of an earlier release
+    monkeypatch.setattr(hatch_build, "REPORT", report)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert hatch_build.fetch() == "there is no npm"
+    monkeypatch.setattr(shutil, "which", lambda name: name)
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: shutil.copy(packed, command[3].partition("=")[2]))
+    assert hatch_build.fetch().endswith("is not what halfstep was tried with")
+    assert [path.name for path in report.iterdir()] == ["plotly-0.min.js.gz"]
+    monkeypatch.setattr(hatch_build, "SHA256", hashlib.sha256(packed.read_bytes()).hexdigest())
+    assert hatch_build.fetch() == ""
+    script, terms = report / f"plotly-{hatch_build.RELEASE}.min.js.gz", report / "plotly-LICENSE"
+    assert sorted(report.iterdir()) == [script, terms]
+    assert (gzip.decompress(script.read_bytes()), terms.read_bytes()) == (names[0].encode(), names[1].encode())

@@ -220,9 +220,8 @@ class MasterStore:
                 return self._recovered(entry)
             if entry.kind != "copy" and version_of(p) != self._versions[id(p)]:
                 self.adopt(p)
-            elif entry.kind == "split" and _is_elsewhere(
-                entry
-            ):  # maybe for a while: what was stored keeps its remainder
+            elif entry.kind == "split" and _is_elsewhere(entry):
+                # maybe for a while: what was stored keeps its remainder
                 return join(p.detach(), torch.where(_has_none(p), 0, self.extra(p)))
         layout = self.layout(p)
         if layout == "copy":

@@ -146,7 +146,6 @@ class OnePassStepper:
     def batches(self, params: Sequence[Parameter], grads: Sequence[Tensor]) -> list[tuple[Group, list[Dense]]]:
         """Returns, by group, the batches that a step from `grads` would update; makes missing state."""
         self._store.adopt_changed(params)
-        self._store.adopt_replaced(params)
         found = self._sort(list(params), [widened(g).to_dense() if g.is_sparse else resolved(g) for g in grads])
         return list(zip(self._optimizer.param_groups, [dense for dense, _ in found], strict=True))
 
@@ -187,7 +186,6 @@ class OnePassStepper:
         own = [p if type(p) is Parameter else local(p) for p in params]
         if self._seen is None or not self._seen.same(self._signature(), own, grads):
             self._seen = None
-            self._store.adopt_replaced(params)
             self._sorted = self._sort(params, grads)
             if not any(rows for _, rows in self._sorted):  # sparse rows are new in each step
                 held = [*updated_by(self._optimizer), *_values(self._optimizer)]  # with the state that was made
@@ -229,6 +227,7 @@ class OnePassStepper:
 
     def _sort(self, params: list[Parameter], grads: list[Tensor]) -> list[tuple[list[Dense], list[Rows]]]:
         """Sorts the parameters of each group into batches and sparse rows; makes missing state, changes no value."""
+        self._store.adopt_replaced(params)
         if ignored := unsupported_options(self._optimizer):
             raise SessionError(
                 f"{type(self._optimizer).__name__} now has {', '.join(ignored)}, which halfstep's update of it does "

@@ -85,7 +85,6 @@ class ForeignStepper(PlainStepper):
         if bool(found):
             return None
         self._store.adopt_changed(params)
-        self._store.adopt_replaced(params)
         with self._stood_in(params) as seen, true_gradients(seen, grads, factor):
             return run_own_step(self._optimizer, original_step(self._optimizer))
 
