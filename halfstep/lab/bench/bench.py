@@ -23,14 +23,14 @@ from halfstep.train.cast.opregistry import MARKERS
 # ---- shares a number of seconds among the rows, after a trial of each
 
 SLOW = 5.0  # times the step of O0: a row that takes longer is timed and not trained
-TIMED = 3  # steps of such a row
+TIMED = 3  # steps of such a row, whose least decides: one step that other work delayed is no slow row
 MANY = 4  # steps as long as the first that do not fit any more end a row's trial after that one
 MOST = 1000  # steps of a row that is trained, where the number is not given
 WARMUP_STEPS = 5
 _TURN = 0.05  # seconds: what a process lost of its caches while another had its turn is nothing against that
 _TURNS = 8  # at least, of at least _SHORTEST steps if they have more than one
 _SHORTEST, _LONGEST, _COLD = 5, 20, 5
-_FOR_SLOW = 2 / 3  # of the time that is left may go to rows that are not trained
+_FOR_SLOW = 2 / 3  # of the time that is left may go to timing rows that may be too slow
 _FOR_VALIDATION = 1 / 2
 
 
@@ -41,7 +41,6 @@ class Course:
     steps: int  # of each row from each seed
     untimed: int  # of them, which warm up
     slow: Mapping[int, float] = field(default_factory=dict)  # rows not trained: steps of O0 in one of theirs
-    timed: int = 0  # steps of these; 0: their trial alone
     seconds: float | None = None  # of one seed without the validation; None: as long as it takes
     validate: bool = True  # False if it would take too long
     turn: int = 1  # steps of a row before it is another's turn
@@ -90,18 +89,15 @@ def course(
     number of steps, at least one and at most `most`.
 
     >>> course({0: 0.2, 1: 0.3, 2: 7.0}, 0, left=45.0, validation=0.6, seeds=1, most=1000)
-    Course(steps=45, untimed=5, slow={2: 35.0}, timed=3, seconds=43.5, validate=True, turn=1)
+    Course(steps=87, untimed=5, slow={2: 35.0}, seconds=43.5, validate=True, turn=1)
     """
     slow = {row: took / trials[base] for row, took in trials.items() if took > SLOW * trials[base]}
     round_ = sum(took for row, took in trials.items() if row not in slow)
     validations = seeds * validation * round_ / trials[base]
     validate = validations <= _FOR_VALIDATION * left
-    left = max(0.0, left - validations * validate)
-    of_slow = sum(trials[row] for row in slow)
-    timed = min(TIMED, int(_FOR_SLOW * left / of_slow)) if slow else 0
-    each = max(0.0, left - timed * of_slow) / seeds
+    each = max(0.0, left - validations * validate) / seeds
     steps = max(1, min(most, int(each / round_)))
-    return Course(steps, warmup(steps), slow, timed, each + timed * of_slow, validate)
+    return Course(steps, warmup(steps), slow, each, validate)
 
 
 # ---- the benchmark
@@ -197,11 +193,11 @@ def bench(  # noqa: PLR0913  # what one experiment is; all of it stands in the r
             if until is None:
                 told.total = (len(seeds) * most + COUNTED * memory) * len(running)
             tried = running if memory or until is not None else ()
-            spent = {number: _trial(row, seeds[0], told, left, counted=memory) for number, row in enumerate(tried)}
+            spent = {number: [_trial(row, seeds[0], told, left, counted=memory)] for number, row in enumerate(tried)}
             if until is not None:
                 taken = _course(running, spent, left, seeds=len(seeds), most=most, told=told)
             if any(row.entry in apart for row in running):
-                taken = replace(taken, turn=turn_of(filter(None, spent.values()), taken.steps))
+                taken = replace(taken, turn=turn_of(filter(None, map(min, spent.values())), taken.steps))
             deal.turn = taken.turn
             for seed in seeds:
                 taken = _train(running, taken, seed, told, clock, counted=alone)
@@ -289,18 +285,17 @@ def _trial(row: _Row, seed: int, told: _Told, left: Callable[[], float], *, coun
 
 def _course(
     rows: Sequence[_Row],
-    spent: dict[int, float],
+    spent: dict[int, list[float]],
     left: Callable[[], float],
     *,
     seeds: int,
     most: int,
     told: _Told,
 ) -> Course:
-    trials = {number: took for number, took in spent.items() if rows[number].error is None}
+    _time_slow(rows, spent, told, left)
+    trials, base = _tried(rows, spent)
     if not trials:
         return Course(most, warmup(most))
-    full = (number for number in trials if rows[number].entry.level == "O0")
-    base = next(full, min(trials, key=lambda number: trials[number]))
     told.now(f"{rows[base].name}: trial of the validation")
     validation = 0.0
     with rows[base].failing("trial of the validation"):
@@ -308,10 +303,30 @@ def _course(
     taken = course(trials, base, left=left(), validation=validation, seeds=seeds, most=most)
     for number, factor in taken.slow.items():
         rows[number].slow = factor
-        if not taken.timed:
-            rows[number].times_ms.append(1e3 * trials[number])
-    told.total = told.done + seeds * taken.steps * (len(trials) - len(taken.slow)) + len(taken.slow) * taken.timed
+        rows[number].times_ms = [1e3 * took for took in spent[number][1:] or spent[number]]
+    told.total = told.done + seeds * taken.steps * (len(trials) - len(taken.slow))
     return taken
+
+
+def _tried(rows: Sequence[_Row], spent: Mapping[int, list[float]]) -> tuple[dict[int, float], int]:
+    """Returns the least seconds of a step of each row that runs, and the row of O0, or else the fastest."""
+    least = {number: min(took) for number, took in spent.items() if rows[number].error is None}
+    return least, min(least, key=lambda row: (rows[row].entry.level != "O0", least[row]), default=0)
+
+
+def _time_slow(rows: Sequence[_Row], spent: dict[int, list[float]], told: _Told, left: Callable[[], float]) -> None:
+    """Adds `TIMED` steps of each row that may be too slow and of O0, in turn."""
+    until = (1 - _FOR_SLOW) * left()
+    for made in range(COUNTED, COUNTED + TIMED):
+        least, base = _tried(rows, spent)
+        slow = [number for number, took in least.items() if took > SLOW * min(least.values())]
+        again = {base, *slow} if slow else set()
+        if left() - sum(least[number] for number in again) < until:
+            return
+        for number in sorted(again):
+            with rows[number].failing("trial"):
+                spent[number].append(rows[number].lane.step(made, COUNTED + TIMED).ms / 1e3)
+                told.made(f"{rows[number].name}: trial")
 
 
 def _train(
@@ -324,7 +339,7 @@ def _train(
         with row.failing():
             row.lane.begin(seed, counted=counted)
     try:
-        made = _take_turns(rows, taken, seed, told, clock)
+        made = _take_turns(trained, taken, seed, told, clock)
     finally:
         for row in trained:
             row.train_loss += [mean_of_last(row.losses)] if row.losses else []  # it may have ended early
@@ -333,7 +348,7 @@ def _train(
         with row.failing(f"evaluation after seed {seed}"):
             told.now(f"{row.name}: evaluation after seed {seed}")
             row.add_end(row.lane.end(validate=taken.validate))
-    return taken if taken.seconds is None else replace(taken, steps=made, seconds=None, timed=0)
+    return taken if taken.seconds is None else replace(taken, steps=made, seconds=None)
 
 
 def _take_turns(rows: Sequence[_Row], taken: Course, seed: int, told: _Told, clock: Callable[[], float]) -> int:
@@ -351,16 +366,13 @@ def _take_turns(rows: Sequence[_Row], taken: Course, seed: int, told: _Told, clo
 
 
 def _step(row: _Row, step: int, taken: Course, seed: int, told: _Told) -> None:
-    """Makes a step of a row, unless it has failed or has made all that it makes."""
-    is_slow = row.slow is not None
-    if row.error is not None or (is_slow and not (step >= taken.untimed and len(row.times_ms) < taken.timed)):
+    if row.error is not None:
         return
     told.now(f"{row.name}: seed {seed}")
     with row.failing(f"step {step + 1} of seed {seed}"):
         made = row.lane.step(step, taken.steps)
-        if not is_slow:
-            row.losses.append(made.loss)
-        if is_slow or (step >= taken.untimed and step % taken.turn >= taken.cold):
+        row.losses.append(made.loss)
+        if step >= taken.untimed and step % taken.turn >= taken.cold:
             row.times_ms.append(made.ms)
     told.made(f"{row.name}: seed {seed}")
 
