@@ -326,13 +326,13 @@ def where_positive(gradient):
     return gradient
 
 
-BROUGHT_IN = [
-    (one_element, "copy", "inf"),
-    (where_positive, "index_put", "inf"),
-    (lambda gradient: gradient + gradient.new_tensor(torch.inf), "add", "inf"),
-    (lambda gradient: gradient * torch.tensor(torch.inf), "mul", "inf"),
-    (lambda gradient: gradient * torch.tensor(-torch.inf), "mul", "-inf"),
-    (lambda gradient: gradient * torch.tensor(torch.nan), "mul", "NaN"),
+BROUGHT_IN = [  # with the operators that the releases of torch call
+    (one_element, ("copy", "fill"), "inf"),
+    (where_positive, ("index_put", "masked_fill"), "inf"),
+    (lambda gradient: gradient + gradient.new_tensor(torch.inf), ("add",), "inf"),
+    (lambda gradient: gradient * torch.tensor(torch.inf), ("mul",), "inf"),
+    (lambda gradient: gradient * torch.tensor(-torch.inf), ("mul",), "-inf"),
+    (lambda gradient: gradient * torch.tensor(torch.nan), ("mul",), "NaN"),
 ]
 
 
@@ -357,20 +357,21 @@ def with_backward(rule):
 
 
 @PLANS
-@pytest.mark.parametrize(("rule", "operator", "number"), BROUGHT_IN)
-def test_a_number_that_a_custom_backward_brings_in_is_its_own(plan, rule, operator, number):
+@pytest.mark.parametrize(("rule", "operators", "number"), BROUGHT_IN)
+def test_a_number_that_a_custom_backward_brings_in_is_its_own(plan, rule, operators, number):
     model = with_backward(rule)
     verdict = blamed(model, plan, lambda: model(ONES).float().square().mean())
-    assert (verdict.kind, verdict.operator, verdict.module, verdict.phase) == ("invalid", operator, "1.1", "backward")
+    assert (verdict.kind, verdict.module, verdict.phase) == ("invalid", "1.1", "backward")
+    assert verdict.operator in operators
     assert verdict.where.startswith("test_places.py:")
-    assert verdict.advice == f"the code passes {number} to {operator}: check where it comes from"
+    assert verdict.advice == f"the code passes {number} to {verdict.operator}: check where it comes from"
 
 
 SOME = [torch.inf, 1.0, -torch.inf, *(13 * [1.0])]
 OUTSIDE = "the backward of Custom computes these values outside of torch, or sets them: check what it does here"
 SEVERAL = [
-    (lambda gradient: gradient * torch.tensor(SOME), "mul", "1 inf and 1 -inf in 16 elements"),
-    (lambda gradient: gradient * gradient.new_tensor(SOME), "mul", "1 inf and 1 -inf in 16 elements"),
+    (lambda gradient: gradient * torch.tensor(SOME), ("mul",), "1 inf and 1 -inf in 16 elements"),
+    (lambda gradient: gradient * gradient.new_tensor(SOME), ("mul",), "1 inf and 1 -inf in 16 elements"),
     (
         lambda gradient: torch.from_numpy(gradient.float().numpy() * SOME).to(gradient.dtype),
         "to",
