@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 import sys
 from typing import Annotated
 
@@ -59,7 +60,8 @@ def main() -> None:
     try:
         app(prog_name="halfstep")
     except HalfstepError as error:
-        print(f"halfstep: {error}", file=sys.stderr)
+        typed = re.sub(r"\b(low|products)='([\w-]+)'(?!\))", r"--\1 \2", str(error))  # keywords, as options
+        print(f"halfstep: {typed}", file=sys.stderr)
         sys.exit(error.exit_code if isinstance(error, ScriptError) else USAGE_ERROR)
     except ScriptRaised as error:
         raised = error

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from halfstep.errors import PlanError, SetupError
+from halfstep.errors import PlanError, SetupError, StateError
 from halfstep.pages import SUPPORT, more
 
 _SHOWN = 80
@@ -105,6 +105,17 @@ def short(value: object) -> str:
     """Returns the `repr` of a value on one line, cut to 80 characters."""
     text = " ".join(repr(value).split())
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 1]}…"
+
+
+def check_entries(what: str, state: Any, needed: Iterable[str], *, also: Collection[str] | None, instead: str) -> None:
+    """Raises a StateError that names the entries that a loaded state lacks, or has beside those `also` known."""
+    if not isinstance(state, Mapping):
+        raise StateError(f"{what} is {short(state)} of type {type(state).__name__}; expected a dict: {instead}")
+    strange = [] if also is None else [each for each in state if each not in {*needed, *also}]
+    apart = {"no": [each for each in needed if each not in state], "the unknown": strange}
+    differ = [f"{word} {', '.join(map(repr, each))}" for word, each in apart.items() if each]
+    if differ:
+        raise StateError(f"{what} has {' and '.join(differ)}; {instead}")
 
 
 def one_of(what: str, value: object, allowed: tuple[str, ...], *, hint: str = "") -> None:

@@ -343,9 +343,10 @@ def test_ctrl_c_prints_what_was_measured_and_exits_130(halfstep, tmp_path):
         (["--processes", "8"], "--processes is gone"),
         (["matmul"], "`halfstep bench matmul` is gone: `halfstep doctor` prints products and memory by format"),
         (["memory"], "`halfstep bench memory` is gone"),
+        (["char_lm", "--low", "fp8"], "in 8 bits keep --low bf16 and pass --products fp8"),
     ],
 )
-def test_what_is_gone_says_what_to_do(halfstep, arguments, said):
+def test_what_is_gone_or_elsewhere_says_what_to_do(halfstep, arguments, said):
     code, _, err = halfstep("bench", *arguments)
     assert code == 2
     assert said in err

@@ -318,15 +318,15 @@ class TestState:
         scaler = GradScaler("cpu")
         before = scaler.state_dict()
         state = {key: value for key, value in Torch("cpu", init_scale=2.0).state_dict().items() if key != missing}
-        with pytest.raises(StateError, match=missing):
+        with pytest.raises(StateError, match=f"has no '{missing}'; pass what"):
             scaler.load_state_dict(state)
         assert scaler.state_dict() == before
 
     @pytest.mark.parametrize(
         ("wrong", "message"),
         [
-            (None, "is None of type NoneType; pass what"),
-            ("scaler.pt", "is 'scaler.pt' of type str; pass what"),
+            (None, "is None of type NoneType; expected a dict: pass what"),
+            ("scaler.pt", "is 'scaler.pt' of type str; expected a dict: pass what"),
             ({"scale": "8"}, "has scale '8'; expected a number, 0 or more"),
             ({"scale": -1.0}, "has scale -1.0; expected a number, 0 or more"),
             ({"scale": math.nan}, "has scale nan; expected a number, 0 or more"),

@@ -229,7 +229,7 @@ class TestState:
         ("change", "message"),
         [
             ({"kind": "static"}, "'static' loss scale, but this plan has 'dynamic'"),
-            ({"extra": 1}, "extra"),
+            ({"extra": 1}, "has the unknown 'extra'; load what"),
             ({"scale": -1.0}, "positive finite"),
             ({"scale": math.inf}, "positive finite"),
             ({"scale": "8"}, "positive finite"),
@@ -248,7 +248,7 @@ class TestState:
     @pytest.mark.parametrize("missing", ["kind", "scale", "clean_steps", "overflows_left"])
     def test_a_missing_key_is_named(self, missing):
         state = {key: value for key, value in dynamic().state_dict().items() if key != missing}
-        with pytest.raises(StateError, match=missing):
+        with pytest.raises(StateError, match=f"has no '{missing}'; load what"):
             dynamic().load_state_dict(state)
 
     def test_another_static_scale_is_refused(self):

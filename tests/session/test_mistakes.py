@@ -96,9 +96,21 @@ def test_a_batch_that_no_plan_casts_is_named(level, rules):
         model = nn.Sequential(layer)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with halfstep.initialize(model, optimizer, level, low="bf16", rules=rules):
-            for dtype in (torch.float64, torch.int64, torch.int32, torch.uint8):
+            for dtype in (torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool):
                 with pytest.raises(RuntimeError, match=rf"given a {dtype} tensor.*pass x\.float\(\)"):
                     model(torch.ones(shape, dtype=dtype))
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_a_model_in_float64_is_named_not_its_batch(level, before):
+    model = nn.Sequential(nn.Linear(8, 2)).double() if before else nn.Sequential(nn.Linear(8, 2))
+    with halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), level, low="bf16"):
+        with pytest.raises(
+            RuntimeError, match=r"torch\.float64 \(model\.double.*such as x\.float\(\): call model\.float"
+        ):
+            model.double()(torch.ones(3, 8))
+        model.float()
 
 
 def test_ids_are_not_blamed_for_formats_that_meet_inside():
@@ -159,6 +171,8 @@ NEAREST = {
     "samples": lambda given: halfstep.measure(torch.ones(2), **given),
     "repeat": lambda given: halfstep.inspect(opened()[2], **given),
     "buffer": lambda given: halfstep.Rule("head", halfstep.FULL, **given),
+    "pth": lambda given: halfstep.RunLog(**given),
+    "enable": lambda given: halfstep.autocast("cpu", **given),
     "grow_interval": lambda given: halfstep.Scaling("dynamic", **given),
     "stepping": check_adapted,  # which adapters set themselves
     "loss_scal": check_adapted,
@@ -240,6 +254,18 @@ def test_a_state_error_names_the_entries_that_differ():
     assert "rules has {'pattern': '0', " in differ
     assert "only in the state; scale.kind is 'static' in the state, 'dynamic' here" in differ
     assert "growth_interval" not in differ
+
+
+def test_a_session_state_names_what_it_lacks_and_what_is_unknown():
+    session = opened("O2")[2]
+    state = session.state_dict() | {"scale": 8.0}
+    del state["steps"]
+    for wrong, said in (
+        (state, "has no 'steps' and the unknown 'scale'; pass what"),
+        ([8.0], r"is \[8\.0\] of type list"),
+    ):
+        with pytest.raises(halfstep.StateError, match=f"the session state {said}"):
+            session.load_state_dict(wrong)
 
 
 def test_a_format_that_was_chosen_is_information(caplog):

@@ -16,11 +16,13 @@ from rich.text import Text
 from halfstep.errors import LogError
 from halfstep.later import COLUMNS, AsyncReader
 from halfstep.records import Finding, Observation, SessionStart, StepRecord, StepValues, Verdict, absorbed_finding
+from halfstep.validate import with_near_misses
 
 SPEED_OVER = 50  # steps
 FORMS = {"loss": "loss {:.4f}", "grad_norm": "norm {:.3g}", "scale": "scale {:g}"}  # of the numbers of a step
 
 
+@with_near_misses
 class LiveLine(AbstractContextManager["LiveLine"]):
     """Shows step, loss, norm, scale and skips in one line: `initialize(..., sinks=[LiveLine()])`.
 

@@ -31,12 +31,14 @@ from halfstep.records import (
     Verdict,
     absorbed_finding,
 )
+from halfstep.validate import with_near_misses
 from halfstep.version import __version__
 
 LOG_NAME = "run.jsonl"
 _LOG = logging.getLogger("halfstep")
 
 
+@with_near_misses
 class RunLog(AbstractContextManager["RunLog"]):
     """A sink that logs what a session does to a file: `initialize(..., sinks=[RunLog("run.jsonl")])`.
 

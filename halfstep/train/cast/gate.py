@@ -39,6 +39,10 @@ INSIDE = (
     "an operation got two formats in a forward under the plan: halfstep.check(session, closure) names the operation, "
     f"and the edit that keeps its module in fp32; {more(MISMATCH)}"
 )
+HELD = (
+    "weights are torch.float64 (model.double()?), which no plan casts, and an operation met one with a narrower input, "
+    f"such as x.float(): call model.float() before halfstep.initialize; {more(MISMATCH)}"
+)
 GIVEN = (
     "the model was given a {dtype} tensor, which no plan casts, and an operation met it with a weight: pass x.float(); "
     f"{more(MISMATCH)}"
@@ -49,6 +53,7 @@ _NO_PLAN_CASTS = {
     torch.int64: re.compile("(?<!expected scalar type )Long|long int|int64"),
     torch.int32: re.compile(r"\bInt\b|\(int\)|\bint32"),
     torch.uint8: re.compile("Byte|unsigned char|uint8"),
+    torch.bool: re.compile(r"Bool|\(bool\)"),
 }
 # How torch words errors about formats that do not go together.
 MIXED = re.compile(
@@ -61,7 +66,7 @@ _NOBODY_LOOKS = nullcontext()
 _MANY = 64  # calls of one module at least, before those whose memory is gone are dropped
 
 
-def _why_mixed(given: Any, error: str) -> str | None:
+def _why_mixed(module: nn.Module, given: Any, error: str) -> str | None:
     """Returns why an operation got two formats in a call with the arguments `given`, after which torch said `error`."""
     if not _WEIGHT.search(error):  # it may be of integers, which no plan casts
         return None
@@ -69,6 +74,8 @@ def _why_mixed(given: Any, error: str) -> str | None:
     wide = [dtype for dtype, words in _NO_PLAN_CASTS.items() if dtype in came and words.search(error)]
     if wide:
         return GIVEN.format(dtype=wide[0])
+    if _NO_PLAN_CASTS[torch.float64].search(error) and any(p.dtype == torch.float64 for p in module.parameters()):
+        return HELD
     return INSIDE if _LOW.search(error) else None
 
 
@@ -92,14 +99,16 @@ class Casts:
     cast_in: Values | None = None  # returns the arguments cast
     cast_out: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] | None = None  # gets the arguments as they came
     around: Around | None = None
-    why: Callable[[Any, str], str | None] = _why_mixed  # of the arguments and the words of an error about formats
+    why: Callable[[nn.Module, Any, str], str | None] = (
+        _why_mixed  # of the module, its arguments, an error about formats
+    )
 
 
 def marking(plan: Switch) -> Casts:
     """Returns the casts around a call that casts nothing, with the marker on, as a module inside must not enter."""
     is_on, turn = torch.is_autocast_enabled, partial(torch.set_autocast_enabled, plan.marker)
 
-    def why(given: Any, error: str) -> str | None:
+    def why(module: nn.Module, given: Any, error: str) -> str | None:
         return None if is_on(plan.device_type) else SWITCHED_OFF
 
     return Casts(nullcontext, partial(is_on, plan.marker), lambda _: turn(True), turn, why=why)
@@ -216,7 +225,7 @@ def run_eager(casts: Casts, call: Callable[..., Any], module: nn.Module, args: A
         try:
             out = _entered(casts, call, module, *args, **kwargs)
         except RuntimeError as error:
-            why = casts.why(given, str(error))
+            why = casts.why(module, given, str(error))
             if why is not None:
                 explain(error, type(module).__name__, why)
             raise

@@ -29,6 +29,7 @@ from halfstep.torch_internals import OpenAutocast
 from halfstep.train.cast.opregistry import REGISTRY, Table, reach
 from halfstep.train.cast.products import EMULATED
 from halfstep.train.cast.recipes import Units
+from halfstep.validate import with_near_misses
 
 Token = tuple[bool, torch.dtype, str, bool, tuple[str, ...], int]
 _COUNT: tuple[Any, ...] = (torch.autocast_increment_nesting, torch.autocast_decrement_nesting)
@@ -244,6 +245,7 @@ def _as_torch() -> dict[str, Action]:
     return {name: action for name, action in stock.items() if action is not None} | low
 
 
+@with_near_misses
 class autocast(OpenAutocast):
     """`torch.autocast` with the same arguments, op lists and results, but an instance may be entered inside itself.
 

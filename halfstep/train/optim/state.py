@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial, wraps
 from typing import Any
@@ -19,10 +19,12 @@ from halfstep.formats import is_narrow
 from halfstep.train.optim.hooks import put_over, updated_by
 from halfstep.train.optim.optimizers import any_row_of
 from halfstep.train.processes.shards import local
+from halfstep.validate import check_entries
 
 StateDict = dict[str, Any]
 Shapes = dict[str, torch.Size | None]
 LARGEST_COUNT = 2**63 - 1
+_require = partial(check_entries, also=None, instead="was the file cut short?")
 CHOICES = ("foreach", "fused", "capturable", "differentiable")  # options that choose a kernel, not numbers
 
 
@@ -242,14 +244,6 @@ def _misfit(index: Any, p: Tensor, entry: StateDict, wanted: Shapes, *, known: b
             f"{kind}; load the state of an optimizer of this model with its parameters in the same order"
         )
     return None
-
-
-def _require(what: str, part: Any, names: Iterable[str]) -> None:
-    if not isinstance(part, Mapping):
-        raise StateError(f"{what} is {part!r:.40}; expected a dict")
-    missing = [name for name in names if name not in part]
-    if missing:
-        raise StateError(f"{what} has no {', '.join(map(repr, missing))}; was the file cut short?")
 
 
 def widen_states(optimizer: Optimizer, made_low: Iterable[Tensor]) -> Callable[[], None]:

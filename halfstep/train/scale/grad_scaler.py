@@ -15,7 +15,7 @@ from halfstep.edits import Scaling
 from halfstep.errors import PlanError, StateError
 from halfstep.torch_internals import OpenGradScaler, takes_found_inf
 from halfstep.train.scale.scaling import adapt_
-from halfstep.validate import check_device_type, short, with_near_misses
+from halfstep.validate import check_device_type, check_entries, short, with_near_misses
 
 _MIN, _MAX, _HYSTERESIS = 1.0, 2.0**24, 1
 _TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
@@ -191,14 +191,10 @@ class GradScaler(OpenGradScaler):
         self._overflows_left = self._overflows_left.to(device)
 
 
-def _check_state(state: object) -> None:
+def _check_state(state: Any) -> None:
     """Refuses what a GradScaler cannot load; an empty state is left to torch, which refuses it."""
     instead = "pass what state_dict() of a GradScaler returned"
-    if not isinstance(state, Mapping):
-        raise StateError(f"the state of the GradScaler is {short(state)} of type {type(state).__name__}; {instead}")
-    missing = [key for key in _TORCH_KEYS if key not in state]
-    if state and missing:
-        raise StateError(f"the state of the GradScaler lacks {missing} and has {sorted(map(str, state))}; {instead}")
+    check_entries("the state of the GradScaler", state, _TORCH_KEYS if state else (), also=None, instead=instead)
     for key, value in ((key, state[key]) for key in _TORCH_KEYS if key in state):
         if not isinstance(value, (int, float, Tensor)) or not value >= 0:
             raise StateError(

@@ -15,6 +15,7 @@ from halfstep.edits import LARGEST_SCALE, SMALLEST_SCALE, Scaling
 from halfstep.errors import SessionError, StateError
 from halfstep.torch_internals import update_scale_
 from halfstep.train.scale.accumulator import Collected
+from halfstep.validate import check_entries
 
 
 class FixedScale:
@@ -165,17 +166,12 @@ def make_scale(scaling: Scaling, device: torch.device) -> Scale:
 
 
 def _check_state(state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    if "kind" in state and state["kind"] != own["kind"]:
+    if isinstance(state, Mapping) and state.get("kind", own["kind"]) != own["kind"]:
         raise StateError(
             f"the state belongs to a {state['kind']!r} loss scale, but this plan has {own['kind']!r};"
             " load it into a session of the plan that it came from"
         )
-    if state.keys() != own.keys():
-        differ = {"lacks": own.keys() - state.keys(), "has the unknown keys": state.keys() - own.keys()}
-        what = " and ".join(f"{word} {sorted(map(str, keys))}" for word, keys in differ.items() if keys)
-        raise StateError(
-            f"the state of a loss scale {what}; it must have {sorted(own)}: load what session.state_dict() returned"
-        )
+    check_entries("the state of a loss scale", state, own, also=(), instead="load what session.state_dict() returned")
 
 
 class LossScales:

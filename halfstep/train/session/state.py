@@ -10,6 +10,7 @@ from typing import Any
 from halfstep.errors import StateError
 from halfstep.pages import TRAINERS, more
 from halfstep.plan.plan import Plan
+from halfstep.validate import check_entries
 
 STATE_SCHEMA = 2
 _READ = (1, STATE_SCHEMA)  # 1 is of 0.1, whose plans had fewer fields
@@ -21,13 +22,9 @@ _LOSS_ID = re.compile("0|[1-9][0-9]{0,17}")  # as `str` writes it: other digits 
 
 def check_state(state: dict[str, Any], plan: dict[str, Any]) -> None:
     """Refuses a session state that is incomplete or belongs to another plan than `plan` (a dict)."""
-    expected = {"schema", "plan", "steps", "skipped", "scales"}
-    if not isinstance(state, dict) or set(state) - {"losses", "emulate", "bad_losses"} != expected:
-        have = sorted(map(str, state)) if isinstance(state, dict) else type(state).__name__
-        raise StateError(
-            f"expected a session state with the entries {sorted(expected)}, got {have}; pass what session.state_dict() "
-            "returned (or was the file cut short?)"
-        )
+    instead = "pass what session.state_dict() returned (or was the file cut short?)"
+    needed, also = ("schema", "plan", "steps", "skipped", "scales"), ("losses", "emulate", "bad_losses")
+    check_entries("the session state", state, needed, also=also, instead=instead)
     counts = dict.fromkeys(("steps", "skipped", "losses", "bad_losses"), int)
     kinds = {"plan": dict, "scales": dict, "emulate": bool, **counts}
     for key, kind in kinds.items():
