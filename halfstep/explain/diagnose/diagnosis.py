@@ -228,7 +228,8 @@ def of_error(recorder: OpRecorder, error: Exception, low: Format) -> Diagnosis:
         found = replace(found, module=note.module, operator=recorder.operator(note), formats=formats)
         found = replace(found, phase=note.phase, line=recorder.line(note))
     elif phase == "backward" and at.module is None:  # if no node raised it, the engine did after the last operation
-        made = (recorder.made_node(_node_of(error)) or notes)[-1]
+        lacking = [each for each in notes if f"derivative for aten::{each.aten} is not" in str(error)]
+        made = (recorder.made_node(_node_of(error)) or lacking or notes)[-1]
         found = replace(found, module=made.module, line=at.line or recorder.line(made))
     behind = () if note is None else (each for each in _sources(note) if each.dtype is low.dtype)
     led = ((recorder.operator(each), each.module, recorder.line(each)) for each in behind)
