@@ -7,7 +7,7 @@ from typing import Annotated
 import torch
 import typer
 
-from halfstep.cli.options import Device, Json, Quiet, activity, check_writable, device_of, stdout, write
+from halfstep.cli.options import Device, Json, Quiet, check_writable, device_of, progress_bar, stdout, write
 from halfstep.edits import OpChange
 from halfstep.explain.report.lines import to_json
 from halfstep.explain.report.tables import doctor_report, level_table, op_table
@@ -53,7 +53,7 @@ def doctor(device: Device = "auto", json: Json = None, save: Save = False, quiet
     """Measure this machine's speed in each format, and recommend what to train in; takes half a minute."""
     place = device_of(device)
     check_writable(json)
-    with activity("measuring", quiet=quiet) as now:
-        found = examine(place, tell=lambda what: now(f"measuring {what}"), keep=save)
+    with progress_bar("parts", quiet=quiet) as now:
+        found = examine(place, told=lambda what, done, parts: now(f"measuring {what}", done, parts), keep=save)
     stdout().print(doctor_report(found))
     write(json, to_json(found))

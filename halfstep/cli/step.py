@@ -31,7 +31,7 @@ from halfstep.explain.report.lines import to_json
 from halfstep.explain.report.step import check_text, inspection_report, whatif_report
 from halfstep.initialize import initialize
 from halfstep.lab.bench.tally import first_batch, foreseen
-from halfstep.lab.inspection.inspect import inspect as run_inspect
+from halfstep.lab.inspection.inspect import inspected
 from halfstep.lab.workloads.workload import to_device_of
 
 HORIZON = 100  # steps of a training whose first ones are made, for the schedule of the learning rate
@@ -104,8 +104,8 @@ def inspect(  # noqa: PLR0913  # each is an option of the command, described abo
 
     kept: Any = moments  # the session checks it
     with initialize(model, job.optimizer(model, fused=False), level, low=low, moments=kept) as session:
-        with activity("measuring one step, and what would save time in it", quiet=quiet):
-            found = run_inspect(session, closure)
+        with progress_bar("parts", quiet=quiet) as told:
+            found = inspected(session, closure, told=told)
         stdout().print(inspection_report(found, what=f"{job.name} under {session.plan.name} in {session.plan.low}"))
         write(json, to_json({"workload": job.name, **vars(found)}))
 

@@ -1,22 +1,28 @@
 """`halfstep inspect` and `halfstep doctor`, called as a user does."""
 
 import json
+from contextlib import nullcontext
 
 import pytest
 
+from halfstep.cli import step
 from halfstep.lab.doctor import doctor as examination
 
 SMALL = ["--set", "d_in=8", "--set", "d_out=8", "--set", "batch=4"]
 
 
 @pytest.mark.parametrize(("level", "low"), [("O0", "bf16"), ("O1", "bf16"), ("O2", "fp16")])
-def test_inspect_prints_operations_and_casts(halfstep, tmp_path, level, low):
-    path = tmp_path / "x.json"
+def test_inspect_prints_operations_and_casts_and_counts_its_parts(halfstep, tmp_path, monkeypatch, level, low):
+    path, seen = tmp_path / "x.json", []
+    counted = nullcontext(lambda what, done, total: seen.append((what.rpartition(" ")[2], done, total)))
+    monkeypatch.setattr(step, "progress_bar", lambda unit, quiet: counted)
     code, out, err = halfstep("inspect", "regression", *SMALL, "--level", level, "--low", low, "--json", path)
     assert (code, err) == (0, "")
     assert out.startswith(f"regression under {level} in {low}: ")
     assert "addmm" in out
     assert json.loads(path.read_text())["level"] == level
+    assert seen[:2] == [("step", 0, 13), ("step", 1, 13)]
+    assert seen[-6:] == [("time", done, 13) for done in range(7, 13)]
 
 
 def test_doctor_prints_what_to_train_in(halfstep, tmp_path, monkeypatch):

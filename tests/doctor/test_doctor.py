@@ -232,9 +232,16 @@ def test_onednn_and_deterministic_algorithms():
 
 def test_an_examination_has_all_parts_and_prints(quick):
     said = []
-    found = doctor.examine(CPU, tell=said.append)
+    found = doctor.examine(CPU, told=lambda *now: said.append(now))
     assert isinstance(found, Examination)
-    assert len(said) == 3
+    whole = [
+        "matrix product",
+        "copy",
+        "casts",
+        "settings",
+        "the backward pass of attention",
+    ]  # and two more kinds of work
+    assert said == [(what, done, 7) for done, what in enumerate(whole)]
     assert {choice.what.split()[0] for choice in found.choices} == {"bf16", "fp16", "attention's"}
     fields = json.loads(to_json(found))
     assert fields["rates"][0]["format"] == "fp32"
@@ -292,7 +299,7 @@ def test_a_saved_file_that_does_not_fit_is_left_out_and_said_so(edit, why, confi
 def test_what_cannot_be_saved_ends_the_doctor_before_it_measures(quick, config, monkeypatch):
     measured = []
     with pytest.raises(HalfstepError, match="works only for the CPU, got device cuda; add --device cpu"):
-        doctor.examine(torch.device("cuda"), tell=measured.append, keep=True)
+        doctor.examine(torch.device("cuda"), told=measured.append, keep=True)
     config.parent.mkdir(parents=True, exist_ok=True)
 
     def read_only(**_):
@@ -301,18 +308,18 @@ def test_what_cannot_be_saved_ends_the_doctor_before_it_measures(quick, config, 
     with monkeypatch.context() as patch:
         patch.setattr(saved.tempfile, "TemporaryFile", read_only)
         with pytest.raises(HalfstepError, match="cannot be written: Read-only"):
-            doctor.examine(torch.device("cpu"), tell=measured.append, keep=True)
+            doctor.examine(torch.device("cpu"), told=measured.append, keep=True)
     config.parent.rmdir()
     config.parent.write_text("no folder")
     with pytest.raises(HalfstepError, match="cannot be written"):
-        doctor.examine(torch.device("cpu"), tell=measured.append, keep=True)
+        doctor.examine(torch.device("cpu"), told=measured.append, keep=True)
 
     def homeless():
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.setattr(saved, "saved_path", homeless)
     with pytest.raises(HalfstepError, match="no home folder to save to; set XDG_CONFIG_HOME"):
-        doctor.examine(torch.device("cpu"), tell=measured.append, keep=True)
+        doctor.examine(torch.device("cpu"), told=measured.append, keep=True)
     assert measured == []
 
 

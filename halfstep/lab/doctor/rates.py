@@ -76,11 +76,14 @@ def works(device: torch.device) -> list[Work]:
     ]
 
 
-def measure(device: torch.device, *, seconds: float) -> list[Rate]:
+def measure(device: torch.device, *, seconds: float, tell: Callable[[str], None] = lambda _: None) -> list[Rate]:
     """Returns how fast a device does each kind of work in each format; takes about `seconds` in total."""
-    todo = works(device)
+    todo, rates = works(device), list[Rate]()
     share = seconds / (len(todo) + 1)
-    rates = [rate for work in todo for rate in _measure_work(work, device, share)]
+    for work in todo:
+        tell(work.name)
+        rates += _measure_work(work, device, share)
+    tell("casts")
     return rates + _measure_casts(todo[-1].operands[0], device, share)
 
 

@@ -16,7 +16,7 @@ import torch
 from halfstep.explain.diagnose.rehearsal import check_given, rehearsing
 from halfstep.formats import as_format
 from halfstep.lab.inspection.meter import Call, Meter, Place, Step
-from halfstep.lab.inspection.savings import savings
+from halfstep.lab.inspection.savings import LOOKS, savings
 from halfstep.machine import read_machine
 from halfstep.measurements import CastRow, Inspection, KernelRow, ModuleRow, OpRow
 from halfstep.plan.resolve import ModuleFormats
@@ -40,7 +40,15 @@ def inspect(session: Session, closure: Callable[[], Any]) -> Inspection:
         SessionError: the session is closed, or the closure does not return a scalar loss.
         SetupError: the model is sharded.
     """
+    return inspected(session, closure)
+
+
+def inspected(
+    session: Session, closure: Callable[[], Any], *, told: Callable[[str, int, int], None] = lambda *_: None
+) -> Inspection:
+    """Returns what `inspect` does; before each part `told` gets what it does, the number of the part and of all."""
     check_given("inspect", session, closure)
+    parts = _PASSES + LOOKS
     device = session.runtime.device
     scale = session.last_step().scale if session.plan.scale.active else None  # or it would be one more operation
     with rehearsing(session, closure) as rehearsal:
@@ -57,11 +65,12 @@ def inspect(session: Session, closure: Callable[[], Any]) -> Inspection:
             run(rehearsal.recording(meter))
             return meter
 
-        meter, disturbed = _least(metered)
+        meter, disturbed = _least(metered, lambda done: told("measuring one step", done, parts))
         formats = dict(zip(session.assignment.names(), session.assignment.modules, strict=True))
         step = Step(meter, session, formats)
         kernels = profiled(run, device) if device.type == "cuda" else ()
-        found = savings(step, metered)  # which makes calls again: random states are put back after it
+        saving = "measuring what would save time"  # by calls that are made again: random states are put back after it
+        found = savings(step, metered, lambda done: told(saving, _PASSES + done, parts))
     return Inspection(
         level=session.plan.name,
         low=session.plan.low.name,
@@ -77,11 +86,13 @@ def inspect(session: Session, closure: Callable[[], Any]) -> Inspection:
     )
 
 
-def _least(metered: Callable[[], Meter]) -> tuple[Meter, float]:
+def _least(metered: Callable[[], Meter], tell: Callable[[int], None]) -> tuple[Meter, float]:
     """Returns a meter with the least times of operations over passes, and how many times these the median pass took."""
+    tell(0)
     meter, start = metered(), perf_counter()
     times = [[call.seconds for call in meter.calls]]
     while len(times) < _PASSES and (len(times) < 2 or perf_counter() - start < _SECONDS):
+        tell(len(times))
         again = metered()
         if [call.func for call in again.calls] != [call.func for call in meter.calls]:
             return meter, 1.0

@@ -36,6 +36,7 @@ _WORTH = 0.01  # of the step's time: what saves less is not told
 _ALIGNED = 8  # elements of 16 bits
 _ROUNDS = 3  # in which a step as it is and one without each fp32 stream take turns
 _SOURCES = 3  # of fp32 streams: those whose casts take most
+LOOKS = 6  # that `savings` takes
 _PATIENCE = 20.0  # seconds after which no further round begins
 
 Again = Callable[..., Meter]  # meters the step once more, with what is mixed at some places low
@@ -48,9 +49,13 @@ _DOUBLE: Reason = (
 )
 
 
-def savings(step: Step, again: Again) -> tuple[Saving, ...]:
+def savings(step: Step, again: Again, tell: Callable[[int], None]) -> tuple[Saving, ...]:
     """Returns what would save at least the share `_WORTH` of a step's time, largest saving first."""
-    found = [saving for look in (_full, custom_full, _slow, _cast_again, _not_aligned) for saving in look(step)]
+    found: list[Saving] = []
+    for done, look in enumerate((_full, custom_full, _slow, _cast_again, _not_aligned)):
+        tell(done)
+        found += look(step)
+    tell(LOOKS - 1)
     found += _wide_streams(step, again)
     worth = [saving for saving in found if saving.seconds is None or saving.seconds >= _WORTH * step.seconds]
     return tuple(sorted(worth, key=lambda saving: -(saving.seconds or 0.0)))
