@@ -17,6 +17,7 @@ from halfstep.cli.step import check, inspect, whatif
 from halfstep.errors import HalfstepError, ScriptError
 from halfstep.pages import DIAGNOSIS, FOLDER, FRONT, GUIDE, LEVELS, PLANS, SEEING, SLOWER, more
 from halfstep.version import __version__
+from halfstep_command import to_the_end
 
 USAGE_ERROR = 2
 
@@ -70,4 +71,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    to_the_end(main)

@@ -310,7 +310,7 @@ EXPORTS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace")
 @pytest.mark.parametrize("how", EXPORTS)
 def test_an_exported_program_is_that_of_plain_python_and_training_goes_on(how):
     with under_run("O2", "bf16") as run:

@@ -378,3 +378,14 @@ def test_ctrl_c_while_torch_or_commands_are_loaded_is_one_line(tmp_path, loading
     )
     ended = subprocess.run([sys.executable, "-c", start], capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "halfstep: interrupted\n")
+
+
+@pytest.mark.parametrize(
+    "start",
+    ["import halfstep_command as c; c.main()", "import runpy; runpy.run_module('halfstep', run_name='__main__')"],
+)
+def test_ctrl_c_as_a_command_ends_is_one_line_after_what_it_printed(start):
+    late = "import atexit, os, signal, sys; atexit.register(os.kill, os.getpid(), signal.SIGINT)"
+    code = f"{late}; sys.argv = ['halfstep', 'ops', 'mm']; {start}"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr, " mm " in ended.stdout) == (130, "halfstep: interrupted\n", True)
