@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import html
 from dataclasses import dataclass, field
 from statistics import fmean
 
 from halfstep.edits import Edit, spell
 from halfstep.machine import Machine
-from halfstep.records import InNotebooks
+from halfstep.records import InNotebooks, preformatted
 
 
 @dataclass(frozen=True)
@@ -55,14 +56,17 @@ class BenchRun(InNotebooks):
         """Whether the run ended because memory ran out."""
         return self.error is not None and "out of memory" in self.error
 
-    def __str__(self) -> str:
-        """Returns a line with the figures that compare runs; `bench_table` and `sweep_sheet` show all."""
+    def figures(self) -> list[str]:
+        """Returns the figures that compare runs, in words, each at its place; "" where one was not measured."""
         milliseconds, peak = self.step_ms and self.step_ms.median, self.peak_bytes and self.peak_bytes / 2**20
         figures = {"{:.1f} ms a step": milliseconds, "{:.2f} x O0": self.vs_o0, "{:.2f} x torch.amp": self.vs_amp}
         figures |= {"peak {:,.1f} MiB": peak, "gradient error {:.1%}": self.gradient_error}
         figures |= {"train loss {:.4f}": fmean(self.train_loss) if self.train_loss else None}
-        told = [form.format(figure) for form, figure in figures.items() if figure is not None]
-        return f"{self.name}: {self.error or ', '.join(told)}"
+        return ["" if figure is None else form.format(figure) for form, figure in figures.items()]
+
+    def __str__(self) -> str:
+        """Returns a line with the figures that compare runs; `bench_table` and `sweep_sheet` show all."""
+        return f"{self.name}: {self.error or ', '.join(filter(None, self.figures()))}"
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,11 @@ class BenchResult(InNotebooks):
 
     def __str__(self) -> str:
         return "\n".join([f"{self.workload}, {self.steps} steps on {self.machine.device}", *map(str, self.runs)])
+
+    def _repr_html_(self) -> str:
+        rows = [[run.name, *([run.error] if run.error else run.figures())] for run in self.runs]
+        cells = ("".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows)
+        return preformatted(str(self).partition("\n")[0]) + f"<table><tr>{'</tr><tr>'.join(cells)}</tr></table>"
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,13 @@ def test_a_result_prints_a_line_for_each_run_also_in_notebooks():
         "O1 fp16 (emulated): 102.0 ms a step, 0.87 x O0, 0.97 x torch.amp, peak 3.0 MiB, train loss 1.6000",
         "torch.amp fp16: no [fp16] units",
     ]
-    assert str(RESULT) in RESULT._repr_html_()
+    page = RESULT._repr_html_()
+    assert page.startswith('<pre style="white-space: pre-wrap">char_lm, 40 steps on cpu</pre><table><tr><td>O0</td>')
+    assert "<tr><td>torch.amp fp16</td><td>no [fp16] units</td></tr></table>" in page
+    assert (
+        "<td>0.87 x O0</td><td>0.97 x torch.amp</td><td>peak 3.0 MiB</td><td></td><td>train loss 1.6000</td></tr>"
+        in page
+    )
     sweep = Sweep(1, {}, 1, (Point("resnet18", 8, None, RESULT),))
     assert sweep._repr_html_().count("resnet18, batch 8: ") == 3
 
