@@ -276,12 +276,15 @@ def test_a_format_that_was_chosen_is_information(caplog):
 
 
 @pytest.mark.parametrize("name", ["O0 bf16", "O1 fp16", "O2 bf16", "O2 fp16", "O3 bf16"])
-@pytest.mark.parametrize("also", [{}, {"input": None}])
+@pytest.mark.parametrize(
+    "also", [{}, {"input": None}, {"rules": [{"pattern": "0", "policy": "full", "buffers": "keep"}]}]
+)
 def test_session_states_of_the_first_version_load(name, also):
     state = json.loads((OLD / "sessions.json").read_text())[name]
     state["plan"] |= also
     level, low = name.split()
-    session = halfstep.initialize(*make(), level, low=low)
+    rules = [halfstep.Rule("0", halfstep.FULL)] if "rules" in also else ()
+    session = halfstep.initialize(*make(), level, low=low, rules=rules)
     session.load_state_dict(state)
     assert session.status().steps == 3
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import fields
 from typing import Any
 
-from halfstep.errors import StateError
+from halfstep.errors import HalfstepError, StateError
 from halfstep.pages import TRAINERS, more
+from halfstep.plan.io import from_dict, to_dict
 from halfstep.plan.plan import Plan
 from halfstep.validate import check_entries
 
@@ -54,10 +56,13 @@ def check_state(state: dict[str, Any], plan: dict[str, Any]) -> None:
             f"session state: plan has {strange!r:.40}: {state['plan'][strange]!r:.60}; expected only numbers, text, "
             "True, False, None, and dicts or lists of these"
         )
-    keys = sorted(plan.keys() | state["plan"].keys(), key=str)
-    differing = [key for key in keys if _differs(key, state["plan"], plan)]
+    there = state["plan"]
+    with suppress(HalfstepError):  # no plan of today is compared as it is
+        there = to_dict(from_dict(there))  # its parts may lack fields that their version had not
+    keys = sorted(plan.keys() | there.keys(), key=str)
+    differing = [key for key in keys if _differs(key, there, plan)]
     if differing:
-        which = "; ".join(words for key in differing for words in _apart(key, state["plan"].get(key), plan.get(key)))
+        which = "; ".join(words for key in differing for words in _apart(key, there.get(key), plan.get(key)))
         raise StateError(
             "this session state belongs to another plan; initialize with that plan, or do not load the session state: "
             "model and optimizer states load under any plan, only the loss scale and counters restart. These fields "
