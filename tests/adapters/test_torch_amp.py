@@ -16,6 +16,8 @@ from halfstep.adapters.torch_amp import PLACES, install
 from halfstep.machine import AVX2, AVX512_BF16
 from halfstep.train.cast.opregistry import REGISTRY
 
+BEFORE_2_12 = torch.__version__ < "2.12"
+
 # Operations of each of torch's lists, with the formats of what they are given.
 OPERATIONS = {
     "low list": (lambda a, b: a @ b, torch.float32, torch.float32),
@@ -65,7 +67,7 @@ def test_autocast_has_torchs_signature_and_errors():
         assert str(ours.value).startswith(f"{theirs.value}; autocast expected the type of a device, such as 'cuda'")
     with pytest.warns(UserWarning, match="Disabling autocast"):
         halfstep.autocast("cpu", torch.float64)
-    with pytest.raises(TypeError, match="requires a callable"):
+    with contextlib.nullcontext() if BEFORE_2_12 else pytest.raises(TypeError, match="requires a callable"):
         halfstep.autocast("cpu")(3)
 
 
@@ -111,6 +113,7 @@ def test_an_exception_ends_it_and_a_disabled_region_inside_is_fp32():
     assert not torch.is_autocast_enabled("cpu")
 
 
+@pytest.mark.skipif(BEFORE_2_12, reason="torch.compile breaks a graph where a class makes one of another class")
 def test_it_is_copied_pickled_and_compiled_as_torchs():
     region = pickle.loads(pickle.dumps(copy.deepcopy(halfstep.autocast("cpu", torch.bfloat16))))
     with region:
@@ -152,6 +155,8 @@ class Regions(nn.Module):
 @pytest.mark.parametrize("level", [None, "O1", "O2"])
 def test_a_compiled_forward_with_regions_of_its_own_is_as_the_eager_one(level, breaks, installed, on_processor):
     on_processor(AVX512_BF16)
+    if BEFORE_2_12 and not breaks:
+        pytest.skip("torch.compile breaks a graph where a class makes one of another class")
     torch.manual_seed(0)
     model, x = Regions(breaks), torch.randn(2, 4)
     torch.compiler.reset()

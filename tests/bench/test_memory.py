@@ -95,7 +95,7 @@ def test_it_agrees_with_torchs_profiler():
     with CpuBytes() as count:
         step()
     model.zero_grad()
-    with torch.profiler.profile(profile_memory=True) as profiler:
+    with torch.profiler.profile(profile_memory=True, acc_events=True) as profiler:  # else torch 2.11 warns
         step()
     events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
     now = peak = 0
