@@ -9,6 +9,7 @@ import types
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import halfstep
@@ -614,3 +615,45 @@ def test_a_checkpoint_repeats_each_call_as_it_was_made(level, low, dtype, run, r
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
     assert autocast_bits() == [False] * 6
     session.close()
+
+
+def normed(level, *, norm, **plan):
+    """Returns what a LayerNorm between two layers gives, its input's gradient and its own, by module or function."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
+    nn.init.normal_(model[1].weight)
+    if norm is not None:
+        model[1].forward = lambda x: norm(x, (4,), model[1].weight, model[1].bias, model[1].eps)
+    seen = []
+    model[1].register_forward_hook(lambda module, args, out: seen.append(out.detach()))
+    with halfstep.initialize(model, torch.optim.SGD(model.parameters(), 0.1), level, low="bf16", **plan) as session:
+        session.backward(model(torch.linspace(-3, 3, 12).view(3, 4)).square().sum())
+        return [*seen, *(p.grad.clone() for p in model.parameters())]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_layer_norm_that_a_module_runs_has_the_bits_of_the_operation(level):
+    by_module, by_function = normed(level, norm=None), normed(level, norm=torch.layer_norm)
+    assert [t.dtype for t in by_module] == [t.dtype for t in by_function]
+    assert all(map(torch.equal, by_module, by_function))
+
+
+def test_a_layer_norm_that_a_plan_or_other_code_names_runs_as_they_say(monkeypatch):
+    (out, *_) = normed("O1", norm=None)
+    (low, *_) = normed("O1", norm=None, ops={"allow": ["torch.nn.functional:layer_norm"]})
+    assert (out.dtype, low.dtype) == (torch.float32, torch.bfloat16)
+    called = []
+    written = F.layer_norm
+    monkeypatch.setattr(F, "layer_norm", lambda *args: (called.append(args[0].dtype), written(*args))[1])
+    assert torch.equal(normed("O1", norm=None)[0], out)
+    assert called == [torch.bfloat16]
+    monkeypatch.undo()
+
+    class Sees(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            called.append(function)
+            return function(*args, **(kwargs or {}))
+
+    with Sees():
+        normed("O1", norm=None)
+    assert written in called

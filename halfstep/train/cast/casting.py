@@ -142,7 +142,7 @@ class Casting:
             return
         self._around.emulating = self.emulating if self.emulates else None
         plan = self._engine.switch
-        written = marking(plan)
+        written, layer_norm = marking(plan), REGISTRY.act("layer_norm", plan.marker)
         classes: dict[tuple[type, Options], type[nn.Module]] = {}
         entered: set[int] = set()  # modules inside one whose forward is entered already
         with ExitStack() as stack:
@@ -175,6 +175,7 @@ class Casting:
                     explains=stored_low or own_low,
                     at_call=makes_weights(module),
                     reads=read_low(module, formats),
+                    layer_norm=None if formats.boundary else layer_norm,
                 )
                 gate = Gate(plan, full, lent, outside, inside, asks=not formats.boundary)
                 stack.callback(gated(module, gate, how, classes))

@@ -45,9 +45,12 @@ from halfstep.train.cast.copies import (
     reduction_of,
 )
 from halfstep.train.cast.gate import Gate, explain, run_eager, run_traced
+from halfstep.train.cast.opkernels import Act
 from halfstep.train.cast.ops import Switch
 from halfstep.train.cast.reading import attributes, noting_grad_mode
 
+F = nn.functional
+_FORWARD, _LAYER_NORM = nn.LayerNorm.forward, F.layer_norm  # as torch wrote them
 SAVING = ("save", "export", "push_to_hub", "to_onnx")
 """How the names of methods begin that save the model; called outside of its forward, they find fp32 weights."""
 AGAIN = "_halfstep_again"  # makes a class of ours over another one
@@ -124,12 +127,29 @@ class Options:
     explains: bool = False  # methods add advice to errors about mixed formats
     at_call: bool = False  # `__call__` enters the plan too, since hooks compute weights
     reads: frozenset[str] = frozenset()  # weights stored in fp32 that its code reads low inside the plan
+    layer_norm: Act | None = None  # what the plan's kernel of this operation does
+
+
+def _norm_at_once(call: Callable[..., Any], act: Act) -> Callable[..., Any]:
+    """Returns a LayerNorm's forward inside the plan: its kernel, which the dispatcher takes twice as long to call."""
+    compiling, overridden = torch.compiler.is_compiling, torch.overrides.has_torch_function_variadic
+
+    def forward(self: nn.LayerNorm, *args: Any, **kwargs: Any) -> Any:
+        if len(args) != 1 or kwargs or compiling() or F.layer_norm is not _LAYER_NORM:  # else a plan names it
+            return call(self, *args, **kwargs)
+        weight, bias = self.weight, self.bias
+        if overridden(args[0], weight, bias):
+            return call(self, *args)
+        return act(None, (args[0], self.normalized_shape, weight, bias, self.eps), {})
+
+    return forward
 
 
 def _entering(call: Callable[..., Any], how: Options, *, at_call: bool) -> Callable[..., Any]:
     """Returns a forward, or `at_call` a `__call__`, that makes a call as the gate says."""
     is_on, dtype_of = torch.is_autocast_enabled, torch.get_autocast_dtype
-    door = how.plan if how.door else None
+    inside = _norm_at_once(call, how.layer_norm) if call is _FORWARD and how.layer_norm else call
+    door = how.plan if how.door or inside is not call else None
     marker, device_type, low = ("", "", None) if door is None else (door.marker, door.device_type, door.low)
 
     @functools.wraps(call)
@@ -138,7 +158,7 @@ def _entering(call: Callable[..., Any], how: Options, *, at_call: bool) -> Calla
         if stand_in is not None and not at_call:
             return stand_in.forward(*args, **kwargs)
         if marker and is_on(marker) and is_on(device_type) and dtype_of(device_type) is low:
-            return call(self, *args, **kwargs)
+            return inside(self, *args, **kwargs)
         gate: Any = self._halfstep_gate  # the class's None, or the instance's Gate
         casts = None if gate is None or gate.outside is None else gate.way(args, kwargs)
         if casts is None:

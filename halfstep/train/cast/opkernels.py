@@ -141,7 +141,7 @@ class OpSite:
         """Returns args and kwargs with fp32, bf16 and fp16 tensors on this device type cast to `dtype`."""
         cast, given, changed = self.cast, len(args), list(args)
         for i in self._holding:
-            if i < given:
+            if i < given and getattr(changed[i], "dtype", None) is not dtype:
                 changed[i] = cast(changed[i], dtype)
         return changed, {k: cast(v, dtype) for k, v in kwargs.items()} if kwargs else kwargs
 

@@ -295,6 +295,11 @@ class Registry:
         found = ((each, each.find(weight)) for each in sorted(layers, key=lambda each: not each.knows(weight)))
         return next(((layers, number) for layers, number in found if number is not None), None)
 
+    def act(self, name: str, marker: str) -> Act | None:
+        """Returns what a table's kernel of the op `name` does; None if the table has none."""
+        sites = (device.sites[name] for device in self._devices.values() if name in device.sites)
+        return next((act for site in sites for own, act in site.acts if own == marker), None)
+
     def repeats(self, marker: str) -> bool:
         """Returns whether a kernel of this table has run in what an activation checkpoint may compute again."""
         return self._slots[marker].repeats

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from halfstep.torch_internals import buffers_of, foreach_copy_, unflatten, versi
 
 Buffers = dict[str, Tensor | None]
 _SMALL = 2**16  # elements
+_SHAPE = attrgetter("shape")
 
 
 class BufferGuard:
@@ -25,7 +27,8 @@ class BufferGuard:
     def __init__(self, models: Iterable[nn.Module]) -> None:
         modules = {id(module): module for model in models for module in model.modules()}
         self._modules = list(modules.values())
-        self._slots: list[_Slot] = []
+        self._places: list[tuple[int, str]] = []  # of all buffers: the id of a module's, and a name there
+        self._watched: list[_Slot] = []  # that may come to be guarded, or be guarded no more
         self._groups: list[_Group] = []
         self._first_seen: dict[int, tuple[Tensor, int]] = {}
         self._current = False
@@ -39,8 +42,9 @@ class BufferGuard:
 
     def after_step(self) -> None:
         """Takes a snapshot now, and another at the next `refresh`; call it after each step and each load of a state."""
-        held = [(buffers, name) for buffers in map(buffers_of, self._modules) if buffers for name, _ in buffers.items()]
-        if len(held) != len(self._slots) or not all(map(self._is_as_it_was, self._slots, held)):
+        held = [(buffers, name) for buffers in map(buffers_of, self._modules) if buffers for name in buffers]
+        same = [(id(buffers), name) for buffers, name in held] == self._places
+        if not (same and all(map(_Group.holds, self._groups)) and all(map(self._is_as_it_was, self._watched))):
             self._arrange(held)
         for group in self._groups:
             group.take()
@@ -53,19 +57,17 @@ class BufferGuard:
             group.restore(found)
         self._current = False
 
-    def _is_as_it_was(self, slot: _Slot, held: tuple[Buffers, str]) -> bool:
-        if slot.buffers is not held[0] or slot.name != held[1]:
-            return False
+    def _is_as_it_was(self, slot: _Slot) -> bool:
         buffer = slot.buffers[slot.name]
-        if slot.alias is None:
-            return self._alias(buffer) is None
-        return buffer is not None and slot.holds(buffer) and self._changes(buffer)
+        return self._alias(buffer) is None if slot.alias is None else buffer is not None and self._changes(buffer)
 
     def _arrange(self, held: list[tuple[Buffers, str]]) -> None:
         """Assigns each guarded buffer a place in the snapshot of its device and dtype."""
-        self._slots = [_Slot(buffers, name, self._alias(buffers[name])) for buffers, name in held]
+        slots = [_Slot(buffers, name, self._alias(buffers[name])) for buffers, name in held]
+        self._places = [(id(buffers), name) for buffers, name in held]
+        self._watched = [slot for slot in slots if slot.alias is None or slot.alias.numel() > _SMALL]
         groups: dict[tuple[torch.device, torch.dtype], list[_Slot]] = {}
-        for slot in self._slots:
+        for slot in slots:
             if slot.alias is not None:
                 groups.setdefault((slot.alias.device, slot.alias.dtype), []).append(slot)
         self._groups = [_Group(slots) for slots in groups.values()]
@@ -96,12 +98,10 @@ class _Slot(NamedTuple):
     name: str
     alias: Tensor | None
 
-    def holds(self, buffer: Tensor) -> bool:
-        """Returns whether `buffer` has the address, shape and strides of the buffer last seen here."""
-        alias = self.alias
-        if alias is None or buffer.data_ptr() != alias.data_ptr():
-            return False
-        return buffer.shape == alias.shape and buffer.stride() == alias.stride()
+
+def _lies(buffers: list[Any]) -> tuple[list[Any], ...]:
+    """Returns the address, shape and strides of each buffer."""
+    return list(map(Tensor.data_ptr, buffers)), list(map(_SHAPE, buffers)), list(map(Tensor.stride, buffers))
 
 
 class _Group:
@@ -109,12 +109,19 @@ class _Group:
 
     def __init__(self, slots: list[_Slot]) -> None:
         self._slots = slots
+        self._held = [(slot.buffers, slot.name) for slot in slots]
         self._aliases = [slot.alias for slot in slots if slot.alias is not None]
         first = self._aliases[0]
         self.snapshot = torch.empty(sum(t.numel() for t in self._aliases), dtype=first.dtype, device=first.device)
         self._after = torch.empty_like(self.snapshot)
+        self._lie = _lies(self._aliases)
         self._kept = unflatten(self.snapshot, self._aliases)
         self._chosen = unflatten(self._after, self._aliases)
+
+    def holds(self) -> bool:
+        """Returns whether each buffer has the address, shape and strides of the one last seen there."""
+        now = [buffers.get(name) for buffers, name in self._held]
+        return type(None) not in set(map(type, now)) and _lies(now) == self._lie
 
     @torch.no_grad()
     def take(self) -> None:
@@ -123,7 +130,7 @@ class _Group:
     @torch.no_grad()
     def restore(self, found: Tensor) -> None:
         found = found.to(self.snapshot.device, non_blocking=True)
-        buffers = [self._now(slot, alias) for slot, alias in zip(self._slots, self._aliases, strict=True)]
+        buffers = self._aliases if self.holds() else list(map(self._now, self._slots, self._aliases))
         foreach_copy_(self._chosen, buffers)
         torch.where(found, self.snapshot, self._after, out=self._after)
         foreach_copy_(buffers, self._chosen)
@@ -131,7 +138,7 @@ class _Group:
     def _now(self, slot: _Slot, alias: Tensor) -> Tensor:
         """Returns the tensor to restore into: the guarded buffer, or the buffer that forward replaced it with."""
         buffer = slot.buffers.get(slot.name)
-        if buffer is None or slot.holds(buffer) or not _restorable(buffer):
+        if buffer is None or not _restorable(buffer) or _lies([buffer]) == _lies([alias]):
             return alias
         same = (buffer.shape, buffer.dtype, buffer.device) == (alias.shape, alias.dtype, alias.device)
         return buffer.data if same else alias
