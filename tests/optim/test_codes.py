@@ -1,5 +1,6 @@
 """The codes of moments against their formulas, written out in Python's integers and fractions."""
 
+import itertools
 import math
 from fractions import Fraction
 
@@ -7,34 +8,49 @@ import pytest
 import torch
 
 from halfstep.train.kernels.batch import Code, Place
-from halfstep.train.optim.moments import decode, encode, grouped, noise_of, random_bits, to_bf16, ungrouped
+from halfstep.train.optim.moments import decode, encode, grouped, random_bits, to_bf16, ungrouped
 from tests.optim.cases import bits
 
 SIGNED, NEAREST, SQUARE = Code(True, True), Code(True, False), Code(False, True)
 every_code = pytest.mark.parametrize("code", [SIGNED, NEAREST, SQUARE], ids=["signed", "to nearest", "square"])
 
 
+def stirred(x):
+    x = (x ^ (x >> 16)) * 0x7FEB352D % 2**32
+    return x ^ (x >> 15)
+
+
 def mixed(x):
-    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
-        x = (x ^ (x >> shift)) * factor % 2**32
+    x = stirred(x) * 0x846CA68B % 2**32
     return x ^ (x >> 16)
 
 
 @pytest.mark.parametrize("place", [Place(0, 0, 64, 64), Place(2**17, 5, 3, 7), Place(3, 2**32 - 9, 10, 2**31)])
-@pytest.mark.parametrize(("step", "which"), [(1, 0), (2**24, 1)])
+@pytest.mark.parametrize(("step", "which"), [(1, 0), (2**24, 1), (3, 2)])
 def test_random_bits_are_a_hash_of_the_place_in_the_whole_tensor_and_of_the_step(place, step, which):
-    key = mixed(step * 0x85EBCA77 % 2**32 ^ place.number * 0xC2B2AE3D % 2**32 ^ which)
+    key = mixed(step * 0x85EBCA77 % 2**32 ^ place.number * 0xC2B2AE3D % 2**32)
+    last = (0x846CA68B, 0xC2B2AE3D, 0x85EBCA77)[which]
     index = [place.first + row * place.stride + column for row in range(20) for column in range(place.row)]
-    expected = [mixed((i * 0x9E3779B1 + key) % 2**32) for i in index]
-    given = random_bits(place, len(index), torch.tensor(float(step)), which)
-    assert given.tolist() == expected
-    assert [noise_of(given, k).tolist() for k in (0, 1)] == [[r >> 12 for r in expected], [r % 2**20 for r in expected]]
+    expected = [stirred((i * 0x9E3779B1 + key) % 2**32) * last % 2**32 for i in index]
+    assert random_bits(place, len(index), torch.tensor(float(step)), which).tolist() == expected
+
+
+def test_upper_random_bits_are_even_and_independent_between_states_neighbours_and_steps():
+    drawn = [
+        random_bits(Place(3, 0, 64, 64), 2**18, torch.tensor(step), which) for step in (1.0, 2.0) for which in (0, 1)
+    ]
+    even = [(bits >> 13).double() / 2**19 - 0.5 for bits in drawn]
+    for x in even:
+        assert abs(x.mean()) < 4 / 12**0.5 / 2**9
+        assert abs((x * x).mean() * 12 - 1) < 4 * 0.8**0.5 / 2**9
+    pairs = [*itertools.combinations(even, 2), *((x[lag:], x[:-lag]) for x in even for lag in (1, 2, 16, 64, 1024))]
+    assert all(abs((x * y).mean() * 12) < 4.5 / 2**9 for x, y in pairs)
 
 
 @pytest.mark.parametrize("noise", [0, 1, 0x8000, 0xFFFF])
 def test_every_bf16_number_stays_whatever_the_noise(noise):
     numbers = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16)
-    kept = to_bf16(numbers.float(), torch.tensor(noise, dtype=torch.int32))
+    kept = to_bf16(numbers.float(), torch.tensor(noise << 16))
     assert torch.equal(bits(kept), bits(numbers))
 
 
@@ -43,20 +59,21 @@ def test_of_all_noise_as_much_rounds_to_bf16_away_from_zero_as_is_cut_off(value)
     value = torch.tensor(value)
     pattern = int(bits(value)) % 2**32
     up, down = (pattern >> 16) + 1, pattern >> 16
-    kept = bits(to_bf16(value.expand(2**16), torch.arange(2**16, dtype=torch.int32))).int() % 2**16
+    kept = bits(to_bf16(value.expand(2**16), torch.arange(2**16) << 16)).int() % 2**16
     assert [int((kept == each).sum()) for each in (down, up)] == [2**16 - pattern % 2**16, pattern % 2**16]
 
 
-def reference(patterns, noise, code):
-    """The codes and the base of one group, from bit patterns of fp32."""
-    sizes, most = [u % 2**31 for u in patterns], 127 if code.signed else 255
+def reference(patterns, random, code):
+    """The codes and the base of one group, from bit patterns of fp32 and of 32 random bits."""
+    sizes, most, counted = [u % 2**31 for u in patterns], 127 if code.signed else 255, 2**16 if code.signed else 1
 
     def rounded(drop):
-        added = [r % 2**drop for r in noise] if code.stochastic else [2**drop // 2] * len(sizes)
+        more = 2**19 * (random[0] // 2**12 % 2) if drop == 20 else 0
+        added = [r // 2**13 + more for r in random] if code.stochastic else [2**drop // 2] * len(sizes)
         return [(u + a) // 2**drop for u, a in zip(sizes, added, strict=True)]
 
     fine = rounded(19)
-    near = max(fine) - min([t for t, u in zip(fine, sizes, strict=True) if u], default=0) < most
+    near = max(fine) - min([t for t, u in zip(fine, sizes, strict=True) if u >= counted], default=0) < most
     chosen = fine if near else rounded(20)
     base = max(0, max(chosen) - most)
     codes = [max(t - base, 0 if code.signed else 1) if u else 0 for t, u in zip(chosen, sizes, strict=True)]
@@ -96,12 +113,12 @@ GROUPS = {
 @pytest.mark.parametrize("group", GROUPS)
 def test_codes_are_those_of_the_formula_and_stay_after_decoding(code, group):
     values = GROUPS[group]() if code.signed else GROUPS[group]().abs()
-    noise = torch.randint(2**20, values.shape, dtype=torch.int32)
-    codes, bases = encode(values, noise if code.stochastic else None, code)
+    random = torch.randint(2**32, values.shape)
+    codes, bases = encode(values, random if code.stochastic else None, code)
     assert (codes.dtype, bases.dtype, bases.shape) == (code.dtype, torch.int16, (len(values), 1))
     patterns = [[u % 2**32 for u in row] for row in bits(values).tolist()]
     given = [(row, base) for row, (base,) in zip(codes.tolist(), bases.tolist(), strict=True)]
-    assert given == [reference(row, r, code) for row, r in zip(patterns, noise.tolist(), strict=True)]
+    assert given == [reference(row, r, code) for row, r in zip(patterns, random.tolist(), strict=True)]
     decoded = decode(codes, bases)
     for row, numbers, base in zip(decoded.tolist(), codes.tolist(), bases.flatten().tolist(), strict=True):
         pairs = [pair for pair in zip(row, numbers, strict=True) if math.isfinite(pair[0])]
@@ -121,20 +138,20 @@ def test_every_code_with_every_base_keeps_its_value_whatever_the_noise(code, dro
     shape = len(bases), len(numbers)
     groups = numbers.to(code.dtype).expand(*shape, 64).reshape(-1, 64)
     values = decode(groups, bases.view(-1, 1).expand(shape).reshape(-1, 1))
-    for noise in (torch.full_like(values, 2**20 - 1, dtype=torch.int32), torch.randint(2**20, values.shape).int()):
-        again = decode(*encode(values, noise if code.stochastic else None, code))
+    for random in (torch.full_like(values, 2**32 - 1, dtype=torch.int64), torch.randint(2**32, values.shape)):
+        again = decode(*encode(values, random if code.stochastic else None, code))
         assert torch.equal(bits(again), bits(values))
 
 
 @every_code
 def test_a_group_loses_a_bit_of_its_fractions_only_where_its_codes_would_not_reach_its_smallest(code):
-    most, noise = 127 if code.signed else 255, torch.zeros(1, 64, dtype=torch.int32) if code.stochastic else None
+    most, random = 127 if code.signed else 255, torch.zeros(1, 64, dtype=torch.int64) if code.stochastic else None
     for distance, near in ((most - 1, True), (most, False)):
         pattern = torch.full((1, 64), 0x3F8 << 20, dtype=torch.int32)
         pattern[0, 5] -= distance << 19
         pattern[0, 7:] = 0
-        _, base = encode(pattern.view(torch.float32), noise, code)
-        kept = decode(*encode(pattern.view(torch.float32), noise, code))
+        _, base = encode(pattern.view(torch.float32), random, code)
+        kept = decode(*encode(pattern.view(torch.float32), random, code))
         assert [int(base) >= 0, torch.equal(bits(kept), pattern)] == [near, near]
 
 
@@ -142,7 +159,7 @@ def test_a_signed_value_too_small_for_its_group_becomes_zero_and_a_square_the_le
     values = torch.full((1, 64), 1e-30)
     values[0, 0] = 1.0
     for code, least in ((SIGNED, 0), (NEAREST, 0), (SQUARE, 1)):
-        codes, base = encode(values, torch.zeros(1, 64, dtype=torch.int32) if code.stochastic else None, code)
+        codes, base = encode(values, torch.zeros(1, 64, dtype=torch.int64) if code.stochastic else None, code)
         assert codes[0, 1:].unique().tolist() == [least]
         assert float(decode(codes, base)[0, 0]) == 1.0
 
@@ -166,15 +183,16 @@ def test_groups_lie_within_slices(row):
 
 @pytest.fixture(scope="module")
 def drawn():
-    """The random bits of a group at 4096 steps."""
-    return torch.stack([random_bits(Place(7, 0, 64, 64), 64, torch.tensor(float(step))) for step in range(4096)])
+    """The random bits of a group at 4096 steps, for both states."""
+    steps = [torch.tensor(float(step)) for step in range(4096)]
+    return [torch.stack([random_bits(Place(7, 0, 64, 64), 64, step, state) for step in steps]) for state in (0, 1)]
 
 
 @pytest.mark.parametrize(("code", "sigma"), [(SIGNED, 0.3), (SIGNED, 1.5), (SQUARE, 0.3)])
 def test_rounding_is_unbiased_over_the_steps(code, sigma, drawn):
     values = torch.exp(sigma * torch.randn(64)).clamp(2**-6, 2**6)  # of which none is at a floor
-    noise, count = noise_of(drawn, state=int(not code.signed)), len(drawn)
-    codes, bases = encode(values.expand(count, 64), noise, code)
+    random, count = drawn[not code.signed], len(drawn[0])
+    codes, bases = encode(values.expand(count, 64), random, code)
     found = decode(codes, bases).double()
     low, high = found.amin(0), found.amax(0)
     share = (values - low) / (high - low).clamp(min=1e-9)

@@ -128,7 +128,8 @@ inline void load(int32_t format, const void* base, int64_t at, float* to, int64_
   in_format(format, base, at, [&](auto* from) { load(from, 1, to, n); });
 }
 
-void join(const uint16_t* __restrict high, const int16_t* __restrict low, float* __restrict to, int64_t n) {
+__attribute__((always_inline)) inline void join(const uint16_t* __restrict high, const int16_t* __restrict low,
+                                                float* __restrict to, int64_t n) {
   int64_t i = 0;
 #if defined(__AVX512BW__)
   for (; i + 32 <= n; i += 32) join_words(high + i, low + i, to + i);

@@ -19,6 +19,14 @@ inline uint32_t mix(uint32_t x) {
   return x ^ (x >> 16);
 }
 
+// The hash of an element's index, but for its last factor, of which each tensor that takes random bits has its own.
+inline uint32_t stirred(uint32_t x) {
+  x = (x ^ (x >> 16)) * 0x7FEB352Du;
+  return x ^ (x >> 15);
+}
+
+constexpr uint32_t kLast[] = {0x846CA68Bu, 0xC2B2AE3Du, 0x85EBCA77u};  // of the first state, the second, and weights
+
 struct Run {  // elements of one group: which, where it begins in the block, its length, its index in the whole tensor
   int64_t group, from, length;
   uint32_t index;
@@ -48,32 +56,26 @@ inline int64_t whole_groups(const Shard& p, int64_t at, int64_t length) {
 }
 
 __attribute__((noinline)) void random_bits(uint32_t index, uint32_t key, uint32_t* __restrict to, int64_t n) {
-  for (int64_t i = 0; i < n; i++) to[i] = mix((index + uint32_t(i)) * kSpread + key);
+  for (int64_t i = 0; i < n; i++) to[i] = stirred((index + uint32_t(i)) * kSpread + key);
 }
 
-// `which` is 0 for states and 1 for weights.
-inline uint32_t key_of(const Shard& p, float step, uint32_t which) {
-  return mix(uint32_t(int64_t(step)) * 0x85EBCA77u ^ uint32_t(p.number) * 0xC2B2AE3Du ^ which);
+inline uint32_t key_of(const Shard& p, float step) {
+  return mix(uint32_t(int64_t(step)) * 0x85EBCA77u ^ uint32_t(p.number) * 0xC2B2AE3Du);
 }
 
-inline void random_bits(const Tensors& b, int64_t t, uint32_t which, const Run* runs, int64_t count, uint32_t* to) {
-  const uint32_t key = key_of(b.places[t], *b.steps[t], which);
+inline void random_bits(const Tensors& b, int64_t t, const Run* runs, int64_t count, uint32_t* to) {
+  const uint32_t key = key_of(b.places[t], *b.steps[t]);
   for (const Run* run = runs; run < runs + count; run++) random_bits(run->index, key, to + run->from, run->length);
-}
-
-template <int kState>
-inline uint32_t noise(uint32_t bits) {
-  return kState == 0 ? bits >> 12 : bits & 0xFFFFFu;
 }
 
 // ---- two bytes ------------------------------------------------------------------------------------------------------
 
-// A NaN stays one. Weights without a master are rounded as a first state is.
-template <int kState>
+// A NaN stays one.
+template <int kTensor>
 __attribute__((noinline)) void to_bf16(const float* __restrict from, const uint32_t* __restrict random,
                                        uint16_t* __restrict to, int64_t n) {
   for (int64_t i = 0; i < n; i++) {
-    const uint32_t u = bits(from[i]), added = noise<kState>(random[i]) >> 4;
+    const uint32_t u = bits(from[i]), added = random[i] * kLast[kTensor] >> 16;
     to[i] = uint16_t((u + ((u & ~kSign) > 0x7F800000u ? 0 : added)) >> 16);
   }
 }
@@ -96,19 +98,18 @@ __attribute__((noinline)) void decode(const uint8_t* __restrict from, int32_t ba
 // The bits of a magnitude, of every NaN those of one that no noise carries beyond the last.
 inline uint32_t magnitude_of(float x) { return std::min(bits(x) & ~kSign, kNan); }
 
-template <int kState, bool kStochastic, int kDrop>
-inline uint32_t rounded(uint32_t magnitude, uint32_t random) {
-  return (magnitude + (kStochastic ? noise<kState>(random) & ((1u << kDrop) - 1) : 1u << (kDrop - 1))) >> kDrop;
-}
+inline uint32_t to_nearest(uint32_t magnitude, int drop) { return (magnitude + (1u << (drop - 1))) >> drop; }
 
-struct Range {  // of the codes of a group with 4 bits of the fraction, zeros left out in `least`
+struct Range {  // of a group's codes with 4 bits of the fraction; `least` of numbers that are not too small for a code
   uint32_t top = 0, least = ~0u;
 };
 
 template <int kState, bool kStochastic>
 inline uint32_t fine_code(float x, uint32_t random, Range& range) {
-  const uint32_t magnitude = magnitude_of(x), code = rounded<kState, kStochastic, kFine>(magnitude, random);
-  const uint32_t seen = code | (magnitude ? 0u : kSign);
+  const uint32_t magnitude = magnitude_of(x), counted = kState == 0 ? magnitude >> 16 : magnitude;
+  const uint32_t added = random * kLast[kState] >> (32 - kFine);
+  const uint32_t code = kStochastic ? (magnitude + added) >> kFine : to_nearest(magnitude, kFine);
+  const uint32_t seen = code | (counted ? 0u : kSign);
   range.top = code > range.top ? code : range.top;
   range.least = seen < range.least ? seen : range.least;
   return code;
@@ -121,10 +122,13 @@ __attribute__((noinline)) int16_t encode(const float* __restrict from, const uin
                                          uint32_t* __restrict codes, uint8_t* __restrict to) {
   constexpr uint32_t kMost = kSigned ? 127 : 255, kLeast = kSigned ? 0 : 1;
   const bool near = range.least > range.top || range.top - range.least < kMost;
-  if (!near) {
+  if (!near && kStochastic) {
+    const uint32_t more = random[0] * kLast[kState] >> 12 & 1;
+    for (int64_t i = 0; i < kGroup; i++) codes[i] = (codes[i] + more) >> 1;
+    range.top = (range.top + more) >> 1;
+  } else if (!near) {
     range.top = 0;
-    for (int64_t i = 0; i < kGroup; i++)
-      codes[i] = rounded<kState, kStochastic, kCoarse>(magnitude_of(from[i]), random[i]);
+    for (int64_t i = 0; i < kGroup; i++) codes[i] = to_nearest(magnitude_of(from[i]), kCoarse);
     for (int64_t i = 0; i < kGroup; i++) range.top = std::max(range.top, codes[i]);
   }
   const int32_t base = range.top > kMost ? int32_t(range.top - kMost) : 0;

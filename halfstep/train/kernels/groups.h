@@ -17,17 +17,26 @@ inline void ask_for(const T* group) {
     __builtin_prefetch((const char*)(group + kGroupsAhead * kGroup) + byte, 1);
 }
 
-// The least of 64 unsigned numbers in 16 bits, and the greatest.
-inline int32_t least_of(__m512i x, __m512i y) {
-  x = _mm512_min_epu16(x, y);
-  const __m256i half = _mm256_min_epu16(_mm512_castsi512_si256(x), _mm512_extracti64x4_epi64(x, 1));
-  return _mm_extract_epi16(
-      _mm_minpos_epu16(_mm_min_epu16(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1))), 0);
+struct Steps {
+  alignas(64) uint32_t at[kGroup] = {};
+  constexpr Steps() {
+    for (int k = 0; k < kGroup; k++) at[k] = uint32_t(k) * kSpread;
+  }
+};
+
+constexpr Steps kSteps;
+
+// What `random_bits` in codes.h writes, of a group.
+inline void random_group(uint32_t first, uint32_t* to) {
+  for (int k = 0; k < kGroup; k++) to[k] = stirred(kSteps.at[k] + first);
 }
 
+// The greatest of 64 unsigned numbers in 16 bits.
 inline int32_t greatest_of(__m512i x, __m512i y) {
-  const __m512i all = _mm512_set1_epi16(-1);
-  return 0xFFFF - least_of(_mm512_xor_si512(x, all), _mm512_xor_si512(y, all));
+  x = _mm512_max_epu16(x, y);
+  const __m256i half = _mm256_max_epu16(_mm512_castsi512_si256(x), _mm512_extracti64x4_epi64(x, 1));
+  const __m128i last = _mm_max_epu16(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+  return 0xFFFF - _mm_extract_epi16(_mm_minpos_epu16(_mm_xor_si128(last, _mm_set1_epi16(-1))), 0);
 }
 
 template <bool kSigned>
@@ -44,15 +53,22 @@ __attribute__((always_inline)) inline void decode_group(const uint8_t* from, int
   }
 }
 
-// Magnitudes with noise below 4 bits of the fraction; those that are not 0 have a bit in the upper half that no code keeps.
+// The hash of 16 elements, of which noise takes the upper bits.
 template <int kState>
-inline __m512i noisy(__m512i x, const uint32_t* random) {
-  const __m512i hash = _mm512_loadu_si512(random);
-  const __m512i noise = _mm512_and_si512(kState == 0 ? _mm512_srli_epi32(hash, 12) : hash, _mm512_set1_epi32(0x7FFFF));
-  const __m512i size_bits = _mm512_set1_epi32(0x7FFFFFFF);
-  const __m512i size = _mm512_min_epu32(_mm512_and_si512(x, size_bits), _mm512_set1_epi32(kNan));
-  return _mm512_maskz_or_epi32(_mm512_test_epi32_mask(x, size_bits), _mm512_add_epi32(size, noise),
-                               _mm512_set1_epi32(0x10000));
+inline __m512i hash_of(const uint32_t* random) {
+  return _mm512_mullo_epi32(_mm512_loadu_si512(random), _mm512_set1_epi32(int(kLast[kState])));
+}
+
+// The bits of magnitudes, of every NaN those of one that no noise carries beyond the last. A square has no sign but a NaN's.
+template <bool kSigned>
+inline __m512i magnitudes(__m512i x) {
+  return _mm512_min_epu32(kSigned ? _mm512_and_si512(x, _mm512_set1_epi32(0x7FFFFFFF)) : x, _mm512_set1_epi32(kNan));
+}
+
+// With the noise for 4 bits of the fraction.
+template <int kState>
+inline __m512i noisy(__m512i magnitudes, const uint32_t* random) {
+  return _mm512_add_epi32(magnitudes, _mm512_srli_epi32(hash_of<kState>(random), 13));
 }
 
 // Rounds a group to bf16 as `to_bf16` does.
@@ -60,52 +76,46 @@ template <int kState>
 inline void round_group(const float* from, const uint32_t* random, uint16_t* to) {
   __m512i sums[kGroup / 16];
   for (int i = 0; i < kGroup / 16; i++) {
-    const __m512i x = _mm512_loadu_si512(from + 16 * i), hash = _mm512_loadu_si512(random + 16 * i);
-    const __m512i noise = kState == 0 ? _mm512_srli_epi32(hash, 16)
-                                      : _mm512_and_si512(_mm512_srli_epi32(hash, 4), _mm512_set1_epi32(0xFFFF));
+    const __m512i x = _mm512_loadu_si512(from + 16 * i), noise = _mm512_srli_epi32(hash_of<kState>(random + 16 * i), 16);
     const __m512 number = _mm512_castsi512_ps(x);
     sums[i] = _mm512_mask_add_epi32(x, _mm512_cmp_ps_mask(number, number, _CMP_ORD_Q), x, noise);
   }
   for (int i = 0; i < kGroup / 32; i++) _mm512_storeu_si512(to + 32 * i, upper_halves(sums[2 * i], sums[2 * i + 1]));
 }
 
-// Writes the codes of a group; returns its base. Where the spread of a group is hard to foresee there is no branch on it.
+// Writes the codes of a group; returns its base. There is no branch on the spread, which is hard to foresee.
 template <int kState, bool kSigned, bool kStochastic>
 __attribute__((always_inline)) inline int16_t encode_group(const float* from, const uint32_t* random, uint8_t* to) {
   constexpr int32_t kMost = kSigned ? 127 : 255, kHalf = kStochastic ? 0 : 4;
+  const __m512i counted = _mm512_set1_epi32(kSigned ? 0x7FFF0000 : -1);
   __m512i values[2], sizes[2];  // the upper halves of numbers and of magnitudes, with the noise for 4 bits of the fraction
+  __mmask32 some[2];
   for (int i = 0; i < 2; i++) {
     const __m512i x = _mm512_loadu_si512(from + 32 * i), y = _mm512_loadu_si512(from + 32 * i + 16);
-    values[i] = upper_halves(x, y);
+    if (kSigned) values[i] = upper_halves(x, y);
     if (kStochastic) {
-      sizes[i] = upper_halves(noisy<kState>(x, random + 32 * i), noisy<kState>(y, random + 32 * i + 16));
+      const __m512i lower = magnitudes<kSigned>(x), upper = magnitudes<kSigned>(y);
+      some[i] = _mm512_kunpackw(_mm512_test_epi32_mask(upper, counted), _mm512_test_epi32_mask(lower, counted));
+      sizes[i] = upper_halves(noisy<kState>(lower, random + 32 * i), noisy<kState>(upper, random + 32 * i + 16));
     } else {
-      const __m512i some = _mm512_min_epu16(lower_halves(x, y), _mm512_set1_epi16(1));
-      sizes[i] = _mm512_ternarylogic_epi32(values[i], some, _mm512_set1_epi16(0x7FFF), 0xA8);  // (a | b) & c
+      sizes[i] = _mm512_and_si512(values[i], _mm512_set1_epi16(0x7FFF));
       sizes[i] = _mm512_min_epu16(sizes[i], _mm512_set1_epi16(kNan >> 16));
+      some[i] = _mm512_test_epi16_mask(sizes[i], sizes[i]);
     }
   }
-  const __m512i one = _mm512_set1_epi16(1);
-  const int32_t top = greatest_of(sizes[0], sizes[1]);
-  const int32_t least = least_of(_mm512_sub_epi16(sizes[0], one), _mm512_sub_epi16(sizes[1], one)) + 1;  // but for zeros
-  const bool near = ((top + kHalf) >> 3) - ((least + kHalf) >> 3) < kMost;
-  int32_t most = near ? (top + kHalf) >> 3 : (top + 2 * kHalf) >> 4;
+  const int32_t top = greatest_of(sizes[0], sizes[1]), first_near = ((top + kHalf) >> 3) - kMost + 1;
+  const __m512i bound = _mm512_set1_epi16(int16_t(std::max(8 * first_near - kHalf, 0)));
+  const bool near = !(_mm512_mask_cmplt_epu16_mask(some[0], sizes[0], bound) |
+                      _mm512_mask_cmplt_epu16_mask(some[1], sizes[1], bound));
+  const int32_t more = near ? 0 : kStochastic ? (random[0] * kLast[kState]) >> 9 & 8 : kHalf;
+  const int32_t base = std::max(((top + kHalf + more) >> (near ? 3 : 4)) - kMost, 0);
   const __m512i unit = _mm512_set1_epi16((near ? 1 << 13 : 1 << 12) >> !kStochastic);
-  const __mmask32 some[2] = {_mm512_test_epi16_mask(sizes[0], sizes[0]), _mm512_test_epi16_mask(sizes[1], sizes[1])};
-  if (kStochastic && !near) {  // what noise for 3 bits adds
-    for (int i = 0; i < 2; i++) {
-      const __m512i hash = upper_halves(_mm512_loadu_si512(random + 32 * i), _mm512_loadu_si512(random + 32 * i + 16));
-      const __m512i bit = kState == 0 ? _mm512_srli_epi16(hash, 12) : hash;
-      sizes[i] = _mm512_add_epi16(sizes[i], _mm512_and_si512(bit, _mm512_set1_epi16(8)));
-    }
-    most = greatest_of(sizes[0], sizes[1]) >> 4;
-  }
-  const int32_t base = most > kMost ? most - kMost : 0;
   __m512i codes[2];
   for (int i = 0; i < 2; i++) {
-    codes[i] = kStochastic ? _mm512_mulhi_epu16(sizes[i], unit) : _mm512_mulhrs_epi16(sizes[i], unit);
-    if (!kSigned) codes[i] = _mm512_max_epu16(codes[i], _mm512_set1_epi16(base + 1));
-    codes[i] = _mm512_maskz_subs_epu16(kSigned ? ~0u : some[i], codes[i], _mm512_set1_epi16(base));
+    codes[i] = kStochastic ? _mm512_mulhi_epu16(_mm512_add_epi16(sizes[i], _mm512_set1_epi16(int16_t(more))), unit)
+                           : _mm512_mulhrs_epi16(sizes[i], unit);
+    if (!kSigned) codes[i] = _mm512_max_epu16(codes[i], _mm512_set1_epi16(int16_t(base + 1)));
+    codes[i] = _mm512_maskz_subs_epu16(kSigned ? ~0u : some[i], codes[i], _mm512_set1_epi16(int16_t(base)));
   }
   __m512i bytes = _mm512_packus_epi16(codes[0], codes[1]);
   if (kSigned) {

@@ -22,6 +22,8 @@ struct Block {  // of one tensor: full weights, true gradients with their l2 dec
   float* states[kStates];
 };
 
+inline float root_of(float x) { return std::sqrt(x); }
+
 enum How { kPlain, kHashed, kCoded };
 
 // Updates `n` elements, where they are coded a group; `random` becomes the hash of each. What only waits for the division
@@ -43,7 +45,7 @@ __attribute__((noinline)) void update(const Rule rule, int64_t n, float* __restr
     if (kUsed > 1) second[k] = b;
     if (kUsed > 2) third[k] = c;
     if (kHow == kPlain) continue;
-    const uint32_t hash = mix((index + uint32_t(k)) * kSpread + key);
+    const uint32_t hash = stirred((index + uint32_t(k)) * kSpread + key);
     random[k] = hash;
     if (kHow == kHashed) continue;
     codes[k] = fine_code<0, kRandom>(a, hash, range);
@@ -84,11 +86,12 @@ struct Adam {
     static constexpr int kUsed = kPeaks ? 3 : 2;
     float beta1, take1, beta2, take2, eps, kept, size, root;
 
-    void operator()(float& w, float g, float& m, float& v, float& peak) const {
+    template <typename T>  // one number, or many where no peak is kept
+    void operator()(T& w, T g, T& m, T& v, T& peak) const {
       m = m * beta1 + g * take1;
       v = v * beta2 + (g * take2) * g;
-      if (kPeaks) peak = v > peak || v != v ? v : peak;
-      w = w * kept - (m / (std::sqrt(kPeaks ? peak : v) / root + eps)) * size;
+      if constexpr (kPeaks) peak = v > peak || v != v ? v : peak;
+      w = w * kept - (m / (root_of(kPeaks ? peak : v) / root + eps)) * size;
     }
   };
 

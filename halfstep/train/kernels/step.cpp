@@ -68,7 +68,8 @@ void store_low(int32_t format, const float* __restrict from, void* base, int64_t
   }
 }
 
-void split(const float* __restrict from, uint16_t* __restrict high, int16_t* __restrict low, int64_t n) {
+__attribute__((always_inline)) inline void split(const float* __restrict from, uint16_t* __restrict high,
+                                                 int16_t* __restrict low, int64_t n) {
   int64_t i = 0;
 #if defined(__AVX512BW__)
   for (; i + 32 <= n; i += 32) split_words(from + i, high + i, low + i);
@@ -238,6 +239,23 @@ __attribute__((always_inline)) inline void close_states(const float* from, const
   else
     x.bases[kState][group] = encode_group<kState, kState == 0, kRandom>(from, random, x.states[kState] + group * kGroup);
 }
+
+// Where `kEarly`, divisions stand before the codes, which are made while they run: compilers would put them last.
+template <bool kEarly, typename Rule>
+__attribute__((always_inline)) inline void update_group(const Rule& rule, float* w, const float* g, float* first,
+                                                        float* second) {
+  if constexpr (kEarly && Rule::kUsed == 2) {
+    for (int k = 0; k < kGroup; k += 16) {
+      Numbers x = _mm512_load_ps(w + k), m = _mm512_load_ps(first + k), v = _mm512_load_ps(second + k), none{};
+      rule(x, _mm512_load_ps(g + k), m, v, none);
+      asm volatile("" : "+v"(x));
+      _mm512_store_ps(w + k, x), _mm512_store_ps(first + k, m), _mm512_store_ps(second + k, v);
+    }
+  } else {
+    float none = 0;
+    for (int k = 0; k < kGroup; k++) rule(w[k], g[k], first[k], Rule::kUsed == 2 ? second[k] : none, none);
+  }
+}
 #endif
 
 // Updates whole groups, of weights in fp32 or split with `rest`, and keeps their states. With AVX-512 what is opened stays
@@ -254,16 +272,12 @@ __attribute__((noinline)) void update_groups(const Rule rule, int64_t groups, We
 #if defined(__AVX512BW__)
     using State = std::conditional_t<kWidth == kWhole, float, std::conditional_t<kWidth == kTwoBytes, uint16_t, uint8_t>>;
     alignas(64) float w[kGroup], g[kGroup];
-    if (kWidth != kWhole)
-      for (int64_t k = 0; k < kGroup; k++) random[k] = mix(uint32_t(k) * kSpread + (index * kSpread + key));
+    if (kWidth != kWhole) random_group(index * kSpread + key, random);
     open_states<kWidth, 0>(x, i, first);
     if (kTwo) open_states<kWidth, 1>(x, i, second);
     load(grads + at, factor, g, kGroup);
     open_group(weights, rest, at, w);
-    for (int64_t k = 0; k < kGroup; k++) {
-      float none = 0;
-      rule(w[k], g[k], first[k], kTwo ? second[k] : none, none);
-    }
+    update_group<kWidth == kOneByte>(rule, w, g, first, second);
     close_states<kWidth, 0, kRandom>(first, random, x, i);
     if (kTwo) close_states<kWidth, 1, true>(second, random, x, i);
     close_group(w, weights, rest, at);
@@ -314,7 +328,7 @@ template <Width kWidth, bool kRandom, typename Rule>
 __attribute__((noinline)) int64_t update_rows(const Rule& rule, const Tensors& b, const Common& c, const Part& part) {
   const int64_t t = part.tensor;
   const Shard none{}, &p = b.places ? b.places[t] : none;
-  const uint32_t key = kWidth == kWhole ? 0 : key_of(p, *b.steps[t], 0);
+  const uint32_t key = kWidth == kWhole ? 0 : key_of(p, *b.steps[t]);
   int64_t at = part.begin;
   for (int64_t n; (n = (part.end - at) / kGroup * kGroup); at += n) {
     const int64_t slice = p.row == p.stride ? 0 : at / p.row, column = at - slice * p.row;
@@ -369,7 +383,7 @@ void for_each_block(const Tensors& b, const Common& c, const Optimizer& optimize
       if (b.width == kWhole || !block.states[0]) {
         update(optimizer, block);
       } else {
-        const uint32_t key = key_of(*place, *b.steps[t], 0);
+        const uint32_t key = key_of(*place, *b.steps[t]);
         optimizer.with_rule(block, [&](auto rule) {
           if (b.width == kTwoBytes) update_in_bf16(rule, b, at, block, key, runs, count, random);
           else if (b.codes[0] & kIsRandom) update_in_codes<true>(rule, b, at, block, key, runs, count);
@@ -378,8 +392,8 @@ void for_each_block(const Tensors& b, const Common& c, const Optimizer& optimize
       }
       if (b.layout == kSplit) split(opened, (uint16_t*)b.weights[t] + at, (int16_t*)b.extras[t] + at, n);
       else if (b.rounds) {
-        random_bits(b, t, 1, runs, count, random);
-        to_bf16<0>(w, random, (uint16_t*)b.weights[t] + at, n);
+        random_bits(b, t, runs, count, random);
+        to_bf16<2>(w, random, (uint16_t*)b.weights[t] + at, n);
       } else if (b.layout != kFull) store_low(b.format, w, b.weights[t], at, n);
     }
   }

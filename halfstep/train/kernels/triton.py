@@ -99,12 +99,14 @@ def _mix(x):
 
 
 @triton.jit
-def _random_bits(index, row, count, WHICH: tl.constexpr):
-    """Returns 32 random bits (uint32) for each element, as `random_bits` in train/optim/moments.py."""
+def _random_bits(index, row, count):
+    """Returns what `random_bits` in train/optim/moments.py multiplies by a last factor, of each element (uint32)."""
     step, number = tl.load(row + 4 * count).to(tl.pointer_type(tl.float32)), tl.load(row + 10 * count)
     updates = tl.load(step).to(tl.int64).to(tl.uint32)
-    key = _mix(updates * 0x85EBCA77 ^ number.to(tl.uint32) * 0xC2B2AE3D ^ WHICH)
-    return _mix(index * 0x9E3779B1 + key)
+    key = _mix(updates * 0x85EBCA77 ^ number.to(tl.uint32) * 0xC2B2AE3D)
+    x = index * 0x9E3779B1 + key
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    return x ^ (x >> 15)
 
 
 @triton.jit
@@ -189,43 +191,43 @@ def _load_state(
 
 
 @triton.jit
-def _store_rounded(address, start, at, value, mask, noise, ALIGNED: tl.constexpr):
-    """Stores bf16 values, rounded stochastically by 16 random bits."""
+def _store_rounded(address, start, at, value, mask, random, ALIGNED: tl.constexpr):
+    """Stores bf16 values, rounded stochastically by the upper 16 of 32 random bits."""
     bits = value.to(tl.int32, bitcast=True)
-    added = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0, noise.to(tl.int32))
+    added = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0, (random >> 16).to(tl.int32))
     _store_as(address, start, at, (bits + added) >> 16, mask, tl.int16, ALIGNED)
 
 
 @triton.jit
 def _store_state(
-    state, base, start, at, value, mask, first, group, present, noise, WIDTH: tl.constexpr, SIGNED: tl.constexpr,
+    state, base, start, at, value, mask, first, group, present, random, WIDTH: tl.constexpr, SIGNED: tl.constexpr,
     STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr,
 ):
-    """Stores a state as `encode` and `to_bf16` in train/optim/moments.py do; `noise` has 20 bits."""
+    """Stores a state as `encode` and `to_bf16` in train/optim/moments.py do, by 32 random bits."""
     if WIDTH == "full":
         _store_as(state, start, at, value, mask, tl.float32, ALIGNED)
     elif WIDTH == "bf16":
-        _store_rounded(state, start, at, value, mask, noise >> 4, ALIGNED)
+        _store_rounded(state, start, at, value, mask, random, ALIGNED)
     else:
         if mask is not None:
             value = tl.where(mask, value, 0.0)
         bits = value.to(tl.int32, bitcast=True)
         magnitude = tl.minimum(bits & 0x7FFFFFFF, 0x7FC00000)
         if STOCHASTIC:
-            fine = (magnitude + (noise & 0x7FFFF).to(tl.int32)) >> 19
-            coarse = (magnitude + noise.to(tl.int32)) >> 20
+            fine = (magnitude + (random >> 13).to(tl.int32)) >> 19
+            first_bits = tl.where(tl.arange(0, 64)[None, :] == 0, (random >> 12 & 1).to(tl.int32), 0)
+            coarse = (fine + tl.max(first_bits, axis=1, keep_dims=True)) >> 1
         else:
             fine = (magnitude + 0x40000) >> 19
             coarse = (magnitude + 0x80000) >> 20
         if SIGNED:
-            most, smallest = 127, 0
+            most, smallest, counts = 127, 0, magnitude >= 0x10000
         else:
-            most, smallest = 255, 1
-        least = tl.min(tl.where(magnitude > 0, fine, 1 << 30), axis=1, keep_dims=True)
-        near = tl.max(tl.where(magnitude > 0, fine, 0), axis=1, keep_dims=True) - least < most
+            most, smallest, counts = 255, 1, magnitude > 0
+        least = tl.min(tl.where(counts, fine, 1 << 30), axis=1, keep_dims=True)
+        near = tl.max(fine, axis=1, keep_dims=True) - least < most
         rounded = tl.where(near, fine, coarse)
-        top = tl.max(tl.where(magnitude > 0, rounded, 0), axis=1, keep_dims=True)
-        least = tl.maximum(top - most, 0)
+        least = tl.maximum(tl.max(rounded, axis=1, keep_dims=True) - most, 0)
         code = tl.where(magnitude > 0, tl.maximum(rounded - least, smallest), 0)
         if SIGNED:
             _store_as(state, start, at, tl.where(bits < 0, -code, code), mask, tl.int8, ALIGNED)
@@ -241,7 +243,7 @@ def _store_weight(
 ):
     """Stores the weight in its format, rounded at random or half away from zero in bf16, and its copy or remainder."""
     if ROUNDS:
-        _store_rounded(weight, start, at, value, mask, _random_bits(index, row, count, 1) >> 16, ALIGNED)
+        _store_rounded(weight, start, at, value, mask, _random_bits(index, row, count) * 0x85EBCA77, ALIGNED)
     elif KIND == "bf16":
         bits = _storable(value.to(tl.int32, bitcast=True))
         _store_as(weight, start, at, (bits + 0x8000) >> 16, mask, tl.int16, ALIGNED)
@@ -336,7 +338,7 @@ def _adam_block(
     if KEPT:
         base1, base2 = tl.load(row + 8 * count), tl.load(row + 9 * count)
     else:
-        base1, base2, noise1, noise2 = None, None, None, None
+        base1, base2, random1, random2 = None, None, None, None
     m = _load_state(mean, base1, start, at, mask, first, group, present, WIDTH, True, ALIGNED)
     v = _load_state(square, base2, start, at, mask, first, group, present, WIDTH, False, ALIGNED)
     if DECOUPLED:
@@ -354,11 +356,11 @@ def _adam_block(
         highest = v
     w = w - tl.div_rn(m, tl.div_rn(tl.sqrt_rn(highest), root) + eps) * size
     if KEPT:  # late: fewer registers
-        random = _random_bits(index, row, count, 0)
-        noise1, noise2 = random >> 12, random & 0xFFFFF
+        random = _random_bits(index, row, count)
+        random1, random2 = random * 0x846CA68B, random * 0xC2B2AE3D
     _store_weight(weight, extra, start, at, w, mask, index, row, count, LAYOUT, KIND, ROUNDS, ALIGNED)
-    _store_state(mean, base1, start, at, m, mask, first, group, present, noise1, WIDTH, True, not NEAREST, ALIGNED)
-    _store_state(square, base2, start, at, v, mask, first, group, present, noise2, WIDTH, False, True, ALIGNED)
+    _store_state(mean, base1, start, at, m, mask, first, group, present, random1, WIDTH, True, not NEAREST, ALIGNED)
+    _store_state(square, base2, start, at, v, mask, first, group, present, random2, WIDTH, False, True, ALIGNED)
 
 
 @triton.jit(
@@ -411,15 +413,15 @@ def _sgd_block(
     g = _gradient(grad, start, at, mask, factor, GRAD, SCALED, MAXIMIZE, ALIGNED)
     w = _load_weight(weight, extra, start, at, mask, LAYOUT, KIND, ALIGNED)
     if KEPT:
-        base, noise = tl.load(row + 8 * count), _random_bits(index, row, count, 0) >> 12
+        base, random = tl.load(row + 8 * count), _random_bits(index, row, count) * 0x846CA68B
     else:
-        base, noise = None, None
+        base, random = None, None
     if LION:
         held = _load_state(buffer, base, start, at, mask, first, group, present, WIDTH, True, ALIGNED)
         mixed = held * momentum + g * rest1
         held = held * beta2 + g * rest2
         _store_state(
-            buffer, base, start, at, held, mask, first, group, present, noise, WIDTH, True, not NEAREST, ALIGNED
+            buffer, base, start, at, held, mask, first, group, present, random, WIDTH, True, not NEAREST, ALIGNED
         )
         w = w * decay
         g = tl.where(mixed > 0, 1.0, tl.where(mixed < 0, -1.0, tl.where(mixed == 0, 0.0, mixed)))  # a NaN stays one
@@ -429,7 +431,7 @@ def _sgd_block(
         held = _load_state(buffer, base, start, at, mask, first, group, present, WIDTH, True, ALIGNED)
         held = held * momentum + g
         _store_state(
-            buffer, base, start, at, held, mask, first, group, present, noise, WIDTH, True, not NEAREST, ALIGNED
+            buffer, base, start, at, held, mask, first, group, present, random, WIDTH, True, not NEAREST, ALIGNED
         )
         if NESTEROV:
             g = g + held * momentum

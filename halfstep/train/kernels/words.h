@@ -8,6 +8,10 @@
 
 namespace {
 
+using Numbers = __m512;
+
+inline Numbers root_of(Numbers x) { return _mm512_sqrt_ps(x); }
+
 struct Order {
   alignas(64) uint16_t at[32];
 

@@ -32,58 +32,64 @@ from halfstep.train.processes.shards import like, local
 # units of their last place. A square (`uint8`) has 4 exponent and 4 fraction bits if the nonzero values of its group
 # lie within 2**15 of the largest, else 5 and 3, with a negative base. A value above 0 is never kept as 0, or an update
 # would be divided by 0. A signed moment (`int8`) has one exponent bit less beside its sign; values too small become 0.
-# Random bits come from a hash of the element's index in the whole tensor, the number of its parameter and the number of
-# the update, so that they are the same however a tensor is sharded, and when training resumes.
+# Random bits come from a hash of the element's index in the whole tensor, the number of its parameter, the number of
+# the update, and which state it is, so that they are the same however a tensor is sharded, and when training resumes.
 
 _WORD = 0xFFFFFFFF
 _FINE, _COARSE = 19, 20  # bits of fp32 that a code drops, with 4 and with 3 bits of the fraction left
 _NONE = 1 << 30
 _NAN = 0x7FC00000  # every NaN is kept as this one, so that no noise carries it beyond the last
+_LAST = (0x846CA68B, 0xC2B2AE3D, 0x85EBCA77)  # last factors of the hash, for the first state, the second and weights
 
 
 def random_bits(place: Place, count: int, step: Tensor, which: int = 0) -> Tensor:
     """Returns 32 random bits (int64) for each of `count` elements of a tensor at its update number `step` (0-dim).
 
-    `which` is 0 for states and 1 for weights.
+    The upper are the better ones. `which` is 0 and 1 for the first and the second state and 2 for weights.
 
     >>> random_bits(Place(0, 2, 8, 8), 2, torch.tensor(1.0)).tolist()
-    [4171675901, 3864773882]
+    [4171645019, 3864732321]
     >>> random_bits(Place(0, 0, 8, 8), 4, torch.tensor(1.0)).tolist()[2:]
-    [4171675901, 3864773882]
+    [4171645019, 3864732321]
     """
     at = torch.arange(count, dtype=torch.int64, device=step.device)
     index = place.first + at // place.row * place.stride + at % place.row
-    key = mix_bits(step.to(torch.int64) * 0x85EBCA77 & _WORD ^ place.number * 0xC2B2AE3D & _WORD ^ which)
-    return mix_bits(index * 0x9E3779B1 + key & _WORD)
+    key = mix_bits(step.to(torch.int64) * 0x85EBCA77 & _WORD ^ place.number * 0xC2B2AE3D & _WORD)
+    x = index * 0x9E3779B1 + key & _WORD
+    x = (x ^ x >> 16) * 0x7FEB352D & _WORD
+    return (x ^ x >> 15) * _LAST[which] & _WORD
 
 
-def noise_of(bits: Tensor, state: int) -> Tensor:
-    """Returns the 20 random bits of a batch's first or second state, as int32."""
-    return ((bits >> 12) if state == 0 else bits & 0xFFFFF).to(torch.int32)
-
-
-def to_bf16(values: Tensor, noise: Tensor) -> Tensor:
-    """Rounds fp32 values to bf16, away from zero with a probability of what is cut off; `noise` has 16 bits (int32)."""
+def to_bf16(values: Tensor, random: Tensor) -> Tensor:
+    """Rounds fp32 values to bf16, away from zero with a probability of what is cut off, by 32 random bits for each."""
     bits = values.view(torch.int32)
-    bits = torch.where(values.isnan(), bits, bits + noise)
+    bits = torch.where(values.isnan(), bits, bits + (random >> 16).to(torch.int32))
     return (bits >> 16).to(torch.int16).view(torch.bfloat16)
 
 
 def rounded_weight(values: Tensor, place: Place, step: Tensor) -> Tensor:
     """Returns fp32 values of a weight without a master, rounded to bf16 at its update number `step`."""
-    bits = random_bits(place, values.numel(), step, which=1)
-    return to_bf16(values, (bits >> 16).to(torch.int32).view(values.shape))
+    return to_bf16(values, random_bits(place, values.numel(), step, which=2).view(values.shape))
 
 
-def encode(values: Tensor, noise: Tensor | None, code: Code) -> tuple[Tensor, Tensor]:
-    """Returns the 8-bit codes of groups of fp32 values (n, 64), to nearest without `noise`, and int16 bases (n, 1)."""
+def encode(values: Tensor, random: Tensor | None, code: Code) -> tuple[Tensor, Tensor]:
+    """Returns the 8-bit codes of groups of fp32 values (n, 64) and int16 bases (n, 1).
+
+    They are rounded by 32 `random` bits for each value, or to nearest. Where codes have 3 bits of the fraction,
+    values are rounded at random to 4, and then all of a group by one bit more.
+    """
     most = 127 if code.signed else 255
     bits = values.view(torch.int32)
     magnitude = (bits & 0x7FFFFFFF).clamp(max=_NAN)
-    fine = (magnitude + _added(noise, _FINE)) >> _FINE
-    least = torch.where(magnitude > 0, fine, _NONE).amin(1, keepdim=True)
+    if random is None:
+        fine, coarse = ((magnitude + (1 << drop - 1)) >> drop for drop in (_FINE, _COARSE))
+    else:
+        fine = (magnitude + (random >> 32 - _FINE).to(torch.int32)) >> _FINE
+        coarse = (fine + (random[:, :1] >> 12 & 1).to(torch.int32)) >> 1
+    counts = magnitude >= (1 << 16 if code.signed else 1)  # signed ones below 2**-133 may become 0
+    least = torch.where(counts, fine, _NONE).amin(1, keepdim=True)
     near = fine.amax(1, keepdim=True) - least < most
-    rounded = torch.where(near, fine, (magnitude + _added(noise, _COARSE)) >> _COARSE)
+    rounded = torch.where(near, fine, coarse)
     base = (rounded.amax(1, keepdim=True) - most).clamp(min=0)
     codes = torch.where(magnitude > 0, (rounded - base).clamp(min=0 if code.signed else 1), 0)
     if code.signed:
@@ -98,10 +104,6 @@ def decode(codes: Tensor, bases: Tensor) -> Tensor:
     bits = torch.where(base >= 0, (magnitude + base) << _FINE, (magnitude - 1 - base) << _COARSE)
     values = torch.where(magnitude > 0, bits, 0).view(torch.float32)
     return torch.where(number < 0, -values, values)
-
-
-def _added(noise: Tensor | None, drop: int) -> Tensor | int:
-    return 1 << (drop - 1) if noise is None else noise & ((1 << drop) - 1)
 
 
 def grouped(flat: Tensor, row: int) -> Tensor:
@@ -136,21 +138,20 @@ def close(batch: Batch, states: Mapping[str, list[Tensor]], found: Tensor | None
     kept = batch.kept
     assert kept is not None
     for i, (place, step) in enumerate(zip(kept.places, batch.steps, strict=True)):
-        bits = random_bits(place, batch.weights[i].numel(), step)
         for k, (name, values) in enumerate(states.items()):
-            noise = noise_of(bits, k)
-            new = _kept_as(values[i].reshape(-1), noise, kept, k, place)
+            new = _kept_as(values[i].reshape(-1), kept, k, place, step)
             old = [batch.states[name][i], *([kept.bases[name][i]] if kept.kind == "8bit" else [])]
             for held, value in zip(old, new, strict=True):
                 value = value.view(held.shape)
                 held.copy_(value if found is None else torch.where(found, held, value))
 
 
-def _kept_as(values: Tensor, noise: Tensor, kept: Kept, state: int, place: Place) -> tuple[Tensor, ...]:
-    if kept.kind == "bf16":
-        return (to_bf16(values, noise >> 4),)
+def _kept_as(values: Tensor, kept: Kept, state: int, place: Place, step: Tensor) -> tuple[Tensor, ...]:
     code = kept.codes[state]
-    given = grouped(noise, place.row) if code.stochastic else None
+    random = random_bits(place, values.numel(), step, state) if kept.kind == "bf16" or code.stochastic else None
+    if random is not None and kept.kind == "bf16":
+        return (to_bf16(values, random),)
+    given = None if random is None else grouped(random, place.row)
     codes, bases = encode(grouped(values, place.row), given, code)
     return ungrouped(codes, place.row), bases
 
