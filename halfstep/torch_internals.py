@@ -38,6 +38,7 @@ WORKS_WITH = "2.13"
 # 2.13  the tag of compiled code is set for one context, and was for all threads: `_process_wide_tag`
 # 2.13  FSDP2 has several groups of parameters a module, and had one: `_groups_of`
 # 2.13  low layer norms on a CPU sum the gradients of fp32 parameters low: `_LOW_SUMS_ON_CPU` in train/cast/opkernels.py
+# 2.13  FSDP2 has another name for the layout of a parameter that is a DTensor: `summed_twice`
 # 2.13  reading of its TF32 switch warns: explain/forecast/backward.py
 # 2.15  FSDP2 keeps gradients that it has not reduced with the gathered parameter: `holds_unreduced` finds both
 # 2.15  torch.compile cannot copy an OrderedDict: train/cast/tree.py
@@ -551,7 +552,8 @@ def summed_twice(module: Any) -> list[nn.Module]:
     from torch.distributed.tensor import Replicate
 
     held = _held_by(module)
-    placed = (at for p in held if p.is_dtensor for at in p._unsharded_dtensor_spec.placements)
+    specs = (getattr(p, "_unsharded_dtensor_spec", None) or p._tp_spec for p in held if p.is_dtensor)
+    placed = (at for spec in specs for at in spec.placements)
     return [p._module_info.module for p in held] if any(isinstance(at, Replicate) for at in placed) else []
 
 
