@@ -126,12 +126,15 @@ def test_charts_follow_the_readers_colors_and_fit_the_window(show, browser, mode
     assert browser.errors == []
 
 
-def test_the_loss_can_be_drawn_on_a_log_scale(show):
+def test_the_loss_can_be_drawn_on_a_log_scale_and_the_window_resized_then(show, request):
     browser = show(*run_of())
     kind = "document.getElementById('timeline').layout.yaxis.type"
     assert browser.run(kind) == "linear"
     browser.run("document.getElementById('log-loss').click()")
     assert browser.run(kind) == "log"
+    request.addfinalizer(lambda: browser.resize(1280))
+    browser.resize(700)
+    assert browser.run("document.getElementById('timeline').clientHeight") == 560  # not 0, below what follows
 
 
 def test_a_page_is_below_two_megabytes_whichever_plotly_there_is(show, tmp_path, monkeypatch):

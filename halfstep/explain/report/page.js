@@ -118,7 +118,7 @@ drawing.start(data => {
       return {title: {text: title}, domain: moved, zeroline: false, ...more};
     };
     const axes = below.map((name, at) => [`yaxis${at + 4}`, axis(name, [-0.31 * at - 0.31, -0.31 * at - 0.04])]);
-    Plotly.react("timeline", timelineTraces(loss, norm, scale, powers), {
+    drawing.chart("timeline", timelineTraces(loss, norm, scale, powers), {
       height: 560 * total, template: drawing.template(), margin: {l: 70, r: 20, t: 30, b: 45}, showlegend: false, hovermode: "closest",
       ...marks,
       xaxis: {title: {text: "step"}, anchor: `y${below.length + 3}`, zeroline: false, ...whole(data.timeline.steps)},
@@ -126,7 +126,7 @@ drawing.start(data => {
       yaxis2: axis("gradient norm", [0.31, 0.58], {type: "log", exponentformat: "power"}),
       yaxis3: axis("loss scale; | skipped", [0, 0.27], {...POWER, ...whole(highest(powers) - lowest(powers))}),
       ...Object.fromEntries(axes),
-    }, drawing.config);
+    });
     $("timeline-words").textContent = timelineWords();
   }
 
@@ -227,7 +227,7 @@ drawing.start(data => {
     const plain = gradient ? "as they are (loss scale 1)" : "as they are";
     const traces = [histogramBars(chosen, 0, plain, BLUE, shift ? 0.55 : 0.9)];
     if (shift) traces.push(histogramBars(chosen, shift, `times the loss scale 2^${shift}`, SHIFTED, 0.75));
-    Plotly.react("histogram", traces, histogramLayout(chosen), drawing.config);
+    drawing.chart("histogram", traces, histogramLayout(chosen));
     $("histogram-words").innerHTML = histogramWords(chosen);
   }
 
@@ -307,11 +307,11 @@ drawing.start(data => {
     const steps = data.columns.map(([from]) => String(from));
     const ending = unseen ? ": no such value was observed" : none ? ": none" : "";
     $(id).previousElementSibling.textContent = title + ending;
-    Plotly.react(id, [{
+    drawing.chart(id, [{
       type: "heatmap", x: steps, y: modules, z: rows(share.map(colorOf)), customdata: rows(share),
       zmin: EMPTY, zmax: 0, colorscale: colorscale(drawing.colors().none), showscale: !none, colorbar: COLORBAR, hoverongaps: false,
       hovertemplate: "%{y}, step %{x}: %{customdata:.3~%}<extra></extra>",
-    }], mapLayout(modules, steps, none, data.focus?.module), drawing.config);
+    }], mapLayout(modules, steps, none, data.focus?.module));
   }
 
   function mapTitle(measure, isUpdate, low) {
