@@ -372,7 +372,14 @@ class OpenAutocast(TorchAutocast):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Makes an instance; in code that torch.compile traces, makes a plain `torch.autocast` instead."""
-        return TorchAutocast(*args, **kwargs) if torch.compiler.is_compiling() else super().__new__(cls)
+        if torch.compiler.is_compiling():
+            return TorchAutocast(*args, **kwargs)
+        cls.check(kwargs)
+        return super().__new__(cls)
+
+    @staticmethod
+    def check(given: dict[str, Any]) -> None:
+        """For subclasses: called with the keywords of a new instance; does nothing."""
 
     @property
     def enabled(self) -> bool:

@@ -370,8 +370,8 @@ def test_a_number_that_a_custom_backward_brings_in_is_its_own(plan, rule, operat
 SOME = [torch.inf, 1.0, -torch.inf, *(13 * [1.0])]
 OUTSIDE = "the backward of Custom computes these values outside of torch, or sets them: check what it does here"
 SEVERAL = [
-    (lambda gradient: gradient * torch.tensor(SOME), ("mul",), "1 inf and 1 -inf in 16 elements"),
-    (lambda gradient: gradient * gradient.new_tensor(SOME), ("mul",), "1 inf and 1 -inf in 16 elements"),
+    (lambda gradient: gradient * torch.tensor(SOME), "mul", "1 inf and 1 -inf in 16 elements"),
+    (lambda gradient: gradient * gradient.new_tensor(SOME), "mul", "1 inf and 1 -inf in 16 elements"),
     (
         lambda gradient: torch.from_numpy(gradient.float().numpy() * SOME).to(gradient.dtype),
         "to",

@@ -29,7 +29,7 @@ from halfstep.torch_internals import OpenAutocast
 from halfstep.train.cast.opregistry import REGISTRY, Table, reach
 from halfstep.train.cast.products import EMULATED
 from halfstep.train.cast.recipes import Units
-from halfstep.validate import with_near_misses
+from halfstep.validate import check_keywords
 
 Token = tuple[bool, torch.dtype, str, bool, tuple[str, ...], int]
 _COUNT: tuple[Any, ...] = (torch.autocast_increment_nesting, torch.autocast_decrement_nesting)
@@ -245,7 +245,6 @@ def _as_torch() -> dict[str, Action]:
     return {name: action for name, action in stock.items() if action is not None} | low
 
 
-@with_near_misses
 class autocast(OpenAutocast):
     """`torch.autocast` with the same arguments, op lists and results, but an instance may be entered inside itself.
 
@@ -277,6 +276,10 @@ class autocast(OpenAutocast):
             ) from None
         self._entered: dict[int, list[ExitStack]] = {}  # by thread
         self.on_made()
+
+    @staticmethod
+    def check(given: dict[str, Any]) -> None:  # not in a frame around `__init__`, whose caller is looked at
+        check_keywords("autocast()", given, ("device_type", "dtype", "enabled", "cache_enabled"))
 
     def on_made(self) -> None:
         """For subclasses: called when an instance is made, but not in code that torch.compile traces; does nothing."""
