@@ -138,20 +138,27 @@ def test_codes_of_a_shard_of_columns_have_the_bits_of_the_reference(kind, low):
 
 
 def test_groups_that_stay_in_registers_have_the_bits_of_the_reference():
-    """Beside zeros, values that no code tells from 0, a NaN, a spread that needs 5 exponent bits, and a rest of 63."""
+    """Beside zeros, values that no code tells from 0, NaN, spreads around what 4 bits of fractions leave room for."""
     g = torch.Generator().manual_seed(1)
     spread = torch.exp(12 * torch.randn(40, 128, generator=g)) * torch.randn(40, 128, generator=g).sign() * 1e-12
     spread[2, 1::2], spread[3, 5], spread[4] = 1, math.nan, torch.randn(128, generator=g)
     spread[1, ::2], spread[2, ::2] = 0, 1e-42
-    spread.view(torch.int32)[4, 5] = 0x7FFFFFFF  # a NaN that a sum would carry away
+    patterns = spread.view(torch.int32)
+    patterns[4, 5] = 0x7FFFFFFF  # a NaN that a sum would carry away
+    for row, word in enumerate(range(-16, 17), start=5):
+        patterns[row], patterns[row, 9] = 0x3F800000, 0x3F800000 - (126 << 19) + (word << 16)
     layouts = [(None, torch.float32), ("split", torch.bfloat16)]
-    for (kind, low), kept in itertools.product(layouts, ("full", "bf16", "8bit")):
+    optimizers = [
+        (AdamW, {"lr": 1e-2, "betas": (0.0, 0.999), "weight_decay": 0.0}),  # whose first moment is the gradient
+        (SGD, {"lr": 1e-2, "momentum": 0.9}),
+    ]
+    for (cls, options), (kind, low), kept in itertools.product(optimizers, layouts, ("full", "bf16", "8bit")):
         runs = []
         for name in ("native", "eager"):
             params = [
                 torch.nn.Parameter(torch.randn(shape, generator=g.manual_seed(2))) for shape in ((40, 128), (127,))
             ]
-            runs.append(own_run(AdamW, {"lr": 1e-2, "weight_decay": 0.0}, kind, low, name, params=params, kept=kept))
+            runs.append(own_run(cls, options, kind, low, name, params=params, kept=kept))
             if kind:
                 params[0].data[:, 7] = 0  # written over a weight
             for seed in range(3):
