@@ -369,13 +369,14 @@ def test_a_benchmark_ends_with_the_code_of_the_gravest(runs, complete, code):
         end(runs, complete=complete)
 
 
+LISTENS = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)"  # a background job ignores it
+
+
 @pytest.mark.parametrize("loading", ["torch", "typer"])
 def test_ctrl_c_while_torch_or_commands_are_loaded_is_one_line(tmp_path, loading):
     lost = "import os, signal, time\ntry: os.kill(os.getpid(), signal.SIGINT)\nexcept BaseException: time.sleep(60)"
     (tmp_path / f"{loading}.py").write_text(lost)
-    start = (
-        f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {os.getcwd()!r}]; from halfstep_command import main; main()"
-    )
+    start = f"{LISTENS}; sys.path[:0] = [{str(tmp_path)!r}, {os.getcwd()!r}]; from halfstep_command import main; main()"
     ended = subprocess.run([sys.executable, "-c", start], capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "halfstep: interrupted\n")
 
@@ -385,7 +386,7 @@ def test_ctrl_c_while_torch_or_commands_are_loaded_is_one_line(tmp_path, loading
     ["import halfstep_command as c; c.main()", "import runpy; runpy.run_module('halfstep', run_name='__main__')"],
 )
 def test_ctrl_c_as_a_command_ends_is_one_line_after_what_it_printed(start):
-    late = "import atexit, os, signal, sys; atexit.register(os.kill, os.getpid(), signal.SIGINT)"
+    late = f"{LISTENS}; import atexit, os; atexit.register(os.kill, os.getpid(), signal.SIGINT)"
     code = f"{late}; sys.argv = ['halfstep', 'ops', 'mm']; {start}"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stderr, " mm " in ended.stdout) == (130, "halfstep: interrupted\n", True)
