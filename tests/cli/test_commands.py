@@ -386,7 +386,7 @@ def test_ctrl_c_while_torch_or_commands_are_loaded_is_one_line(tmp_path, loading
     ["import halfstep_command as c; c.main()", "import runpy; runpy.run_module('halfstep', run_name='__main__')"],
 )
 def test_ctrl_c_as_a_command_ends_is_one_line_after_what_it_printed(start):
-    late = f"{LISTENS}; import atexit, os; atexit.register(os.kill, os.getpid(), signal.SIGINT)"
+    late = f"{LISTENS}; import atexit, os; atexit.register(lambda: [os.kill(os.getpid(), signal.SIGINT) for _ in '12'])"
     code = f"{late}; sys.argv = ['halfstep', 'ops', 'mm']; {start}"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stderr, " mm " in ended.stdout) == (130, "halfstep: interrupted\n", True)
