@@ -68,6 +68,27 @@ def test_a_session_skips_resumes_and_closes_bit_for_bit(level, kept, optimizer):
         assert {t.dtype for t in state.values()} == {torch.float32}
 
 
+@pytest.mark.parametrize(("level", "optimizer"), [("O2", "AdamW"), ("O3", "Lion")])
+def test_a_state_dict_in_memory_keeps_its_entries_in_the_next_step_and_after_close(level, optimizer):
+    model, opt, session = begun(level, "full", optimizer)
+    session.close()
+    model(torch.randn(4, 32, 4, 4)).sum().backward()
+    opt.step()
+    taken = []
+
+    def lost():
+        return [names - set(state) for states, each in taken for state, names in zip(states, each, strict=True)]
+
+    with halfstep.initialize(model, opt, level, low="bf16", moments="8bit") as session:
+        for steps in (range(2, 4), range(4, 6)):
+            states = opt.state_dict()["state"].values()
+            taken.append((states, [set(state) for state in states]))
+            train(model, opt, session, steps)
+        assert codes(session)
+        assert not any(lost())
+    assert not any(lost())
+
+
 def test_a_checkpoint_goes_to_torch_and_to_other_plans_and_back():
     model, opt, session = begun()
     train(model, opt, session, range(3))

@@ -271,8 +271,9 @@ class Moments:
         for p, _ in list(self._held.values()):
             self._optimizer.state[p].update(self._of(p, self._optimizer.state[p]))
             self.forget(p)
-        for p in [] if counts else updated_by(self._optimizer):
-            self._optimizer.state.get(p, {}).pop("step", None)
+        state = self._optimizer.state
+        for p in [] if counts else [p for p in updated_by(self._optimizer) if p in state]:
+            state[p] = {name: value for name, value in state[p].items() if name != "step"}
 
     def _of(self, p: Parameter, state: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the moments of `p` in fp32 that are not in its state already."""

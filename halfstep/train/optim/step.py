@@ -318,8 +318,8 @@ class OnePassStepper:
             given = Batch("low", [], [], [], {name: [] for name in codes if state.get(name) is not None})
             self._collect_state(p, given, counts=True)
             moments.add(p, batch, codes, given)
-            for name in given.states:
-                del state[name]
+            # another dict, as that one is also in what torch's `state_dict` has returned
+            self._optimizer.state[p] = {name: value for name, value in state.items() if name not in given.states}
             batch.steps.extend(given.steps)
 
     def _collect_state(self, p: Parameter, batch: Batch, *, counts: bool = False) -> None:
