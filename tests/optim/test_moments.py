@@ -72,6 +72,7 @@ def test_a_session_skips_resumes_and_closes_bit_for_bit(level, kept, optimizer):
 def test_a_state_dict_in_memory_keeps_its_entries_in_the_next_step_and_after_close(level, optimizer):
     model, opt, session = begun(level, "full", optimizer)
     session.close()
+    assert not opt.state
     model(torch.randn(4, 32, 4, 4)).sum().backward()
     opt.step()
     taken = []

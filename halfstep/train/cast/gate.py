@@ -99,9 +99,8 @@ class Casts:
     cast_in: Values | None = None  # returns the arguments cast
     cast_out: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] | None = None  # gets the arguments as they came
     around: Around | None = None
-    why: Callable[[nn.Module, Any, str], str | None] = (
-        _why_mixed  # of the module, its arguments, an error about formats
-    )
+    # Returns why a call failed, of the module, its arguments and the words of an error about formats.
+    why: Callable[[nn.Module, Any, str], str | None] = _why_mixed
 
 
 def marking(plan: Switch) -> Casts:
