@@ -33,6 +33,34 @@ MASTERS = [
 ]
 
 
+@pytest.fixture(scope="session")
+def least(tmp_path_factory):
+    """The loops built for the least of this kind of processors: without AVX2 and instructions for fp16."""
+    made = tmp_path_factory.mktemp("loops") / "loops.so"
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
+    sources = map(str, library.find().parent.glob("*.cpp"))
+    subprocess.run(["g++", *FLAGS, "-fopenmp", *sources, "-o", str(made)], check=True)
+    return made
+
+
+@pytest.fixture(scope="class", params=["this processor", "AVX2", "any processor"])
+def processor(request):
+    """Runs the loops of processors of this class, of those with AVX2, and of the least."""
+    found = library.find()
+    if request.param == "any processor":
+        found = request.getfixturevalue("least")
+    elif request.param == "AVX2":
+        others = [path for path in library.find().parent.glob("loops-x86-64-v3-*.so") if path != found]
+        if not others:
+            pytest.skip("this processor's loops are those")
+        found = others[0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "loops", functools.cache(native.loops.__wrapped__))
+        patch.setattr(native, "load", lambda: ctypes.CDLL(str(found)))
+        yield
+
+
 def every_layout():
     """Marks a test over optimizers and layouts; the fast rows have each option once, and of each class one in all."""
     compiled = [own for own in OWN if has_kernel("native", *own)]
@@ -122,6 +150,7 @@ def test_what_is_kept_in_codes_or_rounded_at_random_has_the_bits_of_the_referenc
         assert_same_bits(run.everything(), runs[0].everything())
 
 
+@pytest.mark.usefixtures("processor")
 @pytest.mark.parametrize(("kind", "low"), [(None, torch.float32), ("split", torch.bfloat16)])
 def test_codes_of_a_shard_of_columns_have_the_bits_of_the_reference(kind, low):
     """The index of an element in the whole tensor, of which its random bits are a hash, jumps from row to row."""
@@ -137,6 +166,7 @@ def test_codes_of_a_shard_of_columns_have_the_bits_of_the_reference(kind, low):
     assert_same_bits(runs[0].everything(), runs[1].everything())
 
 
+@pytest.mark.usefixtures("processor")
 def test_groups_that_stay_in_registers_have_the_bits_of_the_reference():
     """Beside zeros, values that no code tells from 0, NaN, spreads around what 4 bits of fractions leave room for."""
     g = torch.Generator().manual_seed(1)
@@ -207,21 +237,6 @@ def fp16_borders():
         [numbers, middles, middles.nextafter(numbers), middles.nextafter(after), torch.tensor([1e6, math.inf])]
     )
     return torch.cat([values, -values[values != 0]])  # an update of zero has no minus sign
-
-
-@pytest.fixture(scope="class", params=["this processor", "any processor"])
-def processor(request, tmp_path_factory):
-    """Built for processors of this class, or for the least of them: without instructions for fp16."""
-    with pytest.MonkeyPatch.context() as patch:
-        if request.param == "any processor":
-            made = tmp_path_factory.mktemp("loops") / "loops.so"
-            command = ["g++", *FLAGS, "-fopenmp", *map(str, library.find().parent.glob("*.cpp")), "-o", str(made)]
-            if shutil.which("g++") is None:
-                pytest.skip("needs g++")
-            subprocess.run(command, check=True)
-            patch.setattr(native, "loops", functools.cache(native.loops.__wrapped__))
-            patch.setattr(native, "load", lambda: ctypes.CDLL(str(made)))
-        yield
 
 
 @pytest.mark.usefixtures("processor")

@@ -12,7 +12,7 @@
 #include <type_traits>
 #include <vector>
 
-#if defined(__AVX512BW__)
+#if defined(__AVX2__)
 #include "words.h"
 #endif
 
@@ -102,9 +102,9 @@ inline uint32_t widened(Float16 x) {
 template <typename T>
 void load(const T* __restrict from, float factor, float* __restrict to, int64_t n) {
   int64_t i = 0;
-#if defined(__AVX512BW__)
+#if defined(__AVX2__)
   if (std::is_same_v<T, BFloat16>)
-    for (; i + 32 <= n; i += 32) widen_words(from + i, factor, to + i);
+    for (; i + kWords <= n; i += kWords) widen_words(from + i, factor, to + i);
 #endif
   for (; i < n; i++) to[i] = number(widened(from[i])) * factor;
 }
@@ -131,8 +131,8 @@ inline void load(int32_t format, const void* base, int64_t at, float* to, int64_
 __attribute__((always_inline)) inline void join(const uint16_t* __restrict high, const int16_t* __restrict low,
                                                 float* __restrict to, int64_t n) {
   int64_t i = 0;
-#if defined(__AVX512BW__)
-  for (; i + 32 <= n; i += 32) join_words(high + i, low + i, to + i);
+#if defined(__AVX2__)
+  for (; i + kWords <= n; i += kWords) join_words(high + i, low + i, to + i);
 #endif
   for (; i < n; i++) {
     const int32_t rest = (high[i] & 0x7fff) == 0 && low[i] < 0 ? 0 : low[i];  // a zero that was written past it

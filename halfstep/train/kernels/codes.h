@@ -115,12 +115,14 @@ inline uint32_t fine_code(float x, uint32_t random, Range& range) {
   return code;
 }
 
-// Writes the codes of a group whose fine codes and their range are known; returns its base. All loops are over whole
-// groups, so that compilers unroll them.
+// Writes the codes of a group; returns its base.
 template <int kState, bool kSigned, bool kStochastic>
-__attribute__((noinline)) int16_t encode(const float* __restrict from, const uint32_t* __restrict random, Range range,
-                                         uint32_t* __restrict codes, uint8_t* __restrict to) {
+__attribute__((noinline)) int16_t encode(const float* __restrict from, const uint32_t* __restrict random,
+                                         uint8_t* __restrict to) {
   constexpr uint32_t kMost = kSigned ? 127 : 255, kLeast = kSigned ? 0 : 1;
+  uint32_t codes[kGroup];
+  Range range;
+  for (int64_t i = 0; i < kGroup; i++) codes[i] = fine_code<kState, kStochastic>(from[i], random[i], range);
   const bool near = range.least > range.top || range.top - range.least < kMost;
   if (!near && kStochastic) {
     const uint32_t more = random[0] * kLast[kState] >> 12 & 1;

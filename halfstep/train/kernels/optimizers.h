@@ -24,34 +24,19 @@ struct Block {  // of one tensor: full weights, true gradients with their l2 dec
 
 inline float root_of(float x) { return std::sqrt(x); }
 
-enum How { kPlain, kHashed, kCoded };
-
-// Updates `n` elements, where they are coded a group; `random` becomes the hash of each. What only waits for the division
-// of an element is done beside it: the hash, and the first look at the codes. Not inlined, or the compiler forgets that
-// the pointers do not overlap.
-template <How kHow, bool kRandom, typename Rule>
+// Updates `n` elements. Not inlined, or the compiler forgets that the pointers do not overlap.
+template <typename Rule>
 __attribute__((noinline)) void update(const Rule rule, int64_t n, float* __restrict w, const float* __restrict g,
-                                      float* __restrict first, float* __restrict second, float* __restrict third,
-                                      uint32_t index, uint32_t key, uint32_t* __restrict random,
-                                      uint32_t* __restrict codes, uint32_t* __restrict squares, Range* ranges) {
+                                      float* __restrict first, float* __restrict second, float* __restrict third) {
   constexpr int kUsed = Rule::kUsed;
-  Range range, range_of_squares;
-  const int64_t count = kHow == kCoded ? kGroup : n;
-  for (int64_t k = 0; k < count; k++) {
+  for (int64_t k = 0; k < n; k++) {
     float x = w[k], a = kUsed > 0 ? first[k] : 0, b = kUsed > 1 ? second[k] : 0, c = kUsed > 2 ? third[k] : 0;
     rule(x, g[k], a, b, c);
     w[k] = x;
     if (kUsed > 0) first[k] = a;
     if (kUsed > 1) second[k] = b;
     if (kUsed > 2) third[k] = c;
-    if (kHow == kPlain) continue;
-    const uint32_t hash = stirred((index + uint32_t(k)) * kSpread + key);
-    random[k] = hash;
-    if (kHow == kHashed) continue;
-    codes[k] = fine_code<0, kRandom>(a, hash, range);
-    if (kUsed > 1) squares[k] = fine_code<1, true>(b, hash, range_of_squares);
   }
-  if (kHow == kCoded) ranges[0] = range, ranges[1] = range_of_squares;
 }
 
 // Adam (Kingma & Ba 2015), and with decoupled weight decay AdamW. States: mean, square, and with amsgrad the peak.
@@ -167,13 +152,10 @@ struct Lion {
   }
 };
 
-// Updates a block whose states are in fp32 and stay so.
+// Updates a block whose states are given in fp32.
 template <typename Optimizer>
 void update(const Optimizer& optimizer, const Block& x) {
-  optimizer.with_rule(x, [&](auto rule) {
-    update<kPlain, false>(rule, x.n, x.w, x.g, x.states[0], x.states[1], x.states[2], 0, 0, nullptr, nullptr, nullptr,
-                          nullptr);
-  });
+  optimizer.with_rule(x, [&](auto rule) { update(rule, x.n, x.w, x.g, x.states[0], x.states[1], x.states[2]); });
 }
 
 // Calls `use` with a null pointer to the optimizer of this name; false where none has it with so many numbers and these

@@ -3,18 +3,13 @@
 // Tensors are dense blocks of memory; their elements are brought to fp32 in small blocks that stay in the first-level
 // cache, so one loop serves every storage format.
 
-#if defined(__GNUC__) && !defined(__clang__)
+#if defined(__AVX512BW__) && defined(__GNUC__) && !defined(__clang__)
 #pragma GCC optimize("schedule-insns", "no-sched-pressure")  // orders what waits for divisions before registers are given out
 #endif
 
-#include "codes.h"
+#include "groups.h"
 #include "optimizers.h"
 
-#if defined(__AVX512BW__)
-#include "groups.h"
-#elif defined(__F16C__)
-#include <immintrin.h>
-#endif
 #ifdef _OPENMP
 #include <omp.h>
 #endif
@@ -71,8 +66,8 @@ void store_low(int32_t format, const float* __restrict from, void* base, int64_t
 __attribute__((always_inline)) inline void split(const float* __restrict from, uint16_t* __restrict high,
                                                  int16_t* __restrict low, int64_t n) {
   int64_t i = 0;
-#if defined(__AVX512BW__)
-  for (; i + 32 <= n; i += 32) split_words(from + i, high + i, low + i);
+#if defined(__AVX2__)
+  for (; i + kWords <= n; i += kWords) split_words(from + i, high + i, low + i);
 #endif
   for (; i < n; i++) {
     const uint32_t u = storable(bits(from[i]));
@@ -185,19 +180,6 @@ void halfstep_read(int64_t tensors, const void* const* grads, const int64_t* num
 
 namespace {
 
-// Updates a block whose states are in 2 bytes, given in fp32, and keeps them. The step is counted already.
-template <typename Rule>
-void update_in_bf16(const Rule& rule, const Tensors& b, int64_t at, const Block& x, uint32_t key, const Run* runs,
-                    int64_t count, uint32_t* random) {
-  for (const Run* run = runs; run < runs + count; run++) {
-    const auto from = [&](float* states) { return states ? states + run->from : nullptr; };
-    update<kHashed, false>(rule, run->length, x.w + run->from, x.g + run->from, from(x.states[0]), from(x.states[1]),
-                           from(x.states[2]), run->index, key, random + run->from, nullptr, nullptr, nullptr);
-  }
-  if (x.states[0]) to_bf16<0>(x.states[0], random, (uint16_t*)b.states[0][x.tensor] + at, x.n);
-  if (x.states[1]) to_bf16<1>(x.states[1], random, (uint16_t*)b.states[1][x.tensor] + at, x.n);
-}
-
 struct Kept {  // the states of neighbouring groups, and the index of their first element in the whole tensor
   uint8_t* states[2];
   int16_t* bases[2];
@@ -218,7 +200,6 @@ inline void close_group(const float* from, float* w, int16_t*, int64_t at) { std
 inline void open_group(uint16_t* w, int16_t* rest, int64_t at, float* to) { join(w + at, rest + at, to, kGroup); }
 inline void close_group(const float* from, uint16_t* w, int16_t* rest, int64_t at) { split(from, w + at, rest + at, kGroup); }
 
-#if defined(__AVX512BW__)
 template <Width kWidth, int kState>
 __attribute__((always_inline)) inline void open_states(const Kept& x, int64_t group, float* to) {
   if (kWidth == kWhole)
@@ -240,10 +221,11 @@ __attribute__((always_inline)) inline void close_states(const float* from, const
     x.bases[kState][group] = encode_group<kState, kState == 0, kRandom>(from, random, x.states[kState] + group * kGroup);
 }
 
-// Where `kEarly`, divisions stand before the codes, which are made while they run: compilers would put them last.
+// Where `kEarly`, with AVX-512, divisions stand before the codes, which are made while they run: compilers would put them last.
 template <bool kEarly, typename Rule>
 __attribute__((always_inline)) inline void update_group(const Rule& rule, float* w, const float* g, float* first,
                                                         float* second) {
+#if defined(__AVX512BW__)
   if constexpr (kEarly && Rule::kUsed == 2) {
     for (int k = 0; k < kGroup; k += 16) {
       Numbers x = _mm512_load_ps(w + k), m = _mm512_load_ps(first + k), v = _mm512_load_ps(second + k), none{};
@@ -251,12 +233,12 @@ __attribute__((always_inline)) inline void update_group(const Rule& rule, float*
       asm volatile("" : "+v"(x));
       _mm512_store_ps(w + k, x), _mm512_store_ps(first + k, m), _mm512_store_ps(second + k, v);
     }
-  } else {
-    float none = 0;
-    for (int k = 0; k < kGroup; k++) rule(w[k], g[k], first[k], Rule::kUsed == 2 ? second[k] : none, none);
+    return;
   }
-}
 #endif
+  float none = 0;
+  for (int k = 0; k < kGroup; k++) rule(w[k], g[k], first[k], Rule::kUsed == 2 ? second[k] : none, none);
+}
 
 // Updates whole groups, of weights in fp32 or split with `rest`, and keeps their states. With AVX-512 what is opened stays
 // in registers.
@@ -265,14 +247,11 @@ __attribute__((noinline)) void update_groups(const Rule rule, int64_t groups, We
                                              int16_t* __restrict rest, const Grad* __restrict grads, float factor,
                                              const Kept x, uint32_t key) {
   constexpr bool kTwo = Rule::kUsed > 1;
+  using State = std::conditional_t<kWidth == kWhole, float, std::conditional_t<kWidth == kTwoBytes, uint16_t, uint8_t>>;
   for (int64_t i = 0, at = 0; i < groups; i++, at += kGroup) {
-    alignas(64) float first[kGroup], second[kGroup];
+    alignas(64) float w[kGroup], g[kGroup], first[kGroup], second[kGroup];
     alignas(64) uint32_t random[kGroup];
-    const uint32_t index = x.index + uint32_t(at);
-#if defined(__AVX512BW__)
-    using State = std::conditional_t<kWidth == kWhole, float, std::conditional_t<kWidth == kTwoBytes, uint16_t, uint8_t>>;
-    alignas(64) float w[kGroup], g[kGroup];
-    if (kWidth != kWhole) random_group(index * kSpread + key, random);
+    if (kWidth != kWhole) random_group((x.index + uint32_t(at)) * kSpread + key, random);
     open_states<kWidth, 0>(x, i, first);
     if (kTwo) open_states<kWidth, 1>(x, i, second);
     load(grads + at, factor, g, kGroup);
@@ -285,16 +264,6 @@ __attribute__((noinline)) void update_groups(const Rule rule, int64_t groups, We
     if (rest) ask_for(rest + at);
     ask_for(grads + at), ask_for((const State*)x.states[0] + at);
     if (kTwo) ask_for((const State*)x.states[1] + at);
-#else
-    alignas(64) uint32_t fine[2][kGroup];
-    Range ranges[2];
-    decode<true>(x.states[0] + at, x.bases[0][i], first);
-    if (kTwo) decode<false>(x.states[1] + at, x.bases[1][i], second);
-    update<kCoded, kRandom>(rule, kGroup, weights + at, grads + at, first, second, (float*)nullptr, index, key, random,
-                            fine[0], fine[1], ranges);
-    x.bases[0][i] = encode<0, true, kRandom>(first, random, ranges[0], fine[0], x.states[0] + at);
-    if (kTwo) x.bases[1][i] = encode<1, false, true>(second, random, ranges[1], fine[1], x.states[1] + at);
-#endif
   }
 }
 
@@ -321,7 +290,6 @@ void update_in_codes(const Rule& rule, const Tensors& b, int64_t at, const Block
   }
 }
 
-#if defined(__AVX512BW__)
 // The same without blocks, of rows of whole groups, or of full states: weights and gradients are fp32, or split and bf16.
 // Returns where less than a group is left.
 template <Width kWidth, bool kRandom, typename Rule>
@@ -343,7 +311,6 @@ __attribute__((noinline)) int64_t update_rows(const Rule& rule, const Tensors& b
   }
   return at;
 }
-#endif
 
 // Opens each block of weights and gradients, has `optimizer` update it, and stores it again.
 template <typename Optimizer>
@@ -362,7 +329,6 @@ void for_each_block(const Tensors& b, const Common& c, const Optimizer& optimize
     const Shard* place = b.places ? b.places + t : nullptr;
     const bool coded = b.width == kOneByte;
     int64_t at = parts[i].begin;
-#if defined(__AVX512BW__)
     const bool fits = b.grad_formats[t] == kFloat ? b.layout == kFull : b.grad_formats[t] == kBfloat && b.layout == kSplit;
     const bool whole = b.width == kWhole;
     if (b.states[0] && !b.states[2] && fits && l2 == 0 && (whole || place->row % kGroup == 0))
@@ -372,7 +338,6 @@ void for_each_block(const Tensors& b, const Common& c, const Optimizer& optimize
         else if (b.codes[0] & kIsRandom) at = update_rows<kOneByte, true>(rule, b, c, parts[i]);
         else at = update_rows<kOneByte, false>(rule, b, c, parts[i]);
       });
-#endif
     for (int64_t n; at < parts[i].end; at += n) {
       n = end_of(place, at, kBlock, parts[i].end) - at;
       float* w = open_weights(b, t, at, n, opened);
@@ -380,21 +345,22 @@ void for_each_block(const Tensors& b, const Common& c, const Optimizer& optimize
       const int64_t count = place ? runs_of(*place, at, n, runs) : 0;
       for (int k = 0; k < kStates; k++)
         block.states[k] = !b.states[k] ? nullptr : coded ? states[k] : open_state(b, t, k, at, n, runs, count, states[k]);
-      if (b.width == kWhole || !block.states[0]) {
+      if (b.width != kOneByte || !block.states[0]) {
         update(optimizer, block);
       } else {
         const uint32_t key = key_of(*place, *b.steps[t]);
         optimizer.with_rule(block, [&](auto rule) {
-          if (b.width == kTwoBytes) update_in_bf16(rule, b, at, block, key, runs, count, random);
-          else if (b.codes[0] & kIsRandom) update_in_codes<true>(rule, b, at, block, key, runs, count);
+          if (b.codes[0] & kIsRandom) update_in_codes<true>(rule, b, at, block, key, runs, count);
           else update_in_codes<false>(rule, b, at, block, key, runs, count);
         });
       }
+      const bool rounded = b.width == kTwoBytes && block.states[0];
+      if (rounded || b.rounds) random_bits(b, t, runs, count, random);
+      if (rounded) to_bf16<0>(block.states[0], random, (uint16_t*)b.states[0][t] + at, n);
+      if (rounded && block.states[1]) to_bf16<1>(block.states[1], random, (uint16_t*)b.states[1][t] + at, n);
       if (b.layout == kSplit) split(opened, (uint16_t*)b.weights[t] + at, (int16_t*)b.extras[t] + at, n);
-      else if (b.rounds) {
-        random_bits(b, t, runs, count, random);
-        to_bf16<2>(w, random, (uint16_t*)b.weights[t] + at, n);
-      } else if (b.layout != kFull) store_low(b.format, w, b.weights[t], at, n);
+      else if (b.rounds) to_bf16<2>(w, random, (uint16_t*)b.weights[t] + at, n);
+      else if (b.layout != kFull) store_low(b.format, w, b.weights[t], at, n);
     }
   }
 }

@@ -1,4 +1,4 @@
-// 32 elements of 16 bits between memory and two registers of fp32, with AVX-512.
+// Words, elements of 16 bits, between memory and registers of fp32: 32 of them with AVX-512, 16 with AVX2.
 
 #pragma once
 
@@ -8,6 +8,9 @@
 
 namespace {
 
+#if defined(__AVX512BW__)
+
+constexpr int kWords = 32;
 using Numbers = __m512;
 
 inline Numbers root_of(Numbers x) { return _mm512_sqrt_ps(x); }
@@ -67,5 +70,60 @@ inline void widen_words(const void* from, float factor, float* to) {
     _mm512_storeu_ps(to + 16 * half,
                      _mm512_mul_ps(_mm512_castsi512_ps(widened(words, half)), _mm512_set1_ps(factor)));
 }
+
+#else
+
+constexpr int kWords = 16;
+
+// Packing and unpacking work on each half of a register; this moves the words between to where they belong.
+inline __m256i across(__m256i x) { return _mm256_permute4x64_epi64(x, 0xD8); }
+
+// Numbers of a lower and an upper word, of half of the words; both are `across`.
+inline __m256i zipped(__m256i lower, __m256i upper, int half) {
+  return half ? _mm256_unpackhi_epi16(lower, upper) : _mm256_unpacklo_epi16(lower, upper);
+}
+
+// The words of two registers, to be brought `across`.
+inline __m256i lower_halves(__m256i x, __m256i y) {
+  const __m256i zero = _mm256_setzero_si256();
+  return _mm256_packus_epi32(_mm256_blend_epi16(x, zero, 0xAA), _mm256_blend_epi16(y, zero, 0xAA));
+}
+inline __m256i upper_halves(__m256i x, __m256i y) {
+  return _mm256_packus_epi32(_mm256_srli_epi32(x, 16), _mm256_srli_epi32(y, 16));
+}
+
+inline __m256i loaded(const void* from) { return _mm256_loadu_si256((const __m256i*)from); }
+inline void store(void* to, __m256i x) { _mm256_storeu_si256((__m256i*)to, x); }
+
+inline void join_words(const uint16_t* high, const int16_t* low, float* to) {
+  const __m256i upper = across(loaded(high)), rest = across(loaded(low));
+  const __m256i none = _mm256_cmpeq_epi16(_mm256_slli_epi16(upper, 1), _mm256_setzero_si256());
+  const __m256i negative = _mm256_srai_epi16(rest, 15), past = _mm256_and_si256(none, negative);
+  const __m256i lower = _mm256_andnot_si256(past, rest);  // a zero that was written past it
+  const __m256i joined = _mm256_add_epi16(upper, _mm256_andnot_si256(past, negative));
+  for (int half = 0; half < 2; half++) store(to + 8 * half, zipped(lower, joined, half));
+}
+
+inline void split_words(const float* from, uint16_t* high, int16_t* low) {
+  const __m256i x = loaded(from), y = loaded(from + 8), most = _mm256_set1_epi16(0x7FFF);
+  const __m256i upper = upper_halves(x, y);
+  __m256i lower = lower_halves(x, y), rounded = _mm256_sub_epi16(upper, _mm256_srai_epi16(lower, 15));
+  const __m256i last = _mm256_cmpeq_epi16(_mm256_and_si256(upper, most), most);
+  if (__builtin_expect(_mm256_movemask_epi8(last), 0)) {  // NaN that would round to a zero
+    const __m256i past = _mm256_and_si256(last, _mm256_srai_epi16(lower, 15));
+    rounded = _mm256_blendv_epi8(rounded, upper, past), lower = _mm256_blendv_epi8(lower, most, past);
+  }
+  store(high, across(rounded));
+  store(low, across(lower));
+}
+
+inline void widen_words(const void* from, float factor, float* to) {
+  const __m256i words = across(loaded(from));
+  for (int half = 0; half < 2; half++)
+    _mm256_storeu_ps(to + 8 * half, _mm256_mul_ps(_mm256_castsi256_ps(zipped(_mm256_setzero_si256(), words, half)),
+                                                  _mm256_set1_ps(factor)));
+}
+
+#endif
 
 }  // namespace
