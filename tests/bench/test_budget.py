@@ -42,13 +42,11 @@ def test_a_row_is_too_slow_from_five_times_o0_s_step_on():
 
 # Two thirds of what 4 s of a process, 2 steps of O0 and 2 of torch.amp leave hold so many rounds of 1 + 20 s. With 58 s
 # its trial has one step, as four more do not fit.
-@pytest.mark.parametrize(
-    ("seconds", "tried", "timed"), [(141, 2, 3), (140, 2, 2), (110, 2, 2), (108, 2, 1), (58, 1, 1), (57, 1, 0)]
-)
+@pytest.mark.parametrize(("seconds", "tried", "timed"), [(110, 2, 2), (108, 2, 1), (58, 1, 1), (57, 1, 0)])
 def test_two_thirds_of_the_time_may_go_to_timing_a_slow_row(clock, seconds, tried, timed):
     (_, amp) = bench(SMALL, [O0, AMP], seconds=seconds, device=CPU, clock=clock).runs
     assert [len(lane.made) for lane in clock.lanes if lane.name == "torch.amp"] == [tried + timed]
-    assert amp.times_ms == (2e4,) * max(1, timed)
+    assert amp.times_ms == (2e4,) * (1 + timed)
 
 
 def test_a_validation_takes_its_part_or_is_left_out():
@@ -129,16 +127,16 @@ def test_a_row_that_is_too_slow_is_timed_and_not_trained_and_the_others_make_as_
     full, low, amp = result.runs
     assert (amp.slow, amp.times_ms, amp.train_loss, amp.validation) == (20.0, (2e4, 2e4, 2e4), (), {})
     assert (amp.peak_bytes, amp.bytes_per_parameter, amp.vs_o0) == (100, {"weights": 4.0}, pytest.approx(1 / 20))
-    # 150 s less 4 of a process, the trial of 2 steps each, 3 steps of torch.amp and O0, and 2 validations
-    steps = int((150 - 4 - 2 * 22.5 - 3 * 21 - 0.5 * 2.5) / 2.5)
-    assert result.steps == steps == 14
+    # 150 s less 4 of a process, the trial of 2 steps each, 2 more of torch.amp and O0, and 2 validations
+    steps = int((150 - 4 - 2 * 22.5 - 2 * 21 - 0.5 * 2.5) / 2.5)
+    assert result.steps == steps == 23
     for run in (full, low):
         assert (run.slow, len(run.times_ms)) == (None, steps - warmup(steps))
         assert (run.train_loss, run.validation) == ((1.0,), {"loss": (2.0,)})
     o0, o1, peer = sorted(clock.lanes, key=lambda lane: lane.name)
-    assert (o0.made, o1.made) == ([0, 1, 2, 3, 4, *range(steps)], [0, 1, *range(steps)])
-    assert (peer.made, peer.begun, peer.validated) == ([0, 1, 2, 3, 4], 1, [False])
-    assert clock.log[6:16] == ["O0", "torch.amp"] * 3 + ["O0", "O1", "O1", "O0"]
+    assert (o0.made, o1.made) == ([0, 1, 2, 3, *range(steps)], [0, 1, *range(steps)])
+    assert (peer.made, peer.begun, peer.validated) == ([0, 1, 2, 3], 1, [False])
+    assert clock.log[6:14] == ["O0", "torch.amp"] * 2 + ["O0", "O1", "O1", "O0"]
     assert clock.now <= 150
     console = Console(file=io.StringIO(), width=200)
     console.print(bench_table(result, width=200))
@@ -157,8 +155,8 @@ def test_a_row_of_which_few_steps_would_fit_makes_one_and_that_is_its_time(clock
     assert clock.now <= 120
 
 
-# One step of a row's trial, or one and two of those that decide, waited for other work.
-@pytest.mark.parametrize("late", [[1], [1, 2], [1, 2, 3]])
+# One step of a row's trial, or that and the next, waited for other work.
+@pytest.mark.parametrize("late", [[1], [1, 2]])
 @pytest.mark.parametrize("name", ["O1", "torch.amp"])
 def test_steps_that_other_work_delayed_do_not_cut_a_row_short(clock, name, late):
     clock.slow, clock.hogged = 2.0, {(name, number): 15.0 for number in late}

@@ -23,7 +23,7 @@ from halfstep.train.cast.opregistry import MARKERS
 # ---- shares a number of seconds among the rows, after a trial of each
 
 SLOW = 5.0  # times the step of O0: a row that takes longer is timed and not trained
-TIMED = 3  # steps of such a row, whose least decides: one step that other work delayed is no slow row
+TIMED = 3  # steps of such a row, with its trial's last; the least decides: one that other work delayed is no slow row
 MANY = 4  # steps as long as the first that do not fit any more end a row's trial after that one
 MOST = 1000  # steps of a row that is trained, where the number is not given
 WARMUP_STEPS = 5
@@ -303,7 +303,7 @@ def _course(
     taken = course(trials, base, left=left(), validation=validation, seeds=seeds, most=most)
     for number, factor in taken.slow.items():
         rows[number].slow = factor
-        rows[number].times_ms = [1e3 * took for took in spent[number][1:] or spent[number]]
+        rows[number].times_ms = [1e3 * took for took in spent[number]]
     told.total = told.done + seeds * taken.steps * (len(trials) - len(taken.slow))
     return taken
 
@@ -315,18 +315,18 @@ def _tried(rows: Sequence[_Row], spent: Mapping[int, list[float]]) -> tuple[dict
 
 
 def _time_slow(rows: Sequence[_Row], spent: dict[int, list[float]], told: _Told, left: Callable[[], float]) -> None:
-    """Adds `TIMED` steps of each row that may be too slow and of O0, in turn."""
+    """Times steps of each row that may be too slow and of O0, in turn, until there are `TIMED`."""
     until = (1 - _FOR_SLOW) * left()
-    for made in range(COUNTED, COUNTED + TIMED):
+    for made in range(COUNTED, COUNTED + TIMED - 1):
         least, base = _tried(rows, spent)
         slow = [number for number, took in least.items() if took > SLOW * min(least.values())]
         again = {base, *slow} if slow else set()
         if left() - sum(least[number] for number in again) < until:
             return
         for number in sorted(again):
+            told.now(f"{rows[number].name}: trial")
             with rows[number].failing("trial"):
                 spent[number].append(rows[number].lane.step(made, COUNTED + TIMED).ms / 1e3)
-                told.made(f"{rows[number].name}: trial")
 
 
 def _train(
