@@ -433,12 +433,11 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before, asked and int
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc")
+@pytest.mark.slow_but("True-variables0-True")
 @pytest.mark.parametrize(
     ("emulate", "variables", "kept"), [(True, {}, True), (False, {}, False), (True, {"MALLOC_ARENA_MAX": "8"}, False)]
 )
-def test_freed_memory_is_kept_where_products_are_emulated_unless_a_variable_sets_the_allocator(
-    emulate, variables, kept
-):
+def test_freed_memory_is_kept_where_products_are_emulated_unless_a_variable_decides(emulate, variables, kept):
     own = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
     command = [sys.executable, "-c", FAULTS.format(emulate=emulate)]
     ran = subprocess.run(command, env=own | variables, capture_output=True, text=True, check=True)
