@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import logging
 import shlex
 import sys
 from abc import ABC, abstractmethod
@@ -434,6 +435,7 @@ def main() -> int:
     parser.add_argument("--rows", default="", help="only rows whose name contains one of these, separated by commas")
     parser.add_argument("--json", type=Path, help="write every figure, with machine and versions, to this file")
     options = parser.parse_args()
+    logging.getLogger("halfstep").setLevel(logging.ERROR)  # which would warn that gradients are replaced
     device = torch.device(options.device)
     size = options.numel or (SMALL if device.type == "cpu" else BILLION)
     numel = sum(p.numel() for p in Transformer(size, torch.device("meta")).parameters())

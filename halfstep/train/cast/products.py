@@ -8,7 +8,7 @@ product is again a product in fp32 of low operands, rounded once, and so is a gr
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -367,20 +367,17 @@ def _is_eager_training(*operands: Tensor) -> bool:
 def _low_format(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.dtype | None:
     """Returns the low dtype of all floating-point tensors among the arguments; None if they differ or are wider."""
     found: torch.dtype | None = None
-    for tensor in _floating(args, kwargs):
-        if not is_low(tensor.dtype) or found not in (None, tensor.dtype):
-            return None
-        found = tensor.dtype
-    return found
-
-
-def _floating(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
-    for value in (*args, *kwargs.values()):
+    values = [*args, *kwargs.values()]
+    for value in values:  # and what lists among them hold
         if isinstance(value, Tensor):
-            if value.is_floating_point() or value.is_complex():
-                yield value
+            dtype = value.dtype
+            if dtype is not found and (dtype.is_floating_point or dtype.is_complex):
+                if found is not None or not is_low(dtype):
+                    return None
+                found = dtype
         elif isinstance(value, (list, tuple)):
-            yield from _floating(value, {})
+            values += value
+    return found
 
 
 _WAYS: Mapping[str, Way] = {
