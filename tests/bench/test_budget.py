@@ -144,6 +144,19 @@ def test_a_row_that_is_too_slow_is_timed_and_not_trained_and_the_others_make_as_
     assert said in console.file.getvalue()
 
 
+def test_progress_names_the_row_whose_step_is_awaited(clock):
+    told = {}
+    bench(
+        SMALL,
+        [O0, O1, AMP],
+        seconds=150,
+        device=CPU,
+        clock=clock,
+        progress=lambda w, *_: told.update({len(clock.log): w}),
+    )
+    assert [told[made].split()[0].rstrip(":") for made in range(len(clock.log))] == clock.log
+
+
 def test_a_row_of_which_few_steps_would_fit_makes_one_and_that_is_its_time(clock):
     clock.slow = 60.0
     result = bench(SMALL, [O0, O1, AMP], seconds=120, device=CPU, clock=clock)
