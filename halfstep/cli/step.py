@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import count
 from typing import Annotated, Any
 
 import typer
@@ -68,12 +69,15 @@ def check(  # noqa: PLR0913  # each is an option of the command, described above
     """Check a workload before it trains, by one step, also in fp32; exits with 1 if an error was found."""
     job, model = open_job(workload, settings, data=data, device=device, seed=seed, json=json)
     inputs, targets = to_device_of(model, *first_batch(job, seed))
-
-    def closure() -> object:
-        return job.loss(model(inputs), targets)
+    what, passes = "checking one step" + ", and comparing it with fp32" * precision, count(1)
 
     with initialize(model, job.optimizer(model, fused=False), plan, low=low) as session:
-        with activity("checking one step" + ", and comparing it with fp32" * precision, quiet=quiet):
+        with activity(what, quiet=quiet) as now:
+
+            def closure() -> Tensor:
+                now(f"{what}: forward pass {next(passes)}")
+                return job.loss(model(inputs), targets)
+
             found = run_check(session, closure, precision=precision)
         stdout().print(check_text(found, what=f"{job.name} under {session.plan.name} in {session.plan.low}"))
         checked = {"workload": job.name, "plan": session.plan.name, "low": session.plan.low.name}

@@ -1,10 +1,12 @@
 """`halfstep check`: what it prints, and how it ends."""
 
 import json
+from contextlib import nullcontext
 
 import pytest
 
 from halfstep import OpChange, edit_from_dict
+from halfstep.cli import step
 
 SMALL = ["--set", "d_in=8", "--set", "d_out=8", "--set", "batch=4"]
 OWN = (
@@ -26,9 +28,12 @@ def test_a_healthy_workload_ends_with_0(halfstep):
     assert out == "regression under O2 in fp16: nothing found\n"
 
 
-def test_notes_end_with_0(halfstep):
+def test_notes_end_with_0_and_progress_counts_forward_passes(halfstep, monkeypatch):
+    seen = []
+    monkeypatch.setattr(step, "activity", lambda what, quiet: nullcontext(seen.append))
     code, out, _ = halfstep("check", "regression", *SMALL, "--plan", "O3", "--low", "fp16")
     assert code == 0
+    assert [line.rpartition(": ")[2] for line in seen] == ["forward pass 1", "forward pass 2"]
     assert "2 notes" in out
     assert "precision compared at (model)" in out
 
