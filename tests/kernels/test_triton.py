@@ -22,8 +22,8 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 # Every option and every storage; each storage under Adam and under SGD.
 PLAIN = [case for case in MATRIX if case[1] not in KEPT]
 SOME = [case for i, case in enumerate(PLAIN) if (i // (len(STORAGES) - len(KEPT)) + i) % 4 == 0]
-SOME += [("adam", "split-8bit"), ("sgd-nesterov", "low-rounded-8bit"), ("lion-decay-maximize", "split-8bit")]
-STEPS, FEW = 50, 8
+SOME += [("adam", "split-8bit"), ("sgd-nesterov", "low-rounded-8bit")]
+STEPS, FEW = 50, 5  # of which the first and the fourth are skipped
 
 
 def started(begin):

@@ -321,9 +321,11 @@ def casts_differ(name, product, device="cpu"):
     cast = recipe.casts[product, "a"]
     for rows, columns in ((64, 96), (130, 32), (5, 64), (1, 32)):
         x = torch.randn(rows, columns) * torch.randint(-30, 30, (rows, columns)).float().exp2()
-        given = {"wide": x, "low": x.bfloat16(), "transposed": x.t().contiguous().t(), "zeros": x * 0}
-        given |= {"tiny": x * 1e-41, "huge": x.clamp(-1, 1) * 3e38, "broadcast": x[:1].expand(rows, -1)}
-        given |= {str(bad): x.clone() for bad in (float("inf"), float("nan"))}
+        given = {"wide": x}
+        if rows == 5:  # each kind of value once: an interpreter is slow
+            given |= {"low": x.bfloat16(), "transposed": x.t().contiguous().t(), "zeros": x * 0, "tiny": x * 1e-41}
+            given |= {"huge": x.clamp(-1, 1) * 3e38, "broadcast": x[:1].expand(rows, -1)}
+            given |= {str(bad): x.clone() for bad in (float("inf"), float("nan"))}
         for case, value in given.items():
             if case in ("inf", "nan"):
                 value[rows // 2, 3] = float(case)

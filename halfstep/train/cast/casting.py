@@ -327,6 +327,7 @@ def multiplying(by_recipe: bool, casts: Casts, layer: nn.Module) -> Casts:
 
     @contextmanager
     def region() -> Iterator[None]:
+        """Enters both; without a docstring torch 2.15 cannot compile it on Python 3.14."""
         with casts.region(), TorchAutocast(MULTIPLIES, enabled=by_recipe):
             yield
 
