@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from statistics import fmean
 
@@ -24,6 +25,20 @@ class Spread:
     def disturbed(self) -> bool:
         """Whether the quartiles lie so far apart that other work must have run on the machine."""
         return self.high - self.low > self.median / 3
+
+
+DISTURBED = (
+    "Other work ran on this machine: {what}. Measure again when it is quiet; ratios are more reliable than times."
+)
+_STEADY = 1.5  # times the least that the median of an operation's times is on a quiet machine, at most
+INTERRUPTED = "Interrupted: the table shows what was measured so far, and losses after the steps made so far."
+
+
+def disturbed(measured: Iterable[tuple[str, Spread | None]]) -> Iterator[str]:
+    """Yields a line if some of what was measured, by name, varies as it does only beside other work."""
+    names = list(dict.fromkeys(name for name, seconds in measured if seconds is not None and seconds.disturbed))
+    if names:
+        yield DISTURBED.format(what=f"the quartiles of {', '.join(names)} lie more than a third of the median apart")
 
 
 @dataclass(frozen=True)
@@ -89,13 +104,21 @@ class BenchResult(InNotebooks):
     turn: int = 1  # steps of a run in a row, of which the first fifth is not timed
     within: float | None = None  # what `gradient_error` of the cheapest run that is named may be
 
+    def remarks(self) -> list[str]:
+        """Returns what to know of the figures: an interruption, notes, and whether the machine was busy."""
+        measured = ((run.name, run.step_ms) for run in self.runs)
+        return [*[INTERRUPTED] * (not self.complete), *self.notes, *disturbed(measured)]
+
     def __str__(self) -> str:
-        return "\n".join([f"{self.workload}, {self.steps} steps on {self.machine.device}", *map(str, self.runs)])
+        title = f"{self.workload}, {self.steps} steps on {self.machine.device}"
+        return "\n".join([title, *map(str, self.runs), *self.remarks()])
 
     def _repr_html_(self) -> str:
         rows = [[run.name, *([run.error] if run.error else run.figures())] for run in self.runs]
         cells = ("".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows)
-        return preformatted(str(self).partition("\n")[0]) + f"<table><tr>{'</tr><tr>'.join(cells)}</tr></table>"
+        title = preformatted(str(self).partition("\n")[0])
+        table = f"<table><tr>{'</tr><tr>'.join(cells)}</tr></table>"
+        return title + table + "".join(map(preformatted, self.remarks()))
 
 
 @dataclass(frozen=True)
@@ -292,4 +315,10 @@ class Inspection(InNotebooks):
             costs = "" if each.seconds is None else f" costs {each.seconds * 1e3:.3g} ms"
             lines += [f"{each.code} at {each.place}{costs}: {each.evidence}", f"  do: {each.advice}"]
             lines += [f"  edit: {spell(each.cure)}"] if each.cure else []
-        return "\n".join(lines if self.savings else [*lines, "nothing was found that would save time"])
+        lines += [] if self.savings else ["nothing was found that would save time"]
+        return "\n".join([*lines, *self.remarks()])
+
+    def remarks(self) -> list[str]:
+        """Returns whether the machine was busy, in words."""
+        what = f"operations took {self.disturbed:.1f} times the figures above, the least of some passes"
+        return [DISTURBED.format(what=what)] * (self.disturbed > _STEADY)

@@ -76,6 +76,7 @@ def test_a_result_prints_a_line_for_each_run_also_in_notebooks():
         "O0: 102.0 ms a step, 1.00 x O0, peak 3.0 MiB, train loss 1.6000",
         "O1 fp16 (emulated): 102.0 ms a step, 0.87 x O0, 0.97 x torch.amp, peak 3.0 MiB, train loss 1.6000",
         "torch.amp fp16: no [fp16] units",
+        "a note",
     ]
     page = RESULT._repr_html_()
     assert page.startswith('<pre style="white-space: pre-wrap">char_lm, 40 steps on cpu</pre><table><tr><td>O0</td>')
@@ -205,7 +206,14 @@ def test_times_of_an_emulated_format_are_those_of_this_machine_and_count():
 
 @pytest.mark.parametrize("complete", [True, False])
 def test_an_interrupted_benchmark_says_so(complete):
-    assert ("Interrupted" in show(replace(RESULT, complete=complete))) is not complete
+    result = replace(RESULT, complete=complete, notes=("a <note>",))
+    for shown, note in (
+        (show(result), "a <note>"),
+        (str(result), "a <note>"),
+        (result._repr_html_(), "a &lt;note&gt;"),
+    ):
+        assert ("Interrupted" in shown) is not complete
+        assert note in shown
 
 
 def test_a_benchmark_with_nothing_measured_is_a_table_of_dashes():

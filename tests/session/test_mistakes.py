@@ -284,6 +284,8 @@ def test_session_states_of_the_first_version_load(name, also):
     state["plan"] |= also
     level, low = name.split()
     rules = [halfstep.Rule("0", halfstep.FULL)] if "rules" in also else ()
+    if rules and level == "O0":
+        pytest.skip("O0 has no rules")
     session = halfstep.initialize(*make(), level, low=low, rules=rules)
     session.load_state_dict(state)
     assert session.status().steps == 3

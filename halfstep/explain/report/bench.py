@@ -9,7 +9,7 @@ from statistics import fmean, stdev
 from rich.console import RenderableType
 from rich.text import Text
 
-from halfstep.explain.report.tables import ABSENT, MIB, Columns, Shown, cells, disturbed, numbered, table
+from halfstep.explain.report.tables import ABSENT, MIB, Columns, Shown, cells, numbered, table
 from halfstep.measurements import BenchResult, BenchRun
 
 BEFORE: Columns = {
@@ -88,8 +88,6 @@ def _title(result: BenchResult) -> str:
 
 
 def _below(result: BenchResult) -> Iterator[str]:
-    if not result.complete:
-        yield "Interrupted: the table shows what was measured so far, and losses after the steps made so far."
     for run in result.runs:
         if run.error is not None:
             yield f"{run.name}: left out; {run.error}"
@@ -106,8 +104,7 @@ def _below(result: BenchResult) -> Iterator[str]:
         f" (the first {result.warmup} steps are not timed{cold}{clock})."
     )
     yield f"Peak memory: {result.peak_method}, weights included. Bytes per parameter: memory held between two steps."
-    yield from result.notes
-    yield from disturbed((run.name, run.step_ms) for run in result.runs)
+    yield from result.remarks()
     yield from headlines([result], losses=True)
 
 

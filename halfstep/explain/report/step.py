@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from halfstep.edits import spell
-from halfstep.explain.report.tables import DISTURBED, MIB, Columns, table
+from halfstep.explain.report.tables import MIB, Columns, table
 from halfstep.measurements import Inspection
 from halfstep.records import ONE_SCALE, SEVERITIES, TENSOR_KINDS, Finding, Foreseen, Rounded, ScaleRange, WhatIf
 
@@ -91,10 +91,7 @@ def _of_inspection(found: Inspection) -> Iterator[str]:
             f"{cast.bytes / MIB:,.1f} MiB, {1e3 * cast.seconds:,.2f} ms"
         )
     yield from (*_kernels(found), "", *_modules(found), "")
-    if found.disturbed > 1.5:
-        yield DISTURBED.format(
-            what=f"operations took {found.disturbed:.1f} times the figures above, the least of some passes"
-        )
+    yield from found.remarks()
     if not found.savings:
         yield "Nothing was found that would save 1% of the step or more."
     for saving in found.savings:

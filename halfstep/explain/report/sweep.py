@@ -12,8 +12,8 @@ from rich.console import Group
 from rich.text import Text
 
 from halfstep.explain.report.bench import baseline, headlines, memory_share
-from halfstep.explain.report.tables import MIB, Columns, cells, disturbed, numbered, table
-from halfstep.measurements import BenchRun, Largest, Point, Sweep
+from halfstep.explain.report.tables import MIB, Columns, cells, numbered, table
+from halfstep.measurements import BenchRun, Largest, Point, Sweep, disturbed
 
 COLOURS = ("#7d8b99", "#4f7cac", "#5b8f5b", "#e08600", "#8e5ea2", "#c62828", "#2a9d8f", "#6d4c41")
 DASHES = ("solid", "dash", "dot", "dashdot")

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from halfstep.formats import BF16, FP16
-from halfstep.measurements import Examination, Spread
+from halfstep.measurements import Examination, disturbed
 from halfstep.plan.levels import Level
 from halfstep.plan.optable import ROWS, Action, ListedOp, device_note, effective, find
 from halfstep.plan.plan import Plan
@@ -22,9 +22,6 @@ from halfstep.plan.plan import Plan
 ABSENT = "-"
 MIB = 2**20
 WORD = 11  # characters of the longest word that is not broken to make room; a longer one is a name
-DISTURBED = (
-    "Other work ran on this machine: {what}. Measure again when it is quiet; ratios are more reliable than times."
-)
 
 
 class Shown(JupyterMixin, Group):
@@ -42,13 +39,6 @@ def cells(rows: Iterable[Any], columns: Columns) -> list[list[str]]:
 def numbered(headers: Iterable[str]) -> Columns:
     """Returns the columns of rows that are sequences of cells."""
     return {header: itemgetter(at) for at, header in enumerate(headers)}
-
-
-def disturbed(measured: Iterable[tuple[str, Spread | None]]) -> Iterator[str]:
-    """Yields a line if some of what was measured, by name, varies as it does only beside other work."""
-    names = list(dict.fromkeys(name for name, seconds in measured if seconds is not None and seconds.disturbed))
-    if names:
-        yield DISTURBED.format(what=f"the quartiles of {', '.join(names)} lie more than a third of the median apart")
 
 
 def table(rows: Iterable[Any], columns: Columns, *, words: Collection[str] = ()) -> Table:

@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from halfstep.modes import autocast_outside, is_custom
 from halfstep.plan.matching import Site, find_sites
 from halfstep.plan.plan import Plan
 from halfstep.plan.resolve import ModuleFormats, resolve
-from halfstep.timing import synchronize
+from halfstep.timing import clock_of, synchronize
 from halfstep.torch_internals import (
     FLASH_ATTENTION_CPU,
     FLASH_ATTENTION_CPU_BACKWARD,
@@ -90,7 +89,7 @@ class Meter(OpRecorder):
         super().__init__(roots, examine=False)
         self.calls: list[Call] = []
         self.streams = Streams(self.locator)
-        self._device, self._low_at = device, low_at
+        self._device, self._low_at, self._clock = device, low_at, clock_of(device)
 
     def compute(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if is_view(func):
@@ -100,12 +99,12 @@ class Meter(OpRecorder):
         given = [t for t in tensors if t.is_floating_point()]
         read = sum(map(_bytes, tensors))
         synchronize(self._device)
-        start = perf_counter()
+        start = self._clock()
         if note.phase == "forward" and place_in(note) in self._low_at and not schema_of(func).is_mutable:
             args = _all_low(args)
         result = super().compute(func, args, kwargs)
         synchronize(self._device)
-        took = perf_counter() - start
+        took = self._clock() - start
         made = tensors_of(result)
         done = flops(func, args, kwargs, result)
         known = self.locator.tensor(given[-1]) if given else None
