@@ -121,8 +121,8 @@ def as_format(value: Format | torch.dtype | str, among: Collection[Format] = FOR
     if found is None:
         dtypes = ", ".join(str(fmt.dtype) for fmt in among if fmt is not TF32)
         known = f"{', '.join(map(str, among))} or the torch dtypes {dtypes}"
-        named = getattr(torch, str(value).removeprefix("torch."), None)  # "half" and "bfloat16" are names of torch's
-        word = str(value).lower()  # "BF16", "16-mixed"
+        word = re.sub(r"^torch\.|mixed_?|[- ]", "", str(value).lower())  # "BF16", "16-mixed", "mixed_bfloat16"
+        named = getattr(torch, word, getattr(torch, f"{word}16", None))  # "half", "bfloat16", "bfloat"
         near = [fmt for fmt in among if fmt.dtype is named or word.startswith((fmt.name, fmt.name.removeprefix("fp")))]
         hint = f"; did you mean {near[0].name!r}?" if near else for_products(value)
         raise FormatError(f"unknown format {value!r}; expected one of {known}{hint}")
@@ -130,8 +130,10 @@ def as_format(value: Format | torch.dtype | str, among: Collection[Format] = FOR
 
 
 def for_products(asked: object) -> str:
-    """Returns advice for who asks for a format that operands of products alone have; nothing for another."""
+    """Returns advice for who asks for fp32 or a format that operands of products alone have; nothing for another."""
     name = re.sub(r"^torch\.|[^a-z0-9]", "", str(asked).lower())
+    if name in ("fp32", "float32", "float", "32", "32true"):
+        return "; for fp32 pass plan='O0' and leave out low"
     word = next((recipe for start, recipe in _ASKED.items() if name.startswith(start)), None)
     bits = 4 if word == "nvfp4" else 8
     return f"; for products in {bits} bits keep low='bf16' and pass products={word!r}" if word else ""

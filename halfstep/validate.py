@@ -23,17 +23,27 @@ from halfstep.pages import SUPPORT, more
 
 _SHOWN = 80
 _APEX = ", which is apex's: session = halfstep.initialize(model, optimizer, {!r})"
-# Keywords, the function that has each, and what they are called elsewhere.
+# What to write instead of apex's, torch's, Keras's and others' words; of the words for one thing ours stands first.
 _ELSEWHERE = {
-    "plan": ("halfstep.initialize", "level"),
-    "low": ("halfstep.initialize", "dtype precision cast_model_type"),
-    "norms": ("halfstep.initialize", "keep_batchnorm_fp32"),
-    "master": ("halfstep.initialize", "master_weights"),
-    "max_norm": ("session.step", "clip clipnorm gradient_clip_val"),
-    "loss_id": ("session.backward", "num_losses"),
-    "compute": ("halfstep.Policy", ""),
-    "formats": ("halfstep.whatif", "low dtype precision"),
-    "closure": ("", "loss"),
+    "halfstep.initialize({}=...)": "plan level optim_level patch_torch_functions / low dtype precision format "
+    "cast_model_type / norms keep_batchnorm_fp32 / master master_weights / optimizer optimizers opt optim / "
+    "process_group group / sinks callbacks / on_failure on_error",
+    "loss_scale=halfstep.Scaling('dynamic', {}={})": "init init_scale initial_scale / min min_scale min_loss_scale / "
+    "max max_scale max_loss_scale / growth growth_factor scale_factor / backoff backoff_factor / "
+    "growth_interval scale_window / hysteresis",
+    "session.step({}=...)": "max_norm clip clipnorm gradient_clip_val",
+    "session.backward({}=...)": "loss_id num_losses",
+    "halfstep.Policy({}=...)": "param weight weights / compute",
+    "halfstep.Plan({}=...)": "output cast_model_outputs",
+    "halfstep.whatif({}=...)": "formats format low dtype precision",
+    "products='fp8'": "fp8",
+    "moments='8bit'": "optim_bits",
+    "rounding='stochastic'": "stochastic_rounding",
+    "plan='O0' (mixed precision off)": "enabled use_amp",
+    "logging.getLogger('halfstep').setLevel(...)": "verbosity",
+    "torch.compile(model)": "compile",
+    "": "policy format dtype precision / closure loss / path file filename / every interval / tensors kind kinds / "
+    "modules pattern module name names / ops op",
 }
 
 Made = TypeVar("Made", bound=Callable[..., Any])
@@ -60,20 +70,20 @@ def check_keywords(name: str, given: Mapping[str, Any], known: Collection[str]) 
     """Raises a TypeError if one of the keywords `given` is not `known`; it names the nearest that is."""
     for word, value in given.items():
         if word not in known:
-            instead = _APEX.format(value) if word == "opt_level" else _meant(word, known)
-            raise TypeError(f"{name} has no keyword {word!r}{instead}; it has {', '.join(known)}")
+            instead = _APEX.format(value) if word == "opt_level" else _meant(word, value, known)
+            raise TypeError(f"{name} has no keyword {word!r}{instead}; it has {', '.join(known) or 'none'}")
 
 
-def _meant(word: str, known: Collection[str]) -> str:
-    """Returns the advice for an unknown keyword: what it is called here, the nearest, or the function that has it."""
-    calls = [(call, meant) for meant, (_, others) in _ELSEWHERE.items() for call in (meant, *others.split())]
-    near = near_miss(word, known)
-    nearest = [] if near or word in dict(calls) else difflib.get_close_matches(word, dict(calls), n=1)
-    called = [meant for call, meant in calls if call in (nearest or [word])]
-    if here := [meant for meant in called if meant in known]:
+def _meant(word: str, value: object, known: Collection[str]) -> str:
+    """Returns the advice for an unknown keyword: what it is called here, what to write instead, or the nearest."""
+    rows = [(row.split(), instead) for instead, words in _ELSEWHERE.items() for row in words.split("/")]
+    words = {*known, *(each for row, _ in rows for each in row)}
+    near = (difflib.get_close_matches(word, words, n=1, cutoff=0.75) or [word])[0]
+    found = [] if near in known else [(row, instead) for row, instead in rows if near in row]
+    if here := [each for row, _ in found for each in row if each in known]:
         return f"; did you mean {here[0]!r}?"
-    where = _ELSEWHERE[called[0]][0] if called else ""
-    return f"; did you mean {where}({called[0]}=...)?" if where else near
+    said = next((instead.format(row[0], short(value)) for row, instead in found if instead), "")
+    return f"; did you mean {said}?" if said and known else near_miss(word, known)
 
 
 def with_near_misses(made: Made) -> Made:
@@ -92,7 +102,8 @@ def with_near_misses(made: Made) -> Made:
         if len(args) > most:
             inside, named_only = ([name for name in known if (name in order) is asked] for asked in (True, False))
             only = f"; pass the others by name: {', '.join(named_only)}" if named_only else ""
-            raise TypeError(f"{made.__name__}() takes {', '.join(inside)} by position, and got more values{only}")
+            takes = ", ".join(inside) or "no optimizer"
+            raise TypeError(f"{made.__name__}() takes {takes} by position, and got more values{only}")
         return run(*args, **kwargs)
 
     if cls is None:

@@ -109,6 +109,7 @@ def test_as_format_names_what_is_known(value):
     [
         *[("half", "fp16"), ("bfloat16", "bf16"), ("torch.float32", "fp32")],
         *[("BF16", "bf16"), ("bf16-mixed", "bf16"), ("16-mixed", "fp16"), (16, "fp16"), ("e4m3fn", "e4m3")],
+        *[("mixed_bfloat16", "bf16"), ("mixed_float16", "fp16"), ("bf-16", "bf16"), ("bfloat", "bf16")],
     ],
 )
 def test_a_name_of_others_is_answered_with_ours(value, name):

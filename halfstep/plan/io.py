@@ -176,7 +176,8 @@ def _check_keys(kind: type, entries: Mapping[Any, Any], path: str, also: tuple[s
             raise PlanError(f"{_place(path)}: a key is not text; expected names, such as 'low'")
         if key not in known:
             raise PlanError(
-                f"{_place(path)}: unknown key {key!r}; expected one of {', '.join(known)}{near_miss(key, known)}"
+                f"{_place(path)}: unknown key {key!r}; expected one of {', '.join(known)}"
+                f"{near_miss('base' if key == 'level' else key, known)}"
             )
 
 

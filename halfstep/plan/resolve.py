@@ -97,6 +97,7 @@ class Assignment:
             for formats in self.modules
         )
 
+    @with_near_misses
     def of(self, name: str, *, model: int = 0) -> ModuleFormats:
         """Returns the formats of the module with this dotted name; "" is the model itself.
 

@@ -197,6 +197,7 @@ RULE = {"pattern": "head", "policy": "full"}
     ("changes", "message"),
     [
         ({"scal": {}}, "at the top level: unknown key 'scal'; expected one of schema, base, *; did you mean 'scale'?"),
+        ({"level": "O2"}, "at the top level: unknown key 'level'; expected one of *; did you mean 'base'?"),
         ({"scale": {"inti": 1}}, "at `$.scale`: unknown key 'inti'; expected one of kind, *; did you mean 'init'?"),
         ({"op_changes": {"denny": []}}, "at `$.op_changes`: unknown key 'denny'; *; did you mean 'deny'?"),
         (

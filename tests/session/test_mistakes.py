@@ -4,6 +4,8 @@ import dataclasses
 import gc
 import json
 import logging
+import operator
+import re
 from pathlib import Path
 from unittest.mock import patch
 
@@ -234,6 +236,51 @@ def test_check_compares_precision_or_not():
 def test_unpacking_a_session_says_what_initialize_returns():
     with pytest.raises(TypeError, match=r"returns one Session, not model and optimizer.*session = halfstep"):
         _, _ = halfstep.initialize(*make(), "O1", low="bf16")
+
+
+WORDS = {
+    "initialize": "init_scale: loss_scale=halfstep.Scaling('dynamic', init=2)?, max_loss_scale: max=2)?, op: 'ops'?, "
+    "opt: 'optimizer'?, optim_bits: moments='8bit'?, optim_level: 'plan'?, compile: torch.compile(model)?, "
+    "fp8: products=, growth_interval: growth_interval=2)?, callbacks: 'sinks'?, use_amp: plan='O0'",
+    "Scaling": "growth_factor: 'growth'?, initial_scale: 'init'?, interval: 'growth_interval'?",
+    "GradScaler": "init: 'init_scale'?, growth: 'growth_factor'?, max_loss_scale: 'max_scale'?",
+    "GradScaler.update": "scale: 'new_scale'?",
+    "Policy": "weight: 'param'?",
+    "Rule": "format: 'policy'?, module: 'pattern'?",
+    "whatif": "format: 'formats'?",
+    "load_plan": "file: 'path'?",
+    "Session.observe": "names: 'modules'?, kind: 'tensors'?",
+    "Session.add_optimizers": "optimizer: 'optimizers'?",
+}
+ROWS = [(function, *row.split(": ")) for function, rows in WORDS.items() for row in re.split(r", (?=\w+: )", rows)]
+
+
+@pytest.mark.parametrize(("function", "word", "meant"), ROWS)
+def test_a_word_of_another_library_is_answered_with_ours(function, word, meant):
+    with pytest.raises(TypeError, match=rf"has no keyword '{word}'; did you mean .*{re.escape(meant)}"):
+        operator.attrgetter(function)(halfstep)(**{word: 2})
+
+
+USES = {
+    "returns one Session, not model and optimizer": [lambda s: s.train(), lambda s: s.fc1, lambda s: s[0]],
+    r"session\.backward\(loss\)": [lambda s: s.scale(None)],
+    "did you mean 'add_optimizers'": [lambda s: s.add_optimizer(None)],
+    "takes no optimizer": [lambda s: s.unscale_(None)],
+}
+
+
+@pytest.mark.parametrize(("use", "said"), [(use, said) for said, uses in USES.items() for use in uses])
+def test_a_session_that_is_used_as_the_model_or_as_a_scaler_says_what_to_do(use, said):
+    with pytest.raises((AttributeError, TypeError), match=said):
+        use(opened()[2])
+
+
+def test_a_session_lacks_what_it_has_words_for_and_keeps_the_error_of_a_property():
+    session = opened()[2]
+    assert not hasattr(session, "eval")
+    session.forget()
+    with pytest.raises(AttributeError, match="'_parts'"):
+        session.optimizers  # noqa: B018
 
 
 @pytest.mark.parametrize("cast", ["bfloat16", "half"])

@@ -19,7 +19,7 @@ from halfstep.records import TENSOR_KINDS, UPDATE, Observation
 from halfstep.train.kernels.stats import Updates
 from halfstep.train.probe.hooks import readable, undo_all
 from halfstep.train.probe.rows import More, Pending, Window, check_sample, owned
-from halfstep.validate import near_miss, short
+from halfstep.validate import near_miss, short, with_near_misses
 
 LONGEST = 8  # consecutive steps that are observed until each optimizer has made one
 KEPT = 20_000  # rows of 2 KiB each that are kept until a flush
@@ -31,6 +31,7 @@ _OF_PARAMETERS = {"weight", "weight_grad", UPDATE}
 Watching = Callable[[Sequence[Parameter], Sequence[Tensor], Callable[[Updates], None]], AbstractContextManager[None]]
 
 
+@with_near_misses
 class Probe(AbstractContextManager["Probe"]):
     """Observes some steps of a session; made by `session.observe`, ended by `detach()` or by leaving its `with` block.
 

@@ -84,6 +84,7 @@ class GradScaler(OpenGradScaler):
             raise PlanError(f"hysteresis must be an integer of 1 or more, got {hysteresis!r}")
         self._overflows_left = torch.full((), hysteresis, dtype=torch.int32, device="cpu")
 
+    @with_near_misses
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divides the gradients of the optimizer by the scale; fp16 gradients become fp32.
 
@@ -127,6 +128,7 @@ class GradScaler(OpenGradScaler):
         _start_momentum(optimizer)
         return super().step(optimizer, *args, **kwargs)
 
+    @with_near_misses
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Adapts the scale to the overflows of the steps since the last `update`, or sets it to `new_scale`."""
         if not self.is_enabled():
@@ -152,6 +154,7 @@ class GradScaler(OpenGradScaler):
         adapt_(scale, growth_tracker, self._overflows_left, overflowed, schedule)
         self.forget_found()
 
+    @with_near_misses
     def set_growth_interval(self, new_interval: int) -> None:
         """Sets the number of clean steps in a row after which the scale grows."""
         super().set_growth_interval(new_interval)
@@ -166,6 +169,7 @@ class GradScaler(OpenGradScaler):
             state["hysteresis"], state["_overflows_left"] = self._hysteresis, int(self._overflows_left)
         return state
 
+    @with_near_misses
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads a state of this class or of `torch.amp.GradScaler`; does nothing if this scaler is disabled.
 

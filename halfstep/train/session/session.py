@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import islice
 from numbers import Real
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -90,13 +90,18 @@ from halfstep.train.session.parts import Part, Runtime, StepFacts, memory_of, pa
 from halfstep.train.session.replicas import Replicas
 from halfstep.train.session.state import STATE_SCHEMA, check_state
 from halfstep.train.session.training import MixedTraining, PlainTraining, Step, Training
-from halfstep.validate import as_list, check_keywords, short, with_near_misses
+from halfstep.validate import as_list, check_keywords, near_miss, short, with_near_misses
 
 Sink = Callable[[StepRecord], None]
 STEP_IS_OURS = (
     "a halfstep session owns the step: call session.step() instead of optimizer.step(), which would read scaled "
     "gradients and not update the masters. After session.close(), optimizer.step() works again"
 )
+RETURNED = (
+    "halfstep.initialize returns one Session, not model and optimizer, which stay as you have them: "
+    "session = halfstep.initialize(model, optimizer, ...)"
+)
+SCALED = "; session.backward(loss) scales the loss, session.step() adapts the scale, session.status() has it"
 NO_OPTIMIZER = "this session has no optimizer (inference); to train, pass the optimizer to halfstep.initialize"
 REPLACED = "a module was replaced after initialize: make the optimizer and initialize again after that"
 IN_A_CLOSURE = (
@@ -464,6 +469,7 @@ class Session:
             self._scales.penalties[loss_id] = lost | self._scales.penalties.get(loss_id, lost)
         return tuple(None if g is None else true_gradient(g, value if scale.active else None) for g in found)
 
+    @with_near_misses
     def unscale_(self) -> None:
         """Unscales the gradients in `p.grad` to true fp32 gradients, to be read or changed before `step`."""
         self._check_training()
@@ -597,6 +603,7 @@ class Session:
         """The optimizers that the session trains with."""
         return tuple(part.optimizer for part in self._parts)
 
+    @with_near_misses
     def add_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Adds optimizers to the session, for loops that make them after the model is on its device and wrapped.
 
@@ -799,6 +806,7 @@ class Session:
             "emulate": self._casting.emulates,
         } | ({"bad_losses": bad} if (bad := int(self._bad_losses)) else {})  # old states load, by torch's dcp too
 
+    @with_near_misses
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores what `state_dict` returned; model, optimizer and session states may be loaded in any order.
 
@@ -851,11 +859,18 @@ class Session:
         if not self._parts:
             raise SessionError(NO_OPTIMIZER)
 
-    def __iter__(self) -> NoReturn:
-        raise TypeError(
-            "halfstep.initialize returns one Session, not model and optimizer, which stay as you have them: "
-            "session = halfstep.initialize(model, optimizer, ...)"
-        )
+    def __iter__(self, *_: object) -> NoReturn:
+        raise TypeError(RETURNED)
+
+    if not TYPE_CHECKING:  # for which a session has only what stands here
+        __getitem__ = __iter__
+
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("_") or hasattr(type(self), name):  # the error of a property stays
+                return super().__getattribute__(name)
+            near = near_miss(name, [] if hasattr(nn.Module, name) else dir(type(self)))
+            instead = SCALED if hasattr(torch.amp.GradScaler, name) else near or f"; {RETURNED}"
+            raise AttributeError(f"a session has no {name!r}{instead}")
 
     def __enter__(self) -> Session:
         self._check_open()
