@@ -294,6 +294,7 @@ step_pre_hooks_of: Callable[[Optimizer], MutableMapping[int, Any]] = _attribute(
 )
 step_post_hooks_of: Callable[[Optimizer], Any] = _attribute("torch.optim.Optimizer._optimizer_step_post_hooks")
 REGISTRATION_HOOKS: MutableMapping[int, Any] = _name("torch.nn.modules.module._global_module_registration_hooks")
+PARAM_HOOKS: MutableMapping[int, Any] = _name("torch.nn.modules.module._global_parameter_registration_hooks")
 LOADS_STATE = "_process_value_according_to_param_policy"  # the static method that casts a loaded state
 _name(f"torch.optim.Optimizer.{LOADS_STATE}")
 GLOBAL_STEP_PRE_HOOKS: MutableMapping[int, Any] = _name("torch.optim.optimizer._global_optimizer_pre_hooks")

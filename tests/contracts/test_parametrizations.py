@@ -118,6 +118,26 @@ def test_a_users_own_sees_fp32_and_keeps_its_parameters_full(name, low):
         assert own.seen is as_format(low).dtype
 
 
+@LEVELS
+@LOWS
+@pytest.mark.parametrize("kind", ["matrix_exp", "cayley", "spectral_norm", "weight_norm"])
+def test_one_that_is_registered_in_a_session_trains_or_names_the_weight(kind, name, low):
+    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    session, _ = train(net, name, low, steps=1)
+    KINDS[kind](net[0])
+    for _ in range(2):
+        session.backward(net(torch.randn(8, 8)).square().mean())
+        if kind == "weight_norm":
+            with pytest.raises(halfstep.SessionError, match=r"no longer in the model \(0\.weight\).*or weight_norm"):
+                session.step()
+            return
+        session.step()
+    assert kind == "spectral_norm" or net[0].parametrizations.weight[0].base.dtype is torch.float32
+    with session.autocast():
+        weight = net[0].weight.detach().float()
+    assert kind == "spectral_norm" or (weight @ weight.T - torch.eye(8)).abs().max() < 0.03
+
+
 OLDER = pytest.mark.parametrize("wrap", [nn.utils.spectral_norm, nn.utils.weight_norm])
 
 

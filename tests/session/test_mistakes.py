@@ -58,6 +58,37 @@ def test_a_module_that_no_optimizer_updates_is_named_once(level, change, caplog)
     assert elsewhere[0].weight.grad is None
 
 
+PUT_IN = {
+    "1 (Linear)": lambda m, made: m.insert(1, nn.Linear(16, 16)),
+    "2 (Linear)": lambda m, made: m.insert(2, made),
+    "9 (Linear)": lambda m, made: m._modules.update({"9": nn.Linear(4, 4)}),
+    "0.gain (Parameter)": lambda m, made: setattr(m[0], "gain", nn.Parameter(torch.ones(()))),
+    "0.gains.1 (Parameter)": lambda m, made: m[0].gains.append(nn.Parameter(torch.ones(()))),
+    "": lambda m, made: m.insert(1, made.requires_grad_(False)),
+}
+
+
+@pytest.mark.parametrize(("level", "low"), [("O0", "bf16"), ("O1", "bf16"), ("O2", "fp16"), ("O3", "bf16")])
+@pytest.mark.parametrize("name", PUT_IN)
+def test_what_is_put_in_past_the_hook_of_modules_is_named_once_and_the_advice_trains_it(level, low, name, caplog):
+    model, made = make()[0], nn.Linear(16, 16)
+    model[0].gains = nn.ParameterList([nn.Parameter(torch.ones(()))])
+    model[0].register_forward_hook(lambda own, _, out: out * getattr(own, "gain", 1) * own.gains[0] * own.gains[-1])
+    session = halfstep.initialize(model, torch.optim.SGD(model.parameters(), 0.1), level, low=low)
+    step(session, model)
+    known = set(map(id, model.parameters()))
+    PUT_IN[name](model, made)
+    new = {p: p.detach().clone() for p in model.parameters() if id(p) not in known and p.requires_grad}
+    for _ in range(3):
+        step(session, model)
+    said = [each.message for each in caplog.records if "was put into the model" in each.message]
+    assert len(said) == bool(name)
+    assert all(f"({name}): pass its parameters to optimizer.add_param_group" in each for each in said)
+    session.optimizers[0].add_param_group({"params": list(new)})
+    step(session, model)
+    assert not any(torch.equal(p, before) for p, before in new.items())
+
+
 def test_a_module_that_is_added_with_its_parameters_is_not_named(caplog):
     model, optimizer, session = opened()
     model.append(nn.Linear(4, 4))
@@ -101,6 +132,41 @@ def test_a_batch_that_no_plan_casts_is_named(level, rules):
             for dtype in (torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool):
                 with pytest.raises(RuntimeError, match=rf"given a {dtype} tensor.*pass x\.float\(\)"):
                     model(torch.ones(shape, dtype=dtype))
+
+
+class Does(nn.Module):
+    def __init__(self, does):
+        super().__init__()
+        self.layer, self.does = nn.Linear(8, 8), does
+
+    def forward(self, x):
+        return self.does(self.layer, x)
+
+
+ONES = torch.ones(8, 8)
+NORMS = [nn.BatchNorm1d, nn.LayerNorm, lambda n: nn.GroupNorm(2, n), lambda n: nn.InstanceNorm1d(n, affine=True)]
+MEETS = [
+    *(
+        (nn.Sequential(norm(8), nn.Linear(8, 8)), torch.ones(8, 8, 8, dtype=dtype), rf"given a {dtype} .*pass x\.float")
+        for norm in NORMS
+        for dtype in (torch.float64, torch.int64, torch.bool)
+    ),
+    (Does(lambda own, x: own(x)), ONES.to(torch.complex64), r"given a torch.complex64 .*pass x\.abs"),
+    (Does(lambda own, x: own(x)), ONES.long(), "given a torch.int64 .*where forward needs integers"),
+    (Does(lambda own, x: own(x + ONES.double())), ONES, r"a torch.float64 tensor that forward made.*call \.float"),
+    (Does(lambda own, x: (x > 0) @ own(x)), ONES, r"a torch.bool tensor that forward made.*call \.float"),
+]
+
+
+@pytest.mark.parametrize("low", ["bf16", "fp16"])
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_a_format_that_no_plan_casts_is_named_with_where_it_came_from(level, low):
+    for model, x, said in MEETS:
+        with halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), level, low=low):
+            with pytest.raises(RuntimeError, match=said):
+                model(x)
+            if ".abs" in said or ".*pass" in said:
+                model(x.abs() if x.is_complex() else x.float())
 
 
 @pytest.mark.parametrize("before", [True, False])

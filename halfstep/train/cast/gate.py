@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -44,39 +45,59 @@ HELD = (
     f"such as x.float(): call model.float() before halfstep.initialize; {more(MISMATCH)}"
 )
 GIVEN = (
-    "the model was given a {dtype} tensor, which no plan casts, and an operation met it with a weight: pass x.float(); "
-    f"{more(MISMATCH)}"
+    "the model was given a {dtype} tensor, which no plan casts, and an operation met it with another format: pass "
+    f"x{{cast}}{{later}}; {more(MISMATCH)}"
+)
+_IDS = ", or where forward needs integers (F.one_hot), call .float() on what it makes of them"
+MADE = (
+    "a {dtype} tensor that forward made, or keeps in a buffer, met another format: no plan casts it, and it fails in "
+    f"fp32 as well; call {{cast}} on it there; {more(MISMATCH)}"
 )
 # As torch's errors name the formats that no plan casts: a model may be given ids too, which are not at fault.
 _NO_PLAN_CASTS = {
-    torch.float64: re.compile("[Dd]ouble|float64"),
+    torch.complex64: re.compile("ComplexFloat|complex<float>|complex64"),
+    torch.complex128: re.compile("ComplexDouble|complex<double>|complex128"),
+    torch.float64: re.compile("(?<!Complex)Double|(?<!<)double|float64"),
     torch.int64: re.compile("(?<!expected scalar type )Long|long int|int64"),
-    torch.int32: re.compile(r"\bInt\b|\(int\)|\bint32"),
+    torch.int32: re.compile(r"(?<!expected scalar type )\bInt\b|\(int\)|\bint32"),
     torch.uint8: re.compile("Byte|unsigned char|uint8"),
-    torch.bool: re.compile(r"Bool|\(bool\)"),
+    torch.bool: re.compile(r"\b[Bb]ool\b"),
 }
 # How torch words errors about formats that do not go together.
 MIXED = re.compile(
     r"same (dtype|type|scalar type)|equal to src\.dtype|expected (scalar type|dtype)|should be the same|mixed dtype"
     r"|[Tt]ype promoting not supported|dtypes? .*(differ|match)|did not match|have dtype"
+    r"|[Nn]orm\w*\" not implemented for '(Long|Int|Byte|Bool)'"
 )
+_NORM = re.compile("mixed dtype|[Nn]orm.* not implemented")  # errors that name one format at most
 _LOW = re.compile("Half|BFloat16|b?float16")
 _WEIGHT = re.compile(r"Half|[Ff]loat(?!64)")
 _NOBODY_LOOKS = nullcontext()
 _MANY = 64  # calls of one module at least, before those whose memory is gone are dropped
 
 
-def _why_mixed(module: nn.Module, given: Any, error: str) -> str | None:
+def _why_mixed(module: nn.Module, given: Any, error: RuntimeError) -> str | None:
     """Returns why an operation got two formats in a call with the arguments `given`, after which torch said `error`."""
-    if not _WEIGHT.search(error):  # it may be of integers, which no plan casts
+    words = str(error)
+    if _NORM.search(words):
+        *_, (frame, _) = walk_tb(error.__traceback__)  # what called torch
+        words += str(_dtypes(list(frame.f_locals.values())))
+    elif not _WEIGHT.search(words):  # it may be of integers, which no plan casts
         return None
-    came = {leaf.dtype for leaf in tree_leaves(given) if isinstance(leaf, Tensor)}
-    wide = [dtype for dtype, words in _NO_PLAN_CASTS.items() if dtype in came and words.search(error)]
+    wide = [dtype for dtype, names in _NO_PLAN_CASTS.items() if names.search(words)]
+    came = [dtype for dtype in wide if dtype in _dtypes(given)]
+    if not came and any(p.dtype in wide for p in module.parameters()):
+        return HELD if torch.float64 in wide else None
     if wide:
-        return GIVEN.format(dtype=wide[0])
-    if _NO_PLAN_CASTS[torch.float64].search(error) and any(p.dtype == torch.float64 for p in module.parameters()):
-        return HELD
-    return INSIDE if _LOW.search(error) else None
+        dtype = (came or wide)[0]
+        later = _IDS if dtype in (torch.int64, torch.int32) else ""
+        cast = ".abs()" if dtype.is_complex else ".float()"
+        return (GIVEN if came else MADE).format(dtype=dtype, cast=cast, later=later)
+    return INSIDE if _LOW.search(words) else None
+
+
+def _dtypes(values: Any) -> set[torch.dtype]:
+    return {leaf.dtype for leaf in tree_leaves(values) if isinstance(leaf, Tensor)}
 
 
 @dataclass
@@ -99,15 +120,15 @@ class Casts:
     cast_in: Values | None = None  # returns the arguments cast
     cast_out: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] | None = None  # gets the arguments as they came
     around: Around | None = None
-    # Returns why a call failed, of the module, its arguments and the words of an error about formats.
-    why: Callable[[nn.Module, Any, str], str | None] = _why_mixed
+    # Returns why a call of the module with these arguments failed with an error about formats.
+    why: Callable[[nn.Module, Any, RuntimeError], str | None] = _why_mixed
 
 
 def marking(plan: Switch) -> Casts:
     """Returns the casts around a call that casts nothing, with the marker on, as a module inside must not enter."""
     is_on, turn = torch.is_autocast_enabled, partial(torch.set_autocast_enabled, plan.marker)
 
-    def why(module: nn.Module, given: Any, error: str) -> str | None:
+    def why(module: nn.Module, given: Any, error: RuntimeError) -> str | None:
         return None if is_on(plan.device_type) else SWITCHED_OFF
 
     return Casts(nullcontext, partial(is_on, plan.marker), lambda _: turn(True), turn, why=why)
@@ -224,7 +245,7 @@ def run_eager(casts: Casts, call: Callable[..., Any], module: nn.Module, args: A
         try:
             out = _entered(casts, call, module, *args, **kwargs)
         except RuntimeError as error:
-            why = casts.why(module, given, str(error))
+            why = casts.why(module, given, error)
             if why is not None:
                 explain(error, type(module).__name__, why)
             raise

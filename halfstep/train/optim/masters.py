@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -404,6 +406,15 @@ def full_state(cast: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     """Casts a value that any optimizer loads as torch does, but to fp32 where the parameter is tracked by a store."""
     (p, given), value = args[:2], cast(*args, **kwargs)
     return given.to(p.device, torch.float32) if COPIED in vars(p) and value.dtype is p.dtype else value
+
+
+def full_originals(make: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Makes a list of parametrizations of the fp32 value: torch passes over an inverse that has no low kernel."""
+    _, modules, p = args[:3]
+    own = chain.from_iterable(chain(module.parameters(), module.buffers()) for module in modules)
+    if COPIED in vars(p) and not any(is_narrow(t.dtype) for t in own):  # else they were made for the low value
+        p.data = copy.deepcopy(p).data  # the next step stores it low again
+    make(*args, **kwargs)
 
 
 @torch.no_grad()

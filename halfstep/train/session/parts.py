@@ -9,15 +9,16 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.modules import module as modules_of_torch
 from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from halfstep.errors import SessionError
 from halfstep.formats import needs_scale
 from halfstep.modes import begin_pass
 from halfstep.plan.compatibility import FSDP_LINES
 from halfstep.plan.plan import Plan
-from halfstep.torch_internals import REGISTRATION_HOOKS, TorchDispatchMode, sparse_indices, sparse_values
+from halfstep.torch_internals import PARAM_HOOKS, REGISTRATION_HOOKS, TorchDispatchMode, sparse_indices, sparse_values
 from halfstep.train.cast.casting import Casting
 from halfstep.train.optim.hooks import hook_weakly, updated_by
 from halfstep.train.optim.masters import Fit
@@ -29,7 +30,6 @@ from halfstep.train.scale.scaling import LossScales
 from halfstep.validate import named
 
 _LOG = logging.getLogger("halfstep")
-MANY = 10_000  # modules between two steps: what is put into models after them is not looked at
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,7 +101,7 @@ def parts_to_step(parts: Sequence[Part], awaiting: Sequence[Part], optimizer: Op
 
 def on_registration(method: Callable[[nn.Module, str, nn.Module | None], None]) -> Callable[[], None]:
     """Calls a method for each module put into another, while its object lives or until what is returned is called."""
-    return hook_weakly(REGISTRATION_HOOKS, register_module_module_registration_hook, method)
+    return hook_weakly(REGISTRATION_HOOKS, modules_of_torch.register_module_module_registration_hook, method)
 
 
 class Replacements:
@@ -110,54 +110,66 @@ class Replacements:
     def __init__(self, roots: Iterable[nn.Module], parts: Sequence[Part]) -> None:
         self._roots, self._parts = list(roots), parts
         self._idle: set[nn.Parameter] = set()
-        self._added: set[int] = set()  # ids of modules that were put into any module since the last step
+        self._names = WeakTensorKeyDictionary()  # of all parameters that have been seen in the models
+        self._added: list[tuple[str, list[nn.Parameter]]] = []  # since then, with their parameters, and not yet told
+        self._find_added()
+        self._added.clear()
         on_registration(self._note)
+        hook_weakly(PARAM_HOOKS, modules_of_torch.register_module_parameter_registration_hook, self._note)
 
-    def _note(self, owner: nn.Module, name: str, module: nn.Module | None) -> None:
-        if len(self._added) < MANY:
-            self._added.add(id(module))
+    def _note(self, *_: object) -> None:
+        self._registered = True
 
     def look(self, absent: Sequence[nn.Parameter]) -> None:
         """Checks, before a step, what was added since the last one, and the parameters that have no gradient."""
-        if not self._idle.issuperset(absent):
-            self._look_at_absent(absent)
+        unknown = not self._idle.issuperset(absent)
+        if unknown or self._registered or sum(map(len, self._lists)) != self._length:
+            reshard(self._roots)
+            if unknown:
+                self._look_at_absent(absent)
+            self._find_added()
         if self._added:
             self._look_at_added()
-            self._added.clear()
+
+    def _find_added(self) -> None:
+        """Notes what is new in the models and has parameters, a module before what is inside of it."""
+        modules = [pair for root in self._roots for pair in root.named_modules()]
+        for name, each in (*modules, *(pair for root in self._roots for pair in root.named_parameters())):
+            own = [(name, each)] if isinstance(each, nn.Parameter) else list(each.named_parameters(name))
+            if name and own and not any(p in self._names for _, p in own):
+                self._names.update((p, full_name) for full_name, p in own)
+                self._added.append((f"{name} ({type(each).__name__})", [p for _, p in own]))
+        # `insert` of these calls no hook
+        self._lists = [module for _, module in modules if isinstance(module, nn.Sequential | nn.ModuleList)]
+        self._length, self._registered = sum(map(len, self._lists)), False
 
     def _look_at_added(self) -> None:
         updated = self._updated()
-        for name, module in (each for root in self._roots for each in root.named_modules()):
-            own = [p for p in module.parameters() if p.grad is not None and id(p) not in updated]
-            if id(module) in self._added and own:
-                self._added.difference_update(map(id, module.modules()))
-                _LOG.warning(
-                    f"{name} ({type(module).__name__}) was put into the model after halfstep.initialize, and no "
-                    "optimizer of the session updates its parameters: add them with optimizer.add_param_group; if it "
-                    "replaced a module, make the optimizer and call halfstep.initialize again after that"
-                )
+        waiting = [(each, [p for p in own if p.requires_grad and id(p) not in updated]) for each, own in self._added]
+        told = [each for each, own in waiting if any(p.grad is not None for p in own)]
+        self._added = [(each, own) for each, own in waiting if own and each not in told]
+        if told:
+            _LOG.warning(
+                "what was put into the model after halfstep.initialize is updated by no optimizer of the session "
+                f"({named(told)}): pass its parameters to optimizer.add_param_group; if it replaced a module or a "
+                "parameter, make the optimizer and call halfstep.initialize again after that"
+            )
 
     def _updated(self) -> set[int]:
         return {id(p) for part in self._parts for p in part.parameters()}
 
     def _look_at_absent(self, absent: Sequence[nn.Parameter]) -> None:
         """Raises an error if parameters without a gradient are in the model no more, and others in their place."""
-        reshard(self._roots)
         updated = self._updated()
         present = {id(p) for root in self._roots for p in root.parameters()}
-        shapes = [p.shape for p in absent if id(p) not in present]
-        names = [
-            name
-            for root in self._roots
-            for name, p in root.named_parameters()
-            if p.requires_grad and id(p) not in updated and p.shape in shapes
-        ]
-        if names or (shapes and len(absent) == len(updated)):
+        gone = [p for p in absent if id(p) not in present]
+        others = [p for root in self._roots for p in root.parameters() if p.requires_grad and id(p) not in updated]
+        if {p.shape for p in gone} & {p.shape for p in others} or (gone and len(absent) == len(updated)):
+            names = named(self._names[p] if p in self._names else f"of shape {tuple(p.shape)}" for p in gone)
             raise SessionError(
-                "parameters that the optimizer updates are no longer in the model "
-                f"({named(names) or 'of shapes ' + named(map(str, map(tuple, shapes)))}): a module was replaced, or a "
-                "call such as fully_shard or parallelize_module replaced its parameters. Make the optimizer and call "
-                f"halfstep.initialize again after that; to shard: {FSDP_LINES}"
+                f"parameters that the optimizer updates are no longer in the model ({names}): a module was replaced, "
+                "or a call such as fully_shard, parallelize_module or weight_norm replaced its parameters. Make the "
+                f"optimizer and call halfstep.initialize again after that; to shard: {FSDP_LINES}"
             )
         self._idle.update(absent)
 
