@@ -91,7 +91,7 @@ def _why_mixed(module: nn.Module, given: Any, error: RuntimeError) -> str | None
     if wide:
         dtype = (came or wide)[0]
         later = _IDS if dtype in (torch.int64, torch.int32) else ""
-        cast = ".abs()" if dtype.is_complex else ".float()"
+        cast = ".real or .abs()" if dtype.is_complex else ".float()"
         return (GIVEN if came else MADE).format(dtype=dtype, cast=cast, later=later)
     return INSIDE if _LOW.search(words) else None
 

@@ -410,7 +410,7 @@ def full_state(cast: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
 
 def full_originals(make: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Makes a list of parametrizations of the fp32 value: torch passes over an inverse that has no low kernel."""
-    _, modules, p = args[:3]
+    _, modules, p = (*args, *kwargs.values())[:3]
     own = chain.from_iterable(chain(module.parameters(), module.buffers()) for module in modules)
     if COPIED in vars(p) and not any(is_narrow(t.dtype) for t in own):  # else they were made for the low value
         p.data = copy.deepcopy(p).data  # the next step stores it low again
