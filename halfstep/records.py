@@ -156,8 +156,9 @@ class Status(InNotebooks):
         )
         memory = ", ".join(f"{name} {amount(size)}" for name, size in self.memory.items())
         skips = skips_in_words(f"{self.skipped} skipped", self.bad_losses)
+        under = self.level if self.level == "O0" else f"{self.level} in {self.low}"
         return (
-            f"{self.level} in {self.low}: {self.steps} steps, {skips}, scale {scales or 'unused'}\n"
+            f"{under}: {self.steps} steps, {skips}, scale {scales or 'unused'}\n"
             f"non-finite parameters: {bad}{skipped}\nmemory: {memory}{''.join(self._of_products())}"
         )
 
@@ -175,6 +176,8 @@ class Status(InNotebooks):
 
 def amount(size: int) -> str:
     """Returns a number of bytes in words, such as "3.0 MiB"."""
+    if size < 2**10:
+        return f"{size} B"
     return f"{size / 2**20:.1f} MiB" if size >= 2**20 else f"{size / 2**10:.1f} KiB"
 
 
@@ -624,7 +627,7 @@ class ScaleRange:
 
 ONE_SCALE = (
     "one static scale for all tensors is assumed, the loss scale; products='fp8' gives each operand its own, and loses "
-    "far less: pass whatif products='fp8' too (docs/fp8.md)"
+    "far less: predict that too, by products='fp8' or --products fp8 (docs/fp8.md)"
 )
 
 

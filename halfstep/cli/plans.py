@@ -9,6 +9,7 @@ import typer
 
 from halfstep.cli.options import Device, Json, Quiet, check_writable, device_of, progress_bar, stdout, write
 from halfstep.edits import OpChange
+from halfstep.errors import PlanError
 from halfstep.explain.report.lines import to_json
 from halfstep.explain.report.tables import doctor_report, level_table, op_table
 from halfstep.lab.doctor.doctor import examine
@@ -30,20 +31,27 @@ def levels() -> None:
 def ops(text: Text = "", plan: PlanName = "O1", low: Low = "bf16") -> None:
     """Print the op table: which op runs low, which in fp32, which in the format of its widest input, and why."""
     chosen, _ = choose_plan(plan, low, read_facts(torch.device("cpu")))
-    found = op_table(chosen, lambda line: text.removeprefix("torch.") in line.op or text == line.category)
-    if found is None and ":" not in text:
-        named = {overload.partition(".")[0] for overload in find(text)}  # an error if torch has none that can be cast
-        found = op_table(chosen, lambda line: line.op in named)
+    plain = text.removeprefix("torch.")
+    alike = op_table(chosen, lambda line: plain in line.op or text == line.category)
+    own = op_table(chosen, lambda line: line.op.partition(".")[0] == plain or text in ("", line.category))
+    if own is None and ":" not in text:
+        try:
+            named = {overload.partition(".")[0] for overload in find(text)}
+        except PlanError:  # no op of torch that can be cast, perhaps a part of names
+            if alike is None:
+                raise
+            own = alike
+        else:
+            own = op_table(chosen, lambda line: line.op in named)
+    if own is None:
+        runs = "is not in the table: it runs in the formats of its inputs"
+        what = "is a Python function, whose operations run by their own rows" if ":" in text else runs
+        deny = f'deny it: ops={{"deny": ["{text}"]}} in halfstep.initialize, or plan.edit({OpChange("deny", text)})'
+        to = "at O0 all ops do" if chosen.ops == "none" else f"to run it in fp32, {deny}"
+        stdout().print(f"{text} {what}; {to}.", soft_wrap=True)
+    found = own if alike is None else alike
     if found is not None:
         stdout().print(found)
-        return
-    runs = "is not in the table: it runs in the formats of its inputs"
-    what = "is a Python function, whose operations run by their own rows" if ":" in text else runs
-    stdout().print(
-        f"{text} {what}. To run it in fp32, deny it: "
-        f'ops={{"deny": ["{text}"]}} in halfstep.initialize, or plan.edit({OpChange("deny", text)}).',
-        soft_wrap=True,
-    )
 
 
 Save = Annotated[bool, typer.Option("--save", help="Save the measurements; later sessions on this machine use them.")]

@@ -16,6 +16,7 @@ from halfstep.cli.options import (
     Low,
     Moments,
     Name,
+    Products,
     Quiet,
     Seed,
     Settings,
@@ -58,6 +59,7 @@ def check(  # noqa: PLR0913  # each is an option of the command, described above
     workload: Name = "char_lm",
     plan: PlanName = "O1",
     low: Low = None,
+    products: Products = None,
     settings: Settings = [],  # noqa: B006  # read only; typer's way
     data: Data = None,
     device: Device = "auto",
@@ -71,7 +73,8 @@ def check(  # noqa: PLR0913  # each is an option of the command, described above
     inputs, targets = to_device_of(model, *first_batch(job, seed))
     what, passes = "checking one step" + ", and comparing it with fp32" * precision, count(1)
 
-    with initialize(model, job.optimizer(model, fused=False), plan, low=low) as session:
+    recipe: Any = products  # the session checks it
+    with initialize(model, job.optimizer(model, fused=False), plan, low=low, products=recipe) as session:
         with activity(what, quiet=quiet) as now:
 
             def closure() -> Tensor:
@@ -91,6 +94,7 @@ def inspect(  # noqa: PLR0913  # each is an option of the command, described abo
     level: Level = "O1",
     low: Low = None,
     moments: Moments = None,
+    products: Products = None,
     settings: Settings = [],  # noqa: B006  # read only; typer's way
     data: Data = None,
     device: Device = "auto",
@@ -106,8 +110,8 @@ def inspect(  # noqa: PLR0913  # each is an option of the command, described abo
         with foreseen(f"{job.name}: the forward pass"):
             return job.loss(model(inputs), targets)
 
-    kept: Any = moments  # the session checks it
-    with initialize(model, job.optimizer(model, fused=False), level, low=low, moments=kept) as session:
+    given: dict[str, Any] = {"low": low, "moments": moments, "products": products}  # the session checks them
+    with initialize(model, job.optimizer(model, fused=False), level, **given) as session:
         with progress_bar("parts", quiet=quiet) as told:
             found = inspected(session, closure, told=told)
         stdout().print(inspection_report(found, what=f"{job.name} under {session.plan.name} in {session.plan.low}"))

@@ -15,7 +15,7 @@ import torch
 
 from halfstep.edits import FULL, LOW, Edit, OpChange, OpChanges, Policy, Rule, Scaling
 from halfstep.errors import HalfstepError, PlanError
-from halfstep.formats import BF16, LOW_FORMATS, Format, as_format
+from halfstep.formats import BF16, LOW_FORMATS, Format, as_format, for_products
 from halfstep.machine import DeviceFacts, emulation_notice, needs_emulation, units
 from halfstep.pages import PLANS, more
 from halfstep.plan.levels import LEVELS, customize, level
@@ -126,7 +126,7 @@ def _check_schema(schema: object) -> None:
 def _low(given: Mapping[str, Any], low: Format | torch.dtype | str | None) -> str:
     if "low" in given:
         with _at("$"):
-            one_of("plan low", given["low"], tuple(each.name for each in LOW_FORMATS))
+            one_of("plan low", given["low"], tuple(each.name for each in LOW_FORMATS), hint=for_products(given["low"]))
         return str(given["low"])
     if low is None:
         raise PlanError(

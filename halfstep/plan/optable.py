@@ -354,7 +354,7 @@ def _unknown(public_name: str, name: str) -> str:
             )
     known = {op.partition(".")[0] for op in all_op_names() if op.startswith("aten::")}
     public = sorted(op.removeprefix("aten::") for op in known if not op.startswith("aten::_"))
-    near = difflib.get_close_matches(name, public, n=3)
+    near = difflib.get_close_matches(name.lower(), public, n=3)
     hint = f" (did you mean {' or '.join(map(repr, near))}?)" if near else ""
     return (
         f"op {public_name!r} is not a torch op{hint}; use the name of a torch function, such as 'softmax', "

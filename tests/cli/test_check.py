@@ -28,6 +28,16 @@ def test_a_healthy_workload_ends_with_0(halfstep):
     assert out == "regression under O2 in fp16: nothing found\n"
 
 
+@pytest.mark.parametrize("command", ["check", "inspect"])
+def test_products_are_an_option(halfstep, command):
+    refused = halfstep(command, "regression", *SMALL, "--low", "fp8")[2]
+    assert "keep --low bf16 and pass --products fp8" in refused
+    code, _, err = halfstep(command, "regression", *SMALL, "--low", "bf16", "--products", "fp9", "--quiet")
+    assert (code, "did you mean 'fp8'" in err) == (2, True)
+    wide = ["--set", "d_in=32", "--set", "d_out=32", "--set", "batch=4"]
+    assert halfstep(command, "regression", *wide, "--low", "bf16", "--products", "fp8", "--quiet")[0] == 0
+
+
 def test_notes_end_with_0_and_progress_counts_forward_passes(halfstep, monkeypatch):
     seen = []
     monkeypatch.setattr(step, "activity", lambda what, quiet: nullcontext(seen.append))

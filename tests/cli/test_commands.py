@@ -18,6 +18,7 @@ import torch
 import typer
 from rich.console import Console
 
+from halfstep.__main__ import main
 from halfstep.cli import options
 from halfstep.cli.options import FAILED, INTERRUPTED, activity, end
 from halfstep.errors import DataError
@@ -25,6 +26,7 @@ from halfstep.machine import AVX2, AVX512_BF16
 from halfstep.measurements import BenchRun
 from halfstep.pages import FOLDER
 from halfstep.version import __version__
+from halfstep_command import to_the_end
 
 SMALL = ["--set", "d_in=8", "--set", "d_out=8", "--set", "batch=4"]
 
@@ -41,6 +43,13 @@ def test_the_version_and_where_the_pages_are(halfstep):
 
 
 def test_an_op_that_is_not_in_the_table_runs_as_written(halfstep):
+    for name in ("relu", "tanh"):
+        said = halfstep("ops", name)[1]
+        assert said.startswith(f"{name} is not in the table: it runs in the formats of its inputs; to run it in fp32")
+        assert f"rnn_{name} " in said
+    assert halfstep("ops", "gelu", "--plan", "O0")[1].endswith("in the formats of its inputs; at O0 all ops do.\n")
+    assert "(did you mean 'gelu'" in halfstep("ops", "GELU")[2]
+    assert "\n conv1d " in halfstep("ops", "conv")[1]
     code, said, _ = halfstep("ops", "gelu")
     assert code == 0
     assert "gelu is not in the table: it runs in the formats of its inputs" in said
@@ -379,6 +388,29 @@ def test_ctrl_c_while_torch_or_commands_are_loaded_is_one_line(tmp_path, loading
     start = f"{LISTENS}; sys.path[:0] = [{str(tmp_path)!r}, {os.getcwd()!r}]; from halfstep_command import main; main()"
     ended = subprocess.run([sys.executable, "-c", start], capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "halfstep: interrupted\n")
+
+
+@pytest.mark.parametrize(("arguments", "said"), [(["check"], "   0 s  loading torch\n"), (["check", "--quiet"], "")])
+def test_a_command_that_loads_for_long_says_so(tmp_path, arguments, said):
+    (tmp_path / "torch.py").write_text("import sys, time\ntime.sleep(0.5)\nsys.exit(3)")
+    start = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {os.getcwd()!r}]; sys.argv[1:] = {arguments!r}"
+    start += "; import halfstep_command as c; c.PATIENCE = 0; c.main()"
+    ended = subprocess.run([sys.executable, "-c", start], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (3, "", said)
+
+
+def test_ctrl_c_inside_a_command_is_one_line(monkeypatch):
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    ended = []
+    monkeypatch.setattr("halfstep.cli.plans.level_table", interrupted)
+    monkeypatch.setattr("sys.argv", ["halfstep", "levels"])
+    monkeypatch.setattr("halfstep_command._end_at_interrupt", lambda: None)
+    monkeypatch.setattr("halfstep_command._end", lambda: ended.append("ended"))
+    with pytest.raises(SystemExit):
+        to_the_end(main)
+    assert ended == ["ended"]
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def test_o1_says_what_widening_takes(caplog):
         halfstep.initialize(nn.Linear(1024, 1024, bias=False).half(), None, "O1", low="bf16")
         halfstep.initialize(nn.Linear(8, 8, bias=False).half(), None, "O1", low="bf16")
     assert "1 trainable parameters were loaded in float16: they are fp32 now, which takes 2.0 MiB more" in caplog.text
-    assert "which takes 0.1 KiB more" in caplog.text
+    assert "which takes 128 B more" in caplog.text
     assert "for inference only, call model.requires_grad_(False) first" in caplog.text
     model = nn.Linear(8, 8).half().requires_grad_(False)
     with halfstep.initialize(model, None, "O1", low="bf16"):

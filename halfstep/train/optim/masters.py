@@ -180,7 +180,8 @@ class MasterStore:
         if p.dtype is not self.low:
             raise SessionError(
                 f"a parameter of shape {tuple(p.shape)} that the session stores as {self.low} was cast to {p.dtype}; "
-                "call session.close(), which gives the trained fp32 values back, and then halfstep.initialize again"
+                "call session.close(), which gives the fp32 values of such parameters back (what else was cast stays "
+                "rounded), and then halfstep.initialize again"
             )
         return _LAYOUTS[self._entries[id(p)].kind]
 

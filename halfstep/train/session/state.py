@@ -48,7 +48,8 @@ def check_state(state: dict[str, Any], plan: dict[str, Any]) -> None:
         )
     if type(state["schema"]) is not int or state["schema"] not in _READ:
         raise StateError(
-            f"session state has schema {state['schema']!r}; this halfstep reads schemas up to {STATE_SCHEMA}"
+            f"session state has schema {state['schema']!r}; this halfstep reads schemas 1 to {STATE_SCHEMA}: load it "
+            "with the version that saved it, or leave it out: weights and optimizer states load without it"
         )
     strange = next((key for key, value in state["plan"].items() if not _is_plain(value)), None)
     if strange is not None:
