@@ -285,9 +285,10 @@ def test_the_script_makes_every_picture(tmp_path, monkeypatch):
     for name, value in {"HERE": tmp_path / "docs", "STEPS": 4, "EVERY": 2, "SETTINGS": dict(TINY)}.items():
         monkeypatch.setattr(pictures, name, value)
     (tmp_path / "docs").mkdir()
-    (result,) = (ROOT / "benchmarks/results").glob("loaded_low-*.json")
     (tmp_path / "benchmarks/results").mkdir(parents=True)
-    shutil.copy(result, tmp_path / "benchmarks/results")
+    for kind in ("loaded_low", "char_lm-bf16"):
+        for result in (ROOT / "benchmarks/results").glob(f"{kind}-*.json"):
+            shutil.copy(result, tmp_path / "benchmarks/results")
     monkeypatch.setattr(sys, "argv", ["pictures.py"])
     threads = torch.get_num_threads()
     pictures.main()
