@@ -295,7 +295,7 @@ def test_the_script_makes_every_picture(tmp_path, monkeypatch):
     torch.set_num_threads(threads)
     made = {path.name for path in (tmp_path / "docs").glob("*.png")}
     assert made == {path.name for path in (ROOT / "docs").glob("*.png")}
-    linked = {name for page in PAGES for name in re.findall(r"\]\(([\w-]+\.png)\)", page.read_text(encoding="utf-8"))}
+    linked = {name for page in PAGES for name in re.findall(r"\]\(([\w-]+\.png)[)#]", page.read_text(encoding="utf-8"))}
     assert made == linked
 
 
