@@ -9,6 +9,7 @@ import gzip
 import hashlib
 import os
 import platform
+import re
 import runpy
 import shutil
 import subprocess
@@ -20,10 +21,13 @@ from typing import Any
 
 try:
     from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+    from hatchling.metadata.plugin.interface import MetadataHookInterface
 except ImportError:  # as a script
 
     class BuildHookInterface:  # type: ignore[no-redef]
         """Stands for hatchling's."""
+
+    MetadataHookInterface = BuildHookInterface  # type: ignore[misc, assignment]
 
 
 KERNELS = Path(__file__).resolve().parent / "halfstep" / "train" / "kernels"
@@ -93,6 +97,28 @@ def fetch() -> str:
             stale.unlink()
         made.replace(target)
     return ""
+
+
+def address() -> str:
+    """Returns the web page of the repository that this clone came from; "" without one, as for a copy of a folder."""
+    asked = ["git", "config", "--get", "remote.origin.url"]
+    try:
+        origin = subprocess.run(asked, cwd=KERNELS, capture_output=True, text=True).stdout.strip()
+    except OSError:  # there is no git
+        return ""
+    found = re.fullmatch(r"(?:https://|ssh://|)(?:[^@/]+@)?([\w-]+(?:\.[\w-]+)+)[:/]([\w./-]+?)(?:\.git)?/?", origin)
+    return f"https://{found[1]}/{found[2]}" if found else ""
+
+
+class CustomMetadataHook(MetadataHookInterface):  # type: ignore[misc]
+    """Names the pages of the repository that the wheel is built from."""
+
+    def update(self, metadata: dict[str, Any]) -> None:
+        """Is called by hatchling for what it writes into a wheel."""
+        page = address()
+        pages = {"Repository": "", "Documentation": "/tree/main/docs", "Issues": "/issues"}
+        pages |= {"Changelog": "/blob/main/CHANGELOG.md"}
+        metadata["urls"] = {name: page + path for name, path in pages.items()} if page else {}
 
 
 class CustomBuildHook(BuildHookInterface):

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tarfile
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -159,6 +160,28 @@ def test_the_hook_tags_the_wheel_for_the_platform_where_loops_were_built(monkeyp
         hook.initialize(version, data)
         assert (data.get("pure_python") is False and data["tag"].startswith("py3-none-")) is expected
     assert said == ["halfstep's compiled loops were not built: no compiler"]
+
+
+@pytest.mark.parametrize(
+    ("origin", "page"),
+    [
+        ("https://example.org/own/halfstep.git", "https://example.org/own/halfstep"),
+        ("https://somebody:secret@example.org/own/halfstep", "https://example.org/own/halfstep"),
+        ("git@example.org:own/halfstep.git", "https://example.org/own/halfstep"),
+        ("ssh://git@example.org/own/halfstep/", "https://example.org/own/halfstep"),
+        ("/home/own/halfstep", ""),
+        ("../halfstep.git", ""),
+        ("", ""),
+    ],
+)
+def test_the_wheel_names_the_pages_of_the_clones_origin(monkeypatch, origin, page):
+    monkeypatch.setattr(hatch_build.subprocess, "run", lambda *args, **options: Mock(stdout=f"{origin}\n"))
+    metadata = {}
+    object.__new__(hatch_build.CustomMetadataHook).update(metadata)
+    assert metadata["urls"].get("Repository", "") == page
+    assert metadata["urls"].get("Issues") == (f"{page}/issues" if page else None)
+    monkeypatch.setattr(hatch_build.subprocess, "run", Mock(side_effect=FileNotFoundError))
+    assert hatch_build.address() == ""
 
 
 def test_it_runs_as_a_script_without_torch():
