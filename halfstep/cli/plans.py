@@ -38,7 +38,7 @@ def ops(text: Text = "", plan: PlanName = "O1", low: Low = "bf16") -> None:
         try:
             named = {overload.partition(".")[0] for overload in find(text)}
         except PlanError:  # no op of torch that can be cast, perhaps a part of names
-            if alike is None:
+            if alike is None or hasattr(torch.ops.aten, plain):  # it writes in place, is a view, or the like
                 raise
             own = alike
         else:

@@ -66,7 +66,8 @@ def moved(before, trainer):
 
 def sessions():
     """Returns the sessions in which modules of this process are; what came before the test is frozen."""
-    return [each for each in gc.get_objects() if isinstance(each, Session) and not each.closed]
+    found = [each for each in gc.get_objects() if issubclass(type(each), Session)]  # others' proxies may be dead
+    return [each for each in found if not each.closed]
 
 
 # called -> joined

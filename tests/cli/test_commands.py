@@ -50,6 +50,10 @@ def test_an_op_that_is_not_in_the_table_runs_as_written(halfstep):
     assert halfstep("ops", "gelu", "--plan", "O0")[1].endswith("in the formats of its inputs; at O0 all ops do.\n")
     assert "(did you mean 'gelu'" in halfstep("ops", "GELU")[2]
     assert "\n conv1d " in halfstep("ops", "conv")[1]
+    assert (
+        "it writes into its first argument, whose format cannot change; name and call 'relu'"
+        in halfstep("ops", "relu_")[2]
+    )
     code, said, _ = halfstep("ops", "gelu")
     assert code == 0
     assert "gelu is not in the table: it runs in the formats of its inputs" in said

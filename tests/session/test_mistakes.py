@@ -6,6 +6,7 @@ import json
 import logging
 import operator
 import re
+import weakref
 from pathlib import Path
 from unittest.mock import patch
 
@@ -89,6 +90,19 @@ def test_what_is_put_in_past_the_hook_of_modules_is_named_once_and_the_advice_tr
     assert not any(torch.equal(p, before) for p, before in new.items())
 
 
+def test_parameters_that_come_anew_in_each_step_are_named_once_and_not_kept(caplog):
+    model, _, session = opened("O1")
+    model[0].register_forward_hook(lambda own, _, out: out + model.delta)
+    made = []
+    for _ in range(3):
+        model.delta, model.idle = nn.Parameter(torch.zeros(())), nn.Parameter(torch.zeros(()))
+        made += map(weakref.ref, (model.delta, model.idle))
+        step(session, model)
+    gc.collect()
+    assert sum(p() is not None for p in made) == 2
+    assert [each.message.count("(delta (Parameter))") for each in caplog.records if "put into" in each.message] == [1]
+
+
 def test_a_module_that_is_added_with_its_parameters_is_not_named(caplog):
     model, optimizer, session = opened()
     model.append(nn.Linear(4, 4))
@@ -152,10 +166,23 @@ MEETS = [
         for dtype in (torch.float64, torch.int64, torch.bool)
     ),
     (Does(lambda own, x: own(x)), ONES.to(torch.complex64), r"given a torch.complex64 .*pass x\.real or \.abs"),
+    (nn.Linear(8, 8), ONES.short(), r"given a torch.int16 .*pass x\.float"),
+    (nn.BatchNorm1d(8), ONES.to(torch.complex64), r"given a torch.complex64 .*pass x\.real"),
     (Does(lambda own, x: own(x)), ONES.long(), "given a torch.int64 .*where forward needs integers"),
     (Does(lambda own, x: own(x + ONES.double())), ONES, r"a torch.float64 tensor that forward made.*call \.float"),
     (Does(lambda own, x: (x > 0) @ own(x)), ONES, r"a torch.bool tensor that forward made.*call \.float"),
 ]
+
+
+def test_words_of_ones_own_about_formats_stay_as_they_are():
+    def refuses(layer, keep):
+        raise RuntimeError("lengths of float features and bool mask did not match")
+
+    model = Does(refuses)
+    halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "O1", low="bf16")
+    with pytest.raises(RuntimeError, match="bool mask did not match") as raised:
+        model(ONES.bool())
+    assert not getattr(raised.value, "__notes__", [])
 
 
 @pytest.mark.parametrize("low", ["bf16", "fp16"])

@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from dis import opmap
 from functools import partial
-from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -61,13 +61,15 @@ _NO_PLAN_CASTS = {
     torch.int64: re.compile("(?<!expected scalar type )Long|long int|int64"),
     torch.int32: re.compile(r"(?<!expected scalar type )\bInt\b|\(int\)|\bint32"),
     torch.uint8: re.compile("Byte|unsigned char|uint8"),
-    torch.bool: re.compile(r"\b[Bb]ool\b"),
+    torch.int16: re.compile(r"\bShort\b|\(short\)|\bshort int|\bint16"),
+    torch.int8: re.compile(r"\bChar\b|\bsigned char|\bint8"),
+    torch.bool: re.compile(r"\b[Bb]ool\b(?! or )"),
 }
 # How torch words errors about formats that do not go together.
 MIXED = re.compile(
     r"same (dtype|type|scalar type)|equal to src\.dtype|expected (scalar type|dtype)|should be the same|mixed dtype"
     r"|[Tt]ype promoting not supported|dtypes? .*(differ|match)|did not match|have dtype"
-    r"|[Nn]orm\w*\" not implemented for '(Long|Int|Byte|Bool)'"
+    r"|[Nn]orm\w*\" not implemented for '(Long|Int|Short|Byte|Char|Bool|Complex)"
 )
 _NORM = re.compile("mixed dtype|[Nn]orm.* not implemented")  # errors that name one format at most
 _LOW = re.compile("Half|BFloat16|b?float16")
@@ -78,10 +80,13 @@ _MANY = 64  # calls of one module at least, before those whose memory is gone ar
 
 def _why_mixed(module: nn.Module, given: Any, error: RuntimeError) -> str | None:
     """Returns why an operation got two formats in a call with the arguments `given`, after which torch said `error`."""
-    words = str(error)
-    if _NORM.search(words):
-        *_, (frame, _) = walk_tb(error.__traceback__)  # what called torch
-        words += str(_dtypes(list(frame.f_locals.values())))
+    words, trace = str(error), error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next  # up to what called torch
+    if trace is not None and trace.tb_frame.f_code.co_code[trace.tb_lasti] == opmap["RAISE_VARARGS"]:
+        return INSIDE if _LOW.search(words) else None  # of Python code, in words of its own
+    if trace is not None and _NORM.search(words):
+        words += str(_dtypes(list(trace.tb_frame.f_locals.values())))
     elif not _WEIGHT.search(words):  # it may be of integers, which no plan casts
         return None
     wide = [dtype for dtype, names in _NO_PLAN_CASTS.items() if names.search(words)]

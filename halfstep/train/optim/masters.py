@@ -411,7 +411,8 @@ def full_state(cast: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
 
 def full_originals(make: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Makes a list of parametrizations of the fp32 value: torch passes over an inverse that has no low kernel."""
-    _, modules, p = (*args, *kwargs.values())[:3]
+    given = {**dict(zip(("modules", "original"), args[1:], strict=False)), **kwargs}
+    modules, p = given["modules"], given["original"]
     own = chain.from_iterable(chain(module.parameters(), module.buffers()) for module in modules)
     if COPIED in vars(p) and not any(is_narrow(t.dtype) for t in own):  # else they were made for the low value
         p.data = copy.deepcopy(p).data  # the next step stores it low again

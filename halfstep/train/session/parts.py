@@ -18,7 +18,15 @@ from halfstep.formats import needs_scale
 from halfstep.modes import begin_pass
 from halfstep.plan.compatibility import FSDP_LINES
 from halfstep.plan.plan import Plan
-from halfstep.torch_internals import PARAM_HOOKS, REGISTRATION_HOOKS, TorchDispatchMode, sparse_indices, sparse_values
+from halfstep.torch_internals import (
+    PARAM_HOOKS,
+    REGISTRATION_HOOKS,
+    TorchDispatchMode,
+    modules_of,
+    parameters_of,
+    sparse_indices,
+    sparse_values,
+)
 from halfstep.train.cast.casting import Casting
 from halfstep.train.optim.hooks import hook_weakly, updated_by
 from halfstep.train.optim.masters import Fit
@@ -111,14 +119,16 @@ class Replacements:
         self._roots, self._parts = list(roots), parts
         self._idle: set[nn.Parameter] = set()
         self._names = WeakTensorKeyDictionary()  # of all parameters that have been seen in the models
-        self._added: list[tuple[str, list[nn.Parameter]]] = []  # since then, with their parameters, and not yet told
+        self._waiting = WeakTensorKeyDictionary()  # those that came since, and what to call it, until it is told
+        self._known: set[int] = set()  # ids of the models' modules
+        self._told: set[str] = set()
         self._find_added()
-        self._added.clear()
+        self._waiting = WeakTensorKeyDictionary()
         on_registration(self._note)
         hook_weakly(PARAM_HOOKS, modules_of_torch.register_module_parameter_registration_hook, self._note)
 
-    def _note(self, *_: object) -> None:
-        self._registered = True
+    def _note(self, owner: nn.Module, *_: object) -> None:
+        self._registered |= id(owner) in self._known
 
     def look(self, absent: Sequence[nn.Parameter]) -> None:
         """Checks, before a step, what was added since the last one, and the parameters that have no gradient."""
@@ -128,31 +138,40 @@ class Replacements:
             if unknown:
                 self._look_at_absent(absent)
             self._find_added()
-        if self._added:
+        if any(p.grad is not None for p in self._waiting):
             self._look_at_added()
 
     def _find_added(self) -> None:
-        """Notes what is new in the models and has parameters, a module before what is inside of it."""
-        modules = [pair for root in self._roots for pair in root.named_modules()]
-        for name, each in (*modules, *(pair for root in self._roots for pair in root.named_parameters())):
-            own = [(name, each)] if isinstance(each, nn.Parameter) else list(each.named_parameters(name))
-            if name and own and not any(p in self._names for _, p in own):
-                self._names.update((p, full_name) for full_name, p in own)
-                self._added.append((f"{name} ({type(each).__name__})", [p for _, p in own]))
-        # `insert` of these calls no hook
-        self._lists = [module for _, module in modules if isinstance(module, nn.Sequential | nn.ModuleList)]
-        self._length, self._registered = sum(map(len, self._lists)), False
+        """Notes parameters that are new in the models, each by the outermost new module around it."""
+        known: set[int] = set()
+        self._lists = []
+        for root in self._roots:
+            above = label = ""  # the prefix of names in a module that was put in, and what to call it
+            for name, module in root.named_modules():
+                known.add(id(module))
+                if isinstance(module, nn.Sequential | nn.ModuleList):
+                    self._lists.append(modules_of(module))  # `insert` of these calls no hook
+                if not (above and name.startswith(above)):
+                    above = f"{name}." if name and id(module) not in self._known else ""
+                    label = f"{name} ({type(module).__name__})"
+                for own, p in parameters_of(module).items():
+                    if p is not None and p not in self._names:
+                        self._names[p] = full_name = f"{name}.{own}".lstrip(".")
+                        self._waiting[p] = label if above else f"{full_name} ({type(p).__name__})"
+        self._known, self._length, self._registered = known, sum(map(len, self._lists)), False
 
     def _look_at_added(self) -> None:
         updated = self._updated()
-        waiting = [(each, [p for p in own if p.requires_grad and id(p) not in updated]) for each, own in self._added]
-        told = [each for each, own in waiting if any(p.grad is not None for p in own)]
-        self._added = [(each, own) for each, own in waiting if own and each not in told]
+        trained = {p: self._waiting[p] for p in list(self._waiting) if p.grad is not None}
+        for p in trained:
+            del self._waiting[p]
+        told = dict.fromkeys(where for p, where in trained.items() if id(p) not in updated and where not in self._told)
+        self._told.update(told)
         if told:
             _LOG.warning(
                 "what was put into the model after halfstep.initialize is updated by no optimizer of the session "
-                f"({named(told)}): pass its parameters to optimizer.add_param_group; if it replaced a module or a "
-                "parameter, make the optimizer and call halfstep.initialize again after that"
+                f"({named(told)}): pass its parameters to optimizer.add_param_group, unless your code updates them; if "
+                "it replaced a module or a parameter, make the optimizer and call halfstep.initialize again after that"
             )
 
     def _updated(self) -> set[int]:

@@ -869,7 +869,8 @@ class Session:
         def __getattr__(self, name: str) -> Any:
             if name.startswith("_") or hasattr(type(self), name):  # the error of a property stays
                 return super().__getattribute__(name)
-            near = near_miss(name, [] if hasattr(nn.Module, name) else dir(type(self)))
+            public = (each for each in dir(type(self)) if not each.startswith("_"))
+            near = near_miss(name, [] if hasattr(nn.Module, name) else tuple(public))
             instead = SCALED if hasattr(torch.amp.GradScaler, name) else near or f"; {RETURNED}"
             raise AttributeError(f"a session has no {name!r}{instead}")
 
