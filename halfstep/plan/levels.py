@@ -124,8 +124,6 @@ def customize(
         )
     values: dict[str, Any] = {} if low is None else _for_format(plan, as_format(low, LOW_FORMATS))
     values |= {name: value for name, value in changes.items() if value is not None}
-    if changes.get("full_moments") and values.get("moments", plan.moments) == "full":
-        raise PlanError("full_moments needs moments: pass moments='bf16' or moments='8bit' too, or leave it out")
     stored = [values.get(name, getattr(plan, name)) for name in ("param", "master", "low")]
     if changes.get("rounding") is None and stored != ["low", "none", BF16]:
         values["rounding"] = "nearest"

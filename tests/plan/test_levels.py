@@ -135,7 +135,6 @@ def test_ops_are_added_to_the_plans_own():
 
 REFUSED = [
     ("O2", {"low": "fp32"}, "plan low is fp32.*; for fp32 pass plan='O0'"),
-    ("O2", {"full_moments": ["*"]}, "full_moments needs moments"),
     *(
         ("O1", {"loss_scale": value}, "loss_scale is .*; expected 'dynamic', 'none', a number or a Scaling")
         for value in ("dynamc", "", "static", True, [1], torch.tensor(1.0), b"1")
