@@ -101,9 +101,11 @@ def fetch() -> str:
 
 def address() -> str:
     """Returns the web page of the repository that this clone came from; "" without one, as for a copy of a folder."""
-    asked = ["git", "config", "--get", "remote.origin.url"]
+    here, asked = KERNELS.parents[2], ["git", "config", "--get", "remote.origin.url"]
+    if not (here / ".git").exists():  # the repository around it, if there is one, is another project's
+        return ""
     try:
-        origin = subprocess.run(asked, cwd=KERNELS, capture_output=True, text=True).stdout.strip()
+        origin = subprocess.run(asked, cwd=here, capture_output=True, text=True).stdout.strip()
     except OSError:  # there is no git
         return ""
     found = re.fullmatch(r"(?:https://|ssh://|)(?:[^@/]+@)?([\w-]+(?:\.[\w-]+)+)[:/]([\w./-]+?)(?:\.git)?/?", origin)

@@ -286,10 +286,10 @@ class KernelRow:
 class Inspection(InNotebooks):
     """Where the time and the casts of one training step go, forward and backward.
 
-    `seconds` is the time in operations, each timed alone, the least of some passes; in the median pass they took
-    `disturbed` times as long, which is far above 1 where other work ran on the machine. `savings` has the largest
-    first. If products are `emulated`, their time says nothing about a device with units for them. `kernels` (on CUDA)
-    are those that compute products.
+    `seconds` is the time in operations, each timed alone, the least of some passes (CPU time on one thread of a CPU);
+    in the median pass they took `disturbed` times as long, which is far above 1 where other work ran on the machine.
+    `savings` has the largest first. If products are `emulated`, their time says nothing about a device with units for
+    them. `kernels` (on CUDA) are those that compute products.
     """
 
     level: str

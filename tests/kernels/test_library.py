@@ -174,7 +174,10 @@ def test_the_hook_tags_the_wheel_for_the_platform_where_loops_were_built(monkeyp
         ("", ""),
     ],
 )
-def test_the_wheel_names_the_pages_of_the_clones_origin(monkeypatch, origin, page):
+def test_the_wheel_names_the_pages_of_the_clones_origin(monkeypatch, tmp_path, origin, page):
+    monkeypatch.setattr(hatch_build, "KERNELS", tmp_path / "halfstep" / "train" / "kernels")
+    assert hatch_build.address() == ""  # a copy, whatever is around it
+    (tmp_path / ".git").mkdir()
     monkeypatch.setattr(hatch_build.subprocess, "run", lambda *args, **options: Mock(stdout=f"{origin}\n"))
     metadata = {}
     object.__new__(hatch_build.CustomMetadataHook).update(metadata)
