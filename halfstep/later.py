@@ -70,5 +70,4 @@ class AsyncReader:
 def _values(record: StepRecord, now: float, numbers: Later) -> StepValues:
     given = [name for name in (*FLAGS, *COLUMNS) if getattr(record, name) is not None]
     values: dict[str, Any] = dict.fromkeys(COLUMNS) | dict(zip(given, numbers.read()[0].tolist(), strict=True))
-    flags = {name: bool(values[name]) for name in FLAGS if name in values}
-    return StepValues(record.step, now, **values | flags)
+    return StepValues(record.step, now, **values | {name: bool(values[name]) for name in FLAGS if name in values})

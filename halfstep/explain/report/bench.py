@@ -66,8 +66,7 @@ def over_seeds(values: Sequence[float]) -> str:
     """
     if lost := sum(not isfinite(value) for value in values):
         return f"{lost} of {len(values)} diverged"
-    spread = f" ± {stdev(values):.4f}" if len(values) > 1 else ""
-    return f"{fmean(values):.4f}{spread}" if values else ABSENT
+    return f"{fmean(values):.4f}" + (f" ± {stdev(values):.4f}" if len(values) > 1 else "") if values else ABSENT
 
 
 def _ratio(value: float | None) -> str | None:

@@ -232,8 +232,8 @@ def _lost_values(course: _Course) -> Headline | None:
     for kind, measure, of, limit, what in judged:
         share = _share(kinds[kind], measure, of) if kind in kinds else np.zeros(1)
         if share[0] > limit:
-            where = _mostly(kinds[kind], share)
-            return Headline("warning", f"{_percent(share[0])} {what}{where}; {_skips(course)}")
+            said = f"{_percent(share[0])} {what}{_mostly(kinds[kind], share)}"
+            return Headline("warning", f"{said}; {_skips(course)}")
     return None
 
 

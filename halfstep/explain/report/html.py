@@ -99,18 +99,28 @@ def page_of(run: Run, low: Format | torch.dtype | str | None = None, *, now: flo
 
 def _charts(run: Run, gathered: Gathered, found: Headline) -> dict[str, Any]:
     """Returns the data of the charts; all shares are computed here, none in JavaScript."""
-    judge = gathered.low
+    judge, steps = gathered.low, run.steps
     formats = tuple(dict.fromkeys((*SHOWN, judge)))
-    shift = _shift(run.steps)
+    shift = _shift(steps)
     moves = range(min(0, shift), max(HIGHEST, shift) + 1)
     kinds = sorted(gathered.kinds, key=lambda kind: (KINDS.index(kind) if kind in KINDS else len(KINDS), kind))
+    skips = [values.step for values in steps if values.skipped]
     return {
         "formats": {fmt.name: _limits(limits_of(fmt)) for fmt in formats},
         "update": {"kind": UPDATE, **_limits(UPDATE_LIMITS)},
         "low": judge.name,
         "shift": shift,
         "shifts": [moves[0], moves[-1]],
-        "timeline": _timeline(run),
+        "timeline": {
+            "verdicts": [[each.step, each.record.kind] for each in run.events if isinstance(each.record, Verdict)],
+            "first": steps[0].step if steps else 0,
+            "last": steps[-1].step if steps else 0,
+            "steps": len(steps),
+            "skipped": len(skips),
+            "skips": _some(skips),
+            "broken": _some([it.step for it in steps if it.bad_loss or not math.isfinite(it.loss or 0.0)]),
+            "lines": {name: _line(name, steps) for name in COLUMNS},
+        },
         "columns": [list(column) for column in gathered.columns],
         "gradients": GRADIENTS,
         "kinds": {kind: _kind(kind, gathered.kinds[kind], formats, moves) for kind in kinds},
@@ -136,21 +146,6 @@ def thin(values: Array, points: int = POINTS) -> npt.NDArray[np.int64]:
     return np.array(sorted(chosen))
 
 
-def _timeline(run: Run) -> dict[str, Any]:
-    steps = run.steps
-    skips = [values.step for values in steps if values.skipped]
-    return {
-        "verdicts": [[each.step, each.record.kind] for each in run.events if isinstance(each.record, Verdict)],
-        "first": steps[0].step if steps else 0,
-        "last": steps[-1].step if steps else 0,
-        "steps": len(steps),
-        "skipped": len(skips),
-        "skips": _some(skips),
-        "broken": _some([it.step for it in steps if it.bad_loss or not math.isfinite(it.loss or 0.0)]),
-        "lines": {name: _line(name, steps) for name in COLUMNS},
-    }
-
-
 def _line(name: str, steps: Sequence[StepValues]) -> dict[str, Any]:
     """Returns the line of the field `name` over the steps, as points `x` and `y` for JavaScript."""
     given = [(values.step, value) for values in steps if (value := getattr(values, name)) is not None]
@@ -163,8 +158,7 @@ def _line(name: str, steps: Sequence[StepValues]) -> dict[str, Any]:
 
 
 def _some(steps: Sequence[float], points: int = POINTS // 2) -> list[int]:
-    places = np.linspace(0, len(steps) - 1, min(len(steps), points)).astype(int)
-    return [int(steps[place]) for place in places]
+    return [int(steps[int(place)]) for place in np.linspace(0, len(steps) - 1, min(len(steps), points))]
 
 
 def _shift(steps: Sequence[StepValues]) -> int:
@@ -182,16 +176,17 @@ def _focus(gathered: Gathered, event: Event | None) -> dict[str, Any] | None:
     verdict = event.record
     kinds = [kind for kind in verdict.kind.focus or PHASES.get(verdict.phase, ()) if kind in gathered.kinds]
     near = {kind: _nearest(verdict.module or MODEL, gathered.kinds[kind].modules) for kind in kinds}
-    beyond = [kind for kind in kinds if _saturated(gathered.kinds[kind], near[kind][1])]
+    saturated = MEASURES.index("saturated")
+    beyond = [
+        kind
+        for kind in kinds
+        if (name := near[kind][1]) is not None
+        and (sums := gathered.kinds[kind]).shares[sums.modules.index(name), :, saturated].any()
+    ]
     chosen = min(beyond or kinds, key=lambda kind: near[kind][0], default=None)
     if chosen is None:
         return None
     return {"kind": chosen, "module": near[chosen][1], "saturated": bool(beyond)}
-
-
-def _saturated(sums: Sums, module: str | None) -> bool:
-    shares = () if module is None else sums.shares[sums.modules.index(module), :, MEASURES.index("saturated")]
-    return bool(np.any(shares))
 
 
 def _nearest(name: str, modules: Sequence[str]) -> tuple[int, str | None]:
@@ -335,8 +330,10 @@ def _facts(run: Run, judge: Format) -> Iterator[tuple[str, str]]:
         yield "absorbed overflows", "looked for at step {} of a session and at every {}th".format(*ABSORBED_SAMPLE)
     yield "begun", datetime.fromtimestamp(run.processes[0].start, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
     seconds = sum(process.end - process.start for process in run.processes)
+    minutes, rest = divmod(round(seconds), 60)
+    took = f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
     several = f" in {len(run.processes)} processes" if len(run.processes) > 1 else ""
-    yield "ran for", _duration(seconds) + several
+    yield "ran for", (f"{seconds:.1f} s" if seconds < 60 else took) + several
     yield "versions", "; ".join(dict.fromkeys(f"halfstep {p.halfstep}, torch {p.torch}" for p in run.processes))
     if machine is not None:
         chip = f"{machine.processor}, cores: {machine.cores}, threads: {machine.threads}"
@@ -360,12 +357,6 @@ def _plan(entries: dict[str, Any]) -> str:
     ]
     rules = [rule.pattern for rule in plan.rules]
     return ", ".join(parts) + (f"; rules on {', '.join(rules)}" if rules else "")
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    short = f"{seconds:.1f} s" if seconds < 60 else f"{minutes} min {rest} s"
-    return short if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
 _HERE = Path(__file__).parent

@@ -12,7 +12,7 @@ from rich.text import Text
 from halfstep.edits import spell
 from halfstep.explain.report.tables import MIB, Columns, table
 from halfstep.measurements import Inspection
-from halfstep.records import ONE_SCALE, SEVERITIES, TENSOR_KINDS, Finding, Foreseen, Rounded, ScaleRange, WhatIf
+from halfstep.records import ONE_SCALE, SEVERITIES, TENSOR_KINDS, Finding, Foreseen, Rounded, WhatIf
 
 STYLES = {"error": "bold red", "warning": "yellow", "note": "dim"}
 ROWS, NAMED = 20, 3  # operations of a step, and modules or kernels of one kind
@@ -40,7 +40,10 @@ def check_text(found: Sequence[Finding], *, what: str) -> Text:
 OPERATIONS: Columns = {
     "operation": lambda row: row.operator,
     "pass": lambda row: row.phase,
-    "formats": lambda row: " -> ".join(_counted(side.split(", ")) for side in row.formats.split(" -> ")),
+    "formats": lambda row: " -> ".join(  # repeats as counts: "2 bf16"
+        ", ".join(name if n == 1 else f"{n} {name}" for name, n in Counter(side.split(", ")).items())
+        for side in row.formats.split(" -> ")
+    ),
     "calls": lambda row: f"{row.calls:,}",
     "GFLOP": lambda row: f"{row.flops / GIGA:,.3f}" if row.flops else None,
     "MiB": lambda row: f"{row.bytes / MIB:,.1f}",
@@ -59,11 +62,6 @@ def inspection_report(found: Inspection, *, what: str) -> Group:
     if rest:
         parts.append(Text(f"and {len(rest)} more rows, {sum(row.share for row in rest):.1%} of the time"))
     return Group(*parts, Text(), *map(Text, _of_inspection(found)))
-
-
-def _counted(names: Sequence[str]) -> str:
-    """Returns formats with repeats as counts: "2 bf16" for "bf16" twice."""
-    return ", ".join(name if count == 1 else f"{count} {name}" for name, count in Counter(names).items())
 
 
 def _modules(found: Inspection) -> Iterator[str]:
@@ -111,7 +109,9 @@ SCALES: Columns = {
     "smallest safe": lambda row: (least := row.smallest) and (f"{least:.8g}" if least > 1 else "1 or less"),
     "largest safe": lambda row: f"{row.largest:.4g}",
     "recommended": lambda row: "none needed" if row.recommended == 1 else f"{row.recommended:.8g}",
-    "dynamic settles at": lambda row: _settles(row),
+    "dynamic settles at": lambda row: (
+        None if row.recommended == 1 else " to ".join(dict.fromkeys(f"{scale:.8g}" for scale in row.settles))
+    ),
     "set by": lambda row: f"{row.place or '(model)'}, gradient {row.largest_gradient:.3g}",
 }
 KINDS: Columns = {
@@ -191,11 +191,6 @@ def _of_whatif(result: WhatIf) -> Iterator[str]:
         " 20 dB is a ratio of 100. Safe: the largest gradient times the scale is below the format's largest"
         " value, and each module's gradients have 20 dB."
     )
-
-
-def _settles(row: ScaleRange) -> str | None:
-    low, high = row.settles
-    return None if row.recommended == 1 else f"{low:.8g}" if low == high else f"{low:.8g} to {high:.8g}"
 
 
 def _worst(group: Sequence[Rounded]) -> Rounded:

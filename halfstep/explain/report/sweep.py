@@ -54,25 +54,24 @@ def sheet_text(sheet: Sheet) -> Group:
 Seen = tuple[Point, BenchRun]
 Figure = Callable[[Point, BenchRun], float | None]
 
-FIGURES: Mapping[str, tuple[Figure, str]] = {
-    "step\nms": (lambda _, run: None if run.step_ms is None else run.step_ms.median, ",.1f"),
-    "speed\nx O0": (lambda _, run: run.vs_o0, ".2f"),
-    "examples\nper s": (lambda point, run: _throughput(point, run), ",.1f"),
-    "minutes\nan epoch": (lambda point, run: _epoch_minutes(point, run), ",.1f"),
-    "peak\nMiB": (lambda _, run: None if run.peak_bytes is None else run.peak_bytes / MIB, ",.1f"),
-    "memory\nx O0": (lambda point, run: memory_share(run, baseline(point.result)), ".2f"),
-    "gradient\nerror": (lambda _, run: run.gradient_error, ".1%"),
-    "last\nloss": (lambda _, run: run.losses[-1] if run.losses else None, ".4f"),
-}
-
 
 def _throughput(point: Point, run: BenchRun) -> float | None:
     return None if run.step_ms is None else 1e3 * point.batch / run.step_ms.median
 
 
-def _epoch_minutes(point: Point, run: BenchRun) -> float | None:
-    rate = _throughput(point, run)
-    return None if rate is None or point.examples is None else point.examples / rate / 60
+FIGURES: Mapping[str, tuple[Figure, str]] = {
+    "step\nms": (lambda _, run: None if run.step_ms is None else run.step_ms.median, ",.1f"),
+    "speed\nx O0": (lambda _, run: run.vs_o0, ".2f"),
+    "examples\nper s": (_throughput, ",.1f"),
+    "minutes\nan epoch": (
+        lambda point, run: (rate := _throughput(point, run)) and point.examples and point.examples / rate / 60,
+        ",.1f",
+    ),
+    "peak\nMiB": (lambda _, run: None if run.peak_bytes is None else run.peak_bytes / MIB, ",.1f"),
+    "memory\nx O0": (lambda point, run: memory_share(run, baseline(point.result)), ".2f"),
+    "gradient\nerror": (lambda _, run: run.gradient_error, ".1%"),
+    "last\nloss": (lambda _, run: run.losses[-1] if run.losses else None, ".4f"),
+}
 
 
 def sweep_sheet(sweep: Sweep) -> Sheet:
