@@ -172,8 +172,7 @@ def place_of(name: str, marker: str, device_type: str) -> str:
     key = autocast_key(marker)
     if name in _PARTS:
         return autocast_key(device_type)
-    comes_first = keyset_after(_key_of(key)).has(_key_of(autocast_key(device_type)))
-    return key if comes_first else autocast_key(device_type)
+    return key if keyset_after(_key_of(key)).has(_key_of(autocast_key(device_type))) else autocast_key(device_type)
 
 
 class DeferringLock:
@@ -397,16 +396,16 @@ class Registry:
         if overload is None:
             return None
         slot = self._slots[marker]
-        device_type = slot.table.device_type
         alone = slot if place == autocast_key(marker) else None
         taken = alone is None and has_kernel_for(f"aten::{name}", place)
         stock = torch.library.get_kernel(overload, place) if taken else None
-        site = _Site(_site_of(overload, device_type, _key_of(place)), stock, own, alone)
+        site = _Site(_site_of(overload, slot.table.device_type, _key_of(place)), stock, own, alone)
         device.library.impl(name, site.kernel(), place, with_keyset=True)  # type: ignore[no-untyped-call]
         device.sites[name] = site
         return site
 
 
+@cache
 def find_overload(name: str) -> OpOverload | None:
     """Returns the aten overload of a name such as "softmax.int"; None if this torch has none."""
     packet, _, overload = name.partition(".")

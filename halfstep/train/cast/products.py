@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -180,6 +180,7 @@ class _Within(threading.local):
 _WITHIN = _Within()
 
 
+@cache
 def make_product(overload: OpOverload, device_type: str, action: Action, place: Any = None) -> Act:
     """Returns the function that runs a call of a product as `action` says, and emulates it; `place` as in `OpSite`."""
     site = ProductSite(overload, device_type, place)
