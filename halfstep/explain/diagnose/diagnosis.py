@@ -229,18 +229,13 @@ def of_error(recorder: OpRecorder, error: Exception, low: Format) -> Diagnosis:
         found = replace(found, phase=note.phase, line=recorder.line(note))
     elif phase == "backward" and at.module is None:  # if no node raised it, the engine did after the last operation
         lacking = [each for each in notes if f"derivative for aten::{each.aten} is not" in str(error)]
-        made = (recorder.made_node(_node_of(error)) or lacking or notes)[-1]
+        held = (frame.f_locals.get("ctx") for frame, _ in walk_tb(error.__traceback__))
+        custom = [each for each in held if isinstance(each, torch.autograd.function.BackwardCFunction)]
+        made = ((recorder.made_node(sequence_number(custom[-1])) if custom else []) or lacking or notes)[-1]
         found = replace(found, module=made.module, line=at.line or recorder.line(made))
     behind = () if note is None else (each for each in _sources(note) if each.dtype is low.dtype)
     led = ((recorder.operator(each), each.module, recorder.line(each)) for each in behind)
     return replace(found, behind=tuple(dict.fromkeys(led)))
-
-
-def _node_of(error: Exception) -> int:
-    """Returns the number of the custom autograd node whose backward raised an error; -1 if there is none."""
-    held = (frame.f_locals.get("ctx") for frame, _ in walk_tb(error.__traceback__))
-    nodes = [each for each in held if isinstance(each, torch.autograd.function.BackwardCFunction)]
-    return sequence_number(nodes[-1]) if nodes else -1
 
 
 def _of_leaf(recorder: OpRecorder, note: Note | None, leaf: Leaf, full: Callable[[nn.Parameter], Tensor]) -> Diagnosis:

@@ -186,15 +186,22 @@ class Rehearsal:
             yield Rehearsal(trial, self._closure, self._rewind, self.inputs, originals=self.params)
 
 
-def check_given(function: str, session: object, closure: object) -> None:
-    """Checks the session and the closure that were passed to the public function named `function`."""
+def _shards_of(session: Session, function: str, instead: str) -> list[nn.Parameter]:
+    """Returns the sharded parameters of an open session, which was passed to the public function named `function`."""
     if not isinstance(session, Session) or session.closed:
         what = "a closed session" if isinstance(session, Session) else type(session).__name__
-        instead = f"pass first what initialize returned: halfstep.{function}(session, closure)"
         raise SessionError(f"{function}() takes an open session, not {what}; {instead}")
-    check_closure(function, closure)
     reshard(session.runtime.roots)  # after an evaluation they hold whole weights
-    if sharded_parameters(session.runtime.roots):
+    return sharded_parameters(session.runtime.roots)
+
+
+def check_given(function: str, session: Session, closure: object) -> None:
+    """Checks the session and the closure that were passed to the public function named `function`."""
+    shards = _shards_of(
+        session, function, f"pass first what initialize returned: halfstep.{function}(session, closure)"
+    )
+    check_closure(function, closure)
+    if shards:
         raise SetupError(
             f"the model is sharded over processes, and {function}() runs the closure on copies of the model, which "
             "FSDP2 cannot make. Use a copy that one process gathers: define build(), which returns the model without "
@@ -240,8 +247,10 @@ def _standing_in(models: Sequence[nn.Module], twins: Sequence[nn.Module]) -> Ite
         for own, twin in pairs:
             stack.callback(give_attributes, own, attributes(own))
             for name, param in parameters_of(own).items():
-                for remove in _share_hooks(param, parameters_of(twin).get(name)):
-                    stack.callback(remove)
+                hooks, copied = None if param is None else hooks_of(param), parameters_of(twin).get(name)
+                if hooks and copied is not None and not hooks_of(copied):  # else shared by two modules and already done
+                    for hook in list(hooks.values()):
+                        stack.callback(copied.register_hook(hook).remove)  # type: ignore[no-untyped-call]
         stack.callback(put_in_place((own, partial(calls.run, twin)) for own, twin in pairs))
         yield
 
@@ -266,14 +275,6 @@ class _Calls:
                 now = attributes(each)
                 new = {n: v for n, v in now.items() if before.get(n, self) is not v or isinstance(v, CONTAINERS)}
                 give_attributes(own, attributes(own) | new)
-
-
-def _share_hooks(param: nn.Parameter | None, twin: nn.Parameter | None) -> Iterator[Callable[[], None]]:
-    """Puts a parameter's hooks on its copy too, and yields what removes each."""
-    hooks = None if param is None else hooks_of(param)
-    if hooks and twin is not None and not hooks_of(twin):  # else shared by two modules and already done
-        for hook in list(hooks.values()):
-            yield twin.register_hook(hook).remove  # type: ignore[no-untyped-call]
 
 
 # ---- sharded models, as whole ones
@@ -303,12 +304,8 @@ def on_gathered_copy(session: Session, build: Callable[[], Any], ask: Callable[.
         SetupError: the model is not sharded, does not fit into the memory of that process, or differs from the model
             that `build` returns.
     """
-    if not isinstance(session, Session) or session.closed:
-        what = "a closed session" if isinstance(session, Session) else type(session).__name__
-        raise SessionError(f"on_gathered_copy() takes an open session, not {what}; call it after halfstep.initialize")
+    parameters = _shards_of(session, "on_gathered_copy", "call it after halfstep.initialize")
     roots = session.runtime.roots
-    reshard(roots)  # after an evaluation they hold whole weights
-    parameters = sharded_parameters(roots)
     if not parameters:
         raise SetupError("the model is not sharded: use the session itself, as in halfstep.blame(session, closure)")
     group = group_of(parameters)

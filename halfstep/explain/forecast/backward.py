@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -139,10 +138,6 @@ class Nodes:
 
     model: list[range] = field(default_factory=list)  # of the whole model
     full: list[range] = field(default_factory=list)  # of modules that compute full, and of recurrent layers
-
-    def forward_ended(self) -> None:
-        """Counts all nodes made from now on as nodes of the model, because checkpoints repeat its forward later."""
-        self.model.append(range(next_sequence_number(), sys.maxsize))
 
 
 @contextmanager

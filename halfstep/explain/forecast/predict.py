@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ from halfstep.explain.forecast.backward import (
 )
 from halfstep.formats import FP32, Format, count_overflows, saturate
 from halfstep.records import Rounded, ScaleRange, TensorStats
+from halfstep.torch_internals import next_sequence_number
 from halfstep.train.probe.rows import measure
 
 GRADIENTS = ("activation_grad", "weight_grad")
@@ -50,13 +52,8 @@ class Scouted:
     ceiling: float = LARGEST_SCALE  # the largest loss scale that the format of the loss can hold
 
 
-@dataclass(frozen=True)
-class Prediction:
-    """The rows and scales of a `WhatIf`, and the largest magnitude of a product in each module that computes low."""
-
-    rows: tuple[Rounded, ...]
-    scales: tuple[ScaleRange, ...]
-    products: Mapping[str, float]
+Prediction = tuple[tuple[Rounded, ...], tuple[ScaleRange, ...], Mapping[str, float]]
+"""The rows and scales of a `WhatIf`, and the largest magnitude of a product in each module that computes low."""
 
 
 def predict(  # noqa: PLR0913  # what a prediction is made from
@@ -100,7 +97,7 @@ def _step(
                 "the data, the learning rate and the loss function first"
             )
         undo.enter_context(leaves_kept(loss, params))
-        nodes.forward_ended()
+        nodes.model.append(range(next_sequence_number(), sys.maxsize))  # checkpoints repeat the forward later
         with looking:  # also where a checkpoint repeats its forward: a function of a tensor would leave the mode
             torch.autograd.backward(get_gradient_edge(loss), retain_graph=True)
         calls.end_step()
@@ -239,12 +236,12 @@ class RoundingTotals:
             for group in self._stats
             if (fmt, group) in self._sums
         )
-        return Prediction(rows, tuple(self._range(fmt) for fmt in self.formats), self._products)
+        return rows, tuple(self._range(fmt) for fmt in self.formats), self._products
 
     def _row(self, group: Group, fmt: Format, total: _Sum) -> Rounded:
         module, kind = group
         stats = self._stats[group]
-        zeros, saturated, signal, noise = total.read()
+        zeros, saturated = int(total.zeros), int(total.saturated)
         left_out = self._left_out.get(fmt, {}) if kind in GRADIENTS else {}
         before = left_out.get(group, (0, 0, 0))
         nonzero, count = stats.nonzero - before[1], stats.count - before[2]
@@ -256,7 +253,7 @@ class RoundingTotals:
             scale=self._scales[fmt] if kind in GRADIENTS else 1.0,
             lost=max(zeros - (stats.zeros - before[0]), 0) / nonzero if nonzero else 0.0,
             saturated=saturated / count if count else 0.0,
-            snr_db=decibels(signal, noise),
+            snr_db=decibels(float(total.signal), float(total.noise)),
             stats=stats,
         )
 
@@ -288,17 +285,17 @@ class _Sum:
     """The effects of rounding one group of tensors to one format, summed on the device."""
 
     def __init__(self, device: torch.device) -> None:
-        self._zeros, self._saturated = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(2))
-        self._signal, self._noise = (torch.zeros((), dtype=torch.float64, device=device) for _ in range(2))
+        self.zeros, self.saturated = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(2))
+        self.signal, self.noise = (torch.zeros((), dtype=torch.float64, device=device) for _ in range(2))
 
     def count(self, values: Tensor, fmt: Format | None, *, arrived: bool = False) -> Tensor:
         """Rounds fp32 values to `fmt`, if one is given, and counts zeros and, with those that `arrived`, overflows."""
         result = values if fmt is None else rounded(values, fmt)
-        self._zeros += values.numel() - result.count_nonzero()
+        self.zeros += values.numel() - result.count_nonzero()
         if not _largest(values) <= (fmt or FP32).max:  # NaN too
-            self._saturated += count_overflows(values, result, fmt or FP32)
+            self.saturated += count_overflows(values, result, fmt or FP32)
             if arrived:
-                self._saturated += values.numel() - values.isfinite().sum()
+                self.saturated += values.numel() - values.isfinite().sum()
         return result
 
     def weigh(self, values: Tensor, fmt: Format | None, *, about_mean: bool = False) -> None:
@@ -311,13 +308,10 @@ class _Sum:
             varying = values.double() - values.flatten(0, -2).double().mean(0)
             spread = varying.square().sum()
             signal = spread if float(spread) > (_FLAT * largest) ** 2 * values.numel() else signal
-        self._signal += signal
+        self.signal += signal
         if fmt is not None:
             error = saturate(rounded(values, fmt), fmt) - values
-            self._noise += torch.linalg.vector_norm(error, dtype=torch.float64).square()
-
-    def read(self) -> tuple[int, int, float, float]:
-        return int(self._zeros), int(self._saturated), float(self._signal), float(self._noise)
+            self.noise += torch.linalg.vector_norm(error, dtype=torch.float64).square()
 
 
 def _largest(values: Tensor) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
@@ -20,7 +20,7 @@ from halfstep.explain.diagnose.rehearsal import check_closure, compute_loss, lea
 from halfstep.explain.diagnose.rewind import untouched
 from halfstep.explain.diagnose.search import error_of
 from halfstep.explain.forecast.backward import Recast, TensorName, parameters, rounded, step, watching_gradients
-from halfstep.explain.forecast.predict import GRADIENTS, LEAST_SNR_DB, Prediction, Scouted, predict
+from halfstep.explain.forecast.predict import GRADIENTS, LEAST_SNR_DB, Scouted, predict
 from halfstep.explain.tape.absorbed import AbsorbedWatch
 from halfstep.formats import BF16, FP16, FP32, NARROW, Format, as_format
 from halfstep.machine import read_facts
@@ -115,14 +115,14 @@ def whatif(  # noqa: PLR0913  # the settings of a prediction
         scouted, low_plan, failed = _scouted(closure, model, low_plan)
         rewind()
         recasts = [Recast(customize(low_plan, products=name), model) for name in dict.fromkeys(recipes)]
-        prediction = predict(
+        rows, scales, largest = predict(
             closure, model, chosen, steps=steps, optimizer=optimizer, scouted=scouted, loss_scale=loss_scale,
             recasts=recasts,
         )  # fmt: skip
         for parameter in model.parameters():
             parameter.grad = None
         absorbed = _absorbed_in_fp16(closure, model, low_plan) if FP16 in chosen else ()
-    findings = {fmt.name: (*failed, *_stay_full(fmt, prediction, model, low_plan)) for fmt in chosen}
+    findings = {fmt.name: (*failed, *_stay_full(fmt, rows, largest, model, low_plan)) for fmt in chosen}
     if absorbed:
         findings[FP16.name] = (*findings[FP16.name], *_about_absorbed(absorbed, findings[FP16.name], model, low_plan))
     foreseen: list[Foreseen] = []
@@ -133,8 +133,8 @@ def whatif(  # noqa: PLR0913  # the settings of a prediction
         plan=low_plan.name,
         steps=steps,
         formats=tuple(fmt.name for fmt in chosen),
-        rows=prediction.rows,
-        scales=prediction.scales,
+        rows=rows,
+        scales=scales,
         stay_full=findings,
         products=tuple(foreseen),
     )
@@ -298,14 +298,16 @@ def _amax(values: Tensor) -> Tensor:
     return values.abs().nan_to_num(0.0, 0.0, 0.0).max()
 
 
-def _stay_full(fmt: Format, prediction: Prediction, model: nn.Module, plan: Plan) -> Iterable[Finding]:
+def _stay_full(
+    fmt: Format, predicted: Iterable[Rounded], products: Mapping[str, float], model: nn.Module, plan: Plan
+) -> Iterable[Finding]:
     """Yields a finding for each module that should stay full because the format does not suit it."""
     harmed: dict[str, list[Rounded]] = {}
-    for row in prediction.rows:
+    for row in predicted:
         bad = row.snr_db < LEAST_SNR_DB or (row.saturated > 0 and row.kind not in GRADIENTS)
         if row.format == fmt.name and row.low and bad:
             harmed.setdefault(row.module, []).append(row)
-    beyond = {module: most for module, most in prediction.products.items() if most > fmt.max}
+    beyond = {module: most for module, most in products.items() if most > fmt.max}
     for module in dict.fromkeys([*harmed, *beyond]):
         rows = harmed.get(module, [])
         policy = FULL_OUT if any(row.kind == "activation" for row in rows) else FULL

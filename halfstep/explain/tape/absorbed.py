@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from halfstep.explain.tape.locator import Locator, Place, memory_of, storage_of
+from halfstep.explain.tape.locator import Locator, Place, identity_of, memory_of, storage_of
 from halfstep.explain.tape.nonfinite import nonfinite, widened
 from halfstep.explain.tape.schemas import (
     aten_name,
@@ -29,7 +29,7 @@ from halfstep.formats import as_format, is_low
 from halfstep.later import is_capturing
 from halfstep.modes import OpMode, put_on_top
 from halfstep.records import ABSORBED, AbsorbedOverflow, Observation
-from halfstep.torch_internals import StorageWeakRef, TorchDispatchMode, in_backward, storage_identity
+from halfstep.torch_internals import StorageWeakRef, TorchDispatchMode, in_backward
 from halfstep.train.probe.hooks import readable
 from halfstep.train.probe.rows import measure
 
@@ -111,8 +111,9 @@ class OverflowTrail(Generic[T]):
         absorbed = [] if is_uninitialised(func) else self._behind(read)
         result = self._run(compute, func, args, kwargs, given, here)
         if self._results:
-            for each in filter(_is_whole, overwritten(func, args, kwargs)):
-                self._results.pop(storage_of(each), None)
+            for each in overwritten(func, args, kwargs):
+                if is_plain(each) and each.numel() * each.element_size() == each.untyped_storage().nbytes():
+                    self._results.pop(storage_of(each), None)
         if absorbed:
             self._depend(tensors_of((result, written(func, args, kwargs))), absorbed)
         return result
@@ -137,8 +138,8 @@ class OverflowTrail(Generic[T]):
         if is_view(func) or is_uninitialised(func) or is_collective(func) or not all(map(is_plain, given)):
             return compute(func, args, kwargs)
         trails = [shadow for t in given if (shadow := self._shadow(t)) is not None and shadow.reaches(t)]
-        changing = {_memory(t) for t in written(func, args, kwargs)}
-        before = {id(t): t.clone() for t in given if _memory(t) in changing}
+        changing = {identity_of(t) for t in written(func, args, kwargs)}
+        before = {id(t): t.clone() for t in given if identity_of(t) in changing}
         exact = {id(t): shadow.of(t) for t in given if (shadow := self._shadow(t)) is not None}
         result = compute(func, args, kwargs)
         outputs = _floats(func, args, kwargs, result)
@@ -193,14 +194,13 @@ class OverflowTrail(Generic[T]):
         for tensor in tensors:
             memory, before = memory_of(tensor), self._behind([tensor])
             if memory is not None:
-                storage = memory.untyped_storage()
-                reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-                self._results[storage_identity(storage)] = reference, list(dict.fromkeys([*before, *absorbed]))
+                reference = StorageWeakRef(memory.untyped_storage())  # type: ignore[no-untyped-call]
+                self._results[identity_of(memory)] = reference, list(dict.fromkeys([*before, *absorbed]))
 
     def _shadow(self, tensor: Tensor) -> _Shadow[T] | None:
         if not self._shadows or not tensor.is_floating_point():
             return None
-        shadow = self._shadows.get(_memory(tensor))
+        shadow = self._shadows.get(identity_of(tensor))
         return shadow if shadow is not None and shadow.dtype is tensor.dtype else None
 
     def _keep(self, out: Tensor, values: Tensor, origin: Overflow[T]) -> None:
@@ -212,7 +212,7 @@ class OverflowTrail(Generic[T]):
                 del self._shadows[key]
             whole = torch.empty(0, dtype=out.dtype, device=out.device).set_(storage).to(values.dtype, copy=True)
             reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-            shadow = self._shadows[_memory(out)] = _Shadow(reference, whole, out.dtype, origin)
+            shadow = self._shadows[identity_of(out)] = _Shadow(reference, whole, out.dtype, origin)
         shadow.of(out).copy_(values)
 
     def _overwrite(self, out: Tensor) -> None:
@@ -220,14 +220,6 @@ class OverflowTrail(Generic[T]):
         shadow = self._shadow(out)
         if shadow is not None:
             shadow.of(out).copy_(out)
-
-
-def _memory(tensor: Tensor) -> int:
-    return storage_identity(tensor.untyped_storage())
-
-
-def _is_whole(tensor: Tensor) -> bool:
-    return is_plain(tensor) and tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
 
 
 def is_plain(tensor: Tensor) -> bool:

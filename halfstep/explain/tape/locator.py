@@ -46,23 +46,13 @@ class Place:
     again: bool = False  # a checkpoint runs this part of a forward a second time
 
 
-@dataclass(frozen=True, eq=False)
-class _Known:
-    """A tensor of a model, and its byte range within its storage."""
-
-    kind: str
-    name: str
-    tensor: Tensor
-    start: int
-    end: int
-
-
 class Locator:
     """Finds names of modules and tensors ("1:attn" in several models) and the place of the running operation."""
 
     def __init__(self, roots: Sequence[nn.Module]) -> None:
         self._modules: dict[int, tuple[str, weakref.ref[nn.Module]]] = {}  # weak, so that a session is not kept alive
-        self._tensors: dict[int, list[_Known]] = {}  # keyed by memory: several may share a flat piece
+        # (kind, name, tensor) and the bytes in its storage, keyed by memory: several may share a flat piece
+        self._tensors: dict[int, list[tuple[range, tuple[str, str, Tensor]]]] = {}
         self._identities: list[StorageWeakRef] = []  # these keep the identity of freed memory from being reused
         self._kinds: dict[str, str] = {}  # by file
         classes = {id(type(module)): type(module) for root in roots for module in root.modules()}.values()
@@ -88,7 +78,7 @@ class Locator:
         held = memory_of(memory)
         if held is None:
             return
-        self._tensors.setdefault(_identity(held), []).append(_Known(kind, name, tensor, *_span(held)))
+        self._tensors.setdefault(identity_of(held), []).append((_span(held), (kind, name, tensor)))
         self._identities.append(StorageWeakRef(held.untyped_storage()))  # type: ignore[no-untyped-call]
 
     def module(self, name: str) -> nn.Module | None:
@@ -97,12 +87,10 @@ class Locator:
     def tensor(self, tensor: Tensor) -> tuple[str, str, Tensor] | None:
         """Returns (kind, name, tensor) of the models' tensor that shares memory with `tensor`, or None."""
         held = memory_of(tensor)
-        known = [] if held is None else self._tensors.get(_identity(held), [])
+        known = [] if held is None else self._tensors.get(identity_of(held), [])
         if held is None or not known:
             return None
-        start, _ = _span(held)
-        found = next((each for each in known if each.start <= start < each.end), known[0])
-        return found.kind, found.name, found.tensor
+        return next((each for span, each in known if _span(held).start in span), known[0][1])
 
     def here(self) -> Place:
         """Returns the place of the running operation; searches the stack upwards, to the call that began the pass."""
@@ -170,7 +158,7 @@ def memory_of(tensor: Tensor) -> Tensor | None:
     """Returns the tensor that holds a tensor's elements: itself, or the values of a sparse or nested tensor."""
     try:
         held = _dense(tensor)
-        return held if held is not None and _identity(held) else None
+        return held if held is not None and identity_of(held) else None
     except (NotImplementedError, RuntimeError):
         return None
 
@@ -178,7 +166,7 @@ def memory_of(tensor: Tensor) -> Tensor | None:
 def storage_of(tensor: Tensor) -> int:
     """Returns the identity of the memory of a tensor's elements; 0 if unknown."""
     held = memory_of(tensor)
-    return 0 if held is None else _identity(held)
+    return 0 if held is None else identity_of(held)
 
 
 def _dense(tensor: Tensor) -> Tensor | None:
@@ -193,15 +181,16 @@ def _dense(tensor: Tensor) -> Tensor | None:
         return tensor.values() if tensor.layout in _COMPRESSED else None
 
 
-def _identity(held: Tensor) -> int:
+def identity_of(held: Tensor) -> int:
+    """Returns the identity of the memory of a tensor whose elements are in its own storage."""
     return int(storage_identity(held.untyped_storage()))
 
 
-def _span(held: Tensor) -> tuple[int, int]:
-    """Returns the byte offsets of a tensor's start and end (exclusive) in its storage; never an empty range."""
+def _span(held: Tensor) -> range:
+    """Returns the bytes of its storage that a tensor has; never an empty range."""
     reach = 1 + sum(stride * (size - 1) for size, stride in zip(held.shape, held.stride(), strict=True) if size)
     start = int(held.storage_offset())
-    return start * held.itemsize, (start + reach) * held.itemsize
+    return range(start * held.itemsize, (start + reach) * held.itemsize)
 
 
 def _kind(path: str) -> str:

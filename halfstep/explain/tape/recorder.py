@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.explain.tape.absorbed import OverflowTrail
-from halfstep.explain.tape.locator import Locator, memory_of, storage_of
+from halfstep.explain.tape.locator import Locator, identity_of, memory_of, storage_of
 from halfstep.explain.tape.nonfinite import (
     Exact,
     NonFinite,
@@ -48,7 +48,6 @@ from halfstep.torch_internals import (
     saved_by,
     schema_of,
     sequence_number,
-    storage_identity,
     without_modes,
 )
 
@@ -257,11 +256,11 @@ class OpRecorder(OpMode):
         memory = memory_of(out)
         if memory is None:
             return
-        storage = memory.untyped_storage()
-        key = storage_identity(storage)
+        key = identity_of(memory)
         entry = self._writes.get(key)
         if entry is None or (fresh and entry.last is not note):
-            entry = self._writes[key] = _Writes(StorageWeakRef(storage), note)  # type: ignore[no-untyped-call]
+            reference = StorageWeakRef(memory.untyped_storage())  # type: ignore[no-untyped-call]
+            entry = self._writes[key] = _Writes(reference, note)
         entry.last = note
         if bad:
             entry.bad.append(note)
@@ -334,7 +333,7 @@ class OpRecorder(OpMode):
 
     def _custom(self, bad: NonFinite) -> Note | None:
         """Returns a note for the custom backward that the running node got its gradient from; None if there is none."""
-        custom = self._customs.before_running()
+        custom = self._customs.get(_key(running_node()))
         if custom is None:
             return None
         name, number = custom
@@ -369,7 +368,7 @@ class OpRecorder(OpMode):
         note.node = node.name()
         number = sequence_number(node)
         if backward_task() not in self._roots:
-            self._customs.know(node)
+            self._customs.update(_customs_below(node))
         note.root = self._roots.setdefault(backward_task(), number) == number
         if note.node == _ACCUMULATE:
             known = self.locator.tensor(node.variable)
@@ -410,7 +409,7 @@ class OpRecorder(OpMode):
         self.notes: list[Note] = []
         self._writes: dict[int, _Writes] = {}
         self._nodes: dict[int, list[Note]] = {}  # keyed by the sequence number of an operation's autograd node
-        self._customs = Customs()
+        self._customs: dict[tuple[int, int], tuple[str, int]] = {}  # see `_customs_below`
         self._roots: dict[int, int] = {}  # sequence number of the first node, by backward pass
 
     def __enter__(self) -> OpRecorder:
@@ -468,27 +467,19 @@ def _is_mask(tensor: Tensor, bad: NonFinite) -> bool:
     return bool((dense.isinf() | (dense == 0)).all())
 
 
-class Customs:
-    """Finds the custom autograd node, if any, from which the running node of a backward pass got its gradient."""
-
-    def __init__(self) -> None:
-        self._before: dict[tuple[int, int], tuple[str, int]] = {}
-
-    def know(self, root: Any) -> None:
-        """Registers the graph below `root`, the first node of a backward pass."""
-        seen, waiting = {_key(root)}, [root]
-        while waiting:
-            node: Any = waiting.pop()
-            following = [each for each, _ in node.next_functions if each is not None]
-            if is_users_function(node):
-                name = str(node.name()).removesuffix("Backward")
-                self._before.update((_key(each), (name, sequence_number(node))) for each in following)
-            waiting += [each for each in following if _key(each) not in seen]
-            seen.update(map(_key, following))
-
-    def before_running(self) -> tuple[str, int] | None:
-        """Returns (name, sequence number) of the custom node that the running node got its gradient from, or None."""
-        return self._before.get(_key(running_node()))
+def _customs_below(root: Any) -> dict[tuple[int, int], tuple[str, int]]:
+    """Returns (name, sequence number) of custom autograd nodes below `root`, by the nodes that get their gradients."""
+    found: dict[tuple[int, int], tuple[str, int]] = {}
+    seen, waiting = {_key(root)}, [root]
+    while waiting:
+        node: Any = waiting.pop()
+        following = [each for each, _ in node.next_functions if each is not None]
+        if is_users_function(node):
+            name = str(node.name()).removesuffix("Backward")
+            found.update((_key(each), (name, sequence_number(node))) for each in following)
+        waiting += [each for each in following if _key(each) not in seen]
+        seen.update(map(_key, following))
+    return found
 
 
 def is_brought_in(tensor: Tensor) -> bool:

@@ -20,10 +20,9 @@ import torch
 from torch import autocast as TorchAutocast  # also where torch.autocast is a drop-in
 
 from halfstep.edits import Edit, OpChange
-from halfstep.explain.diagnose.streams import Stream
 from halfstep.explain.diagnose.words import place_of
 from halfstep.formats import as_format, is_low
-from halfstep.lab.inspection.meter import AS_CALLED, Call, Meter, Reason, Shape, Step, kept_full, place_in
+from halfstep.lab.inspection.meter import AS_CALLED, Call, Meter, Reason, Shape, Step, Stream, kept_full, place_in
 from halfstep.measurements import Saving
 from halfstep.modes import is_custom
 from halfstep.timing import take_turns
