@@ -14,7 +14,7 @@ import operator
 import os
 import sys
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import fields
@@ -458,9 +458,6 @@ def is_super(code: CodeType) -> bool:
 _JOIN = "_join_config"
 _SYNCS = "init_sync"  # the argument of DistributedDataParallel by which it sends weights
 _HOOKS = "_comm_hooks"
-
-
-_GLOO = "gloo/transport"  # in the messages of what connects processes on CPUs; tests/test_sharded.py has them come
 default_store: Callable[[], Any]  # in which the processes of a group have met
 group_named: Callable[[str], Any]
 if torch.distributed.is_available():
@@ -470,7 +467,8 @@ if torch.distributed.is_available():
 
 def is_lost_connection(error: RuntimeError) -> bool:
     """Tells whether an error comes from an operation that lost its connection to other processes."""
-    return isinstance(error, torch.distributed.DistError) or _GLOO in str(error)
+    # What connects processes on CPUs names itself in its messages; tests/test_sharded.py has them come.
+    return isinstance(error, torch.distributed.DistError) or "gloo/transport" in str(error)
 
 
 # What torch's allocator, C++ and oneDNN say.
@@ -497,9 +495,8 @@ def has_comm_hook(wrapper: DistributedDataParallel) -> bool:
 def sends_weights(frame: FrameType | None) -> bool:
     """Tells whether a DistributedDataParallel whose constructor is running sends its weights to other processes."""
     # The constructor's argument `init_sync` is read from the stack, since the wrapper does not keep it.
-    while frame is not None and frame.f_code is not DistributedDataParallel.__init__.__code__:
-        frame = frame.f_back
-    return frame is None or bool(frame.f_locals.get(_SYNCS, True))
+    found = next((each for each in frames_of(frame) if each.f_code is DistributedDataParallel.__init__.__code__), None)
+    return found is None or bool(found.f_locals.get(_SYNCS, True))
 
 
 _CLASS_INDEX = "_orig_cls_mro_index"  # of a module's own class below the one that FSDP2 gives it
@@ -606,6 +603,14 @@ DISPATCH_FILES = tuple(  # between what calls an operation and what sees it
     )
 )
 
+
+def frames_of(frame: FrameType | None) -> Iterator[FrameType]:
+    """Yields a frame and those that called it, the nearest first."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
 # Texts.
 BEYOND = "without overflow"  # in the error for a constant that the format of the result does not have
 
@@ -656,20 +661,15 @@ _APPLY = getattr(torch.autograd.Function.apply, "__code__", None)  # from torch 
 def in_function(frame: FrameType | None) -> bool:
     """Returns whether a frame runs in the forward of a custom autograd function."""
     # Where `apply` is not python code, a forward is known by its first argument: a mistake costs time alone.
-    while frame is not None:
-        code = frame.f_code
-        if code is _APPLY or (_APPLY is None and code.co_argcount and code.co_varnames[0] == "ctx"):
-            return True
-        frame = frame.f_back
-    return False
+    codes = (each.f_code for each in frames_of(frame))
+    if _APPLY is None:
+        return any(code.co_argcount and code.co_varnames[0] == "ctx" for code in codes)
+    return any(code is _APPLY for code in codes)
 
 
 def in_checkpoint() -> bool:
     """Tells whether an activation checkpoint of torch's is on the call stack."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename != CHECKPOINT_FILE:
-        frame = frame.f_back
-    return frame is not None
+    return any(each.f_code.co_filename == CHECKPOINT_FILE for each in frames_of(sys._getframe(1)))
 
 
 _allocations: Any = _name("torch.autograd.profiler_legacy.profile")  # in order, and without a word on the terminal

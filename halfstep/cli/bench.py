@@ -161,14 +161,14 @@ def bench(  # noqa: PLR0913  # each is an option of the command, described above
     within = None if several else WITHIN if gradient_error is None else gradient_error
     count = STEPS if steps is None else steps
     if model or batch_size or compile != "off" or page is not None or largest_batch is not None:
-        if seeds != 1:
-            raise WorkloadError("a sweep runs each row with one seed; leave out --seeds")
-        if seconds is not None:
-            raise WorkloadError("a sweep makes the same steps at each point; leave out --seconds, and pass --steps")
-        if model and workload is not None:
-            raise WorkloadError(
-                f"--model {model} and the workload {workload} both choose what is trained; pass only one of them"
-            )
+        both = f"--model {model} and the workload {workload} both choose what is trained; pass only one of them"
+        for wrong, why in (
+            (seeds != 1, "a sweep runs each row with one seed; leave out --seeds"),
+            (seconds, "a sweep makes the same steps at each point; leave out --seconds, and pass --steps"),
+            (model and workload, both),
+        ):
+            if wrong:
+                raise WorkloadError(why)
         asked = Asked(
             tuple(names(model)) or (name,), sizes(batch_size), _compiled(rows, compile), count, place,
             parse_settings(settings), data, command=_command(), within=within,

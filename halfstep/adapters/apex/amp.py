@@ -62,7 +62,13 @@ def initialize(  # noqa: PLR0913  # apex's arguments, in their order
     chosen = _as_list(models, nn.Module, "models")
     wrapped = [] if optimizers is None else _as_list(optimizers, Optimizer, "optimizers")
     loaded_low = _check_models(chosen)
-    stepping = _check_optimizers([_own(each) for each in wrapped])
+    stepping = [_own(each) for each in wrapped]
+    for optimizer in stepping:
+        if any(optimizer is each for trained in STATE.sessions() for each in trained.session.optimizers):
+            raise RuntimeError(
+                f"This {type(optimizer).__name__} was already passed to amp.initialize; call amp.initialize once, with "
+                "all models and optimizers that train together."
+            )
     overrides = {
         "cast_model_type": cast_model_type,
         "patch_torch_functions": patch_torch_functions,
@@ -145,16 +151,6 @@ def _check_models(models: Sequence[nn.Module]) -> list[nn.Module]:
         if low:
             loaded_low.append(model)
     return loaded_low
-
-
-def _check_optimizers(optimizers: list[Optimizer]) -> list[Optimizer]:
-    for optimizer in optimizers:
-        if any(optimizer is each for trained in STATE.sessions() for each in trained.session.optimizers):
-            raise RuntimeError(
-                f"This {type(optimizer).__name__} was already passed to amp.initialize; call amp.initialize once, with "
-                "all models and optimizers that train together."
-            )
-    return optimizers
 
 
 @contextmanager

@@ -55,18 +55,24 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
                 f"DistributedDataParallel got shared_param={shared_param!r}, which apex no longer takes; pass "
                 "delay_allreduce=True for models with shared or unused parameters"
             )
-        if not gradient_average:
-            raise SetupError(
+        for wrong, why in (
+            (
+                not gradient_average,
                 "DistributedDataParallel got gradient_average=False, but torch always averages over the processes; "
-                "leave it out, and multiply the loss by torch.distributed.get_world_size() to get the sum"
-            )
-        if allreduce_always_fp32:
-            raise SetupError(
+                "leave it out, and multiply the loss by torch.distributed.get_world_size() to get the sum",
+            ),
+            (
+                allreduce_always_fp32,
                 "DistributedDataParallel got allreduce_always_fp32=True, but torch reduces gradients in the dtype of "
-                "their weights; leave it out, and use opt_level O1, where weights and gradients are fp32"
-            )
-        if isinstance(message_size, bool) or not isinstance(message_size, int | float) or not message_size > 0:
-            raise SetupError(f"message_size is {message_size!r}; pass the number of elements in a bucket, above 0")
+                "their weights; leave it out, and use opt_level O1, where weights and gradients are fp32",
+            ),
+            (
+                isinstance(message_size, bool) or not isinstance(message_size, int | float) or not message_size > 0,
+                f"message_size is {message_size!r}; pass the number of elements in a bucket, above 0",
+            ),
+        ):
+            if wrong:
+                raise SetupError(why)
         super().__init__(
             module,
             bucket_cap_mb=max(1, round(message_size * _BYTES_PER_ELEMENT / 2**20)),

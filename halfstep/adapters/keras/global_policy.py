@@ -126,21 +126,23 @@ def policy_of(plan: Plan) -> Policy:
     """Returns the plan's policy for layers that no rule matches."""
     if not isinstance(plan, Plan):
         raise PlanError(f"{plan!r:.80} is not a Plan; pass one, such as level('O1', 'fp16')")
-    if plan.op_changes != OpChanges():
-        raise PlanError(
-            f"plan {plan.name!r} has op_changes, which change torch's op table, but Keras has no op table; use a rule "
-            "on the layer instead, such as Rule('type:Softmax', FULL)"
-        )
-    if plan.moments != "full":
-        raise PlanError(
-            f"plan {plan.name!r} has moments {plan.moments!r}, but Keras's own optimizers keep their states; use "
-            'moments="full"'
-        )
-    if plan.products != "plan":
-        raise PlanError(
-            f"plan {plan.name!r} has products {plan.products!r}, but Keras's layers multiply by themselves; use "
-            'products="plan"'
-        )
+    for wrong, why in (
+        (
+            plan.op_changes != OpChanges(),
+            "op_changes, which change torch's op table, but Keras has no op table; use a rule on the layer instead, "
+            "such as Rule('type:Softmax', FULL)",
+        ),
+        (
+            plan.moments != "full",
+            f'moments {plan.moments!r}, but Keras\'s own optimizers keep their states; use moments="full"',
+        ),
+        (
+            plan.products != "plan",
+            f'products {plan.products!r}, but Keras\'s layers multiply by themselves; use products="plan"',
+        ),
+    ):
+        if wrong:
+            raise PlanError(f"plan {plan.name!r} has {why}")
     for rule in plan.rules:
         if rule.buffers != "keep" or rule.input != "policy":
             raise PlanError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from os import PathLike
 from typing import Any, Literal
 
@@ -26,7 +27,7 @@ _LOG = logging.getLogger("halfstep")
 _VERDICTS = 3  # looked for in a run: each costs several runs of a batch without compilation
 
 
-class StepLog:
+class StepLog(AbstractContextManager["StepLog"]):
     """Writes halfstep's run log from a custom training loop: call `step` after each step of the optimizer.
 
     Every `every` steps, histograms of the weights and of the gradients passed to `step` are written. `halfstep report
@@ -48,7 +49,14 @@ class StepLog:
                 f"{type(optimizer).__name__}; wrap it: LossScaleOptimizer(optimizer, plan.scale)"
             )
         self._model, self._optimizer, self._every = model, optimizer, every
-        modules = _names_as_planned(model, plan)
+        layers = describe(model, plan).modules
+        wrong = [f"{each.name or '(model)'}: {each.reason}" for each in layers if "not as" in each.reason]
+        if wrong:
+            raise PlanError(
+                f"{len(wrong)} layers of {model.name!r} do not have the policies of plan {plan.name!r} "
+                f"({'; '.join(wrong[:3])}); call apply_plan(model, plan) before model.compile"
+            )
+        modules = tuple(each.name for each in layers if each.name)
         self._owners = {id(v): path for path, layer in layers_of(model) for v in own_variables(layer)}
         self.log = RunLog(path)
         device = "cuda" if torch.cuda.is_available() and keras.distribution.list_devices("gpu") else "cpu"
@@ -110,9 +118,6 @@ class StepLog:
 
     def close(self) -> None:
         self.log.close()
-
-    def __enter__(self) -> StepLog:
-        return self
 
     def __exit__(self, *error: Any) -> None:
         self.log.__exit__(*error)
@@ -264,18 +269,6 @@ class KeepStatistics(keras.callbacks.Callback):
         backend().sync(self.model)
         optimizer = self.model.optimizer
         return int(ops.convert_to_numpy(optimizer.skipped)) if optimizer.built else 0
-
-
-def _names_as_planned(model: keras.Model, plan: Plan) -> tuple[str, ...]:
-    """Returns the names of the model's layers, all of which must have the plan's policies."""
-    assignment = describe(model, plan)
-    wrong = [f"{each.name or '(model)'}: {each.reason}" for each in assignment.modules if "not as" in each.reason]
-    if wrong:
-        raise PlanError(
-            f"{len(wrong)} layers of {model.name!r} do not have the policies of plan {plan.name!r} "
-            f"({'; '.join(wrong[:3])}); call apply_plan(model, plan) before model.compile"
-        )
-    return tuple(each.name for each in assignment.modules if each.name)
 
 
 def _gradients(model: keras.Model, x: Any, y: Any, sample_weight: Any, *, scale: float) -> list[Any]:

@@ -27,7 +27,6 @@ from halfstep.adapters.script.found import (
     paired,
     roots_of,
     trained_by,
-    unowned,
 )
 from halfstep.edits import FULL, Rule
 from halfstep.errors import SetupError
@@ -109,7 +108,8 @@ class Conversion:
 
     def built(self, optimizer: Optimizer, *, copied: bool = False) -> None:
         """Records an optimizer that the script makes or copies; the optimizer's `__init__` may still be running."""
-        if self.brings is not None or isinstance(optimizer, ByHand) or self._knows(optimizer):
+        known = (o for made in self._made.values() if (o := made.own()) is not None)
+        if self.brings is not None or isinstance(optimizer, ByHand) or any(vars(o) is vars(optimizer) for o in known):
             return
         key = id(optimizer)
         own = weakref.ref(optimizer, partial(self._gone, key))
@@ -117,10 +117,6 @@ class Conversion:
         release = send_step(alias_of(optimizer), partial(self._step_unopened, weakref.ref(optimizer)))
         self._made[key] = _Made(own, release, copied)
         self.watch.start()
-
-    def _knows(self, optimizer: Optimizer) -> bool:
-        known = (made.own() for made in self._made.values())
-        return any(own is not None and vars(own) is vars(optimizer) for own in known)
 
     def _gone(self, key: int, _: weakref.ref[Optimizer]) -> None:
         """Lets go of an optimizer that the script has dropped, and closes the session if it was the last one in it."""
@@ -225,7 +221,8 @@ class Conversion:
         roots = roots_of(trained, called)
         if not any(called is module for root in roots for module in root.modules()):
             return  # a program that was exported from them runs as written
-        self._initialize(roots, kept, strays=unowned(trained, roots))
+        owned = {id(p) for root in roots for p in root.parameters()}
+        self._initialize(roots, kept, strays=[p for p in trained if id(p) not in owned])
         plan = self._plan
         if self._session is not None and (plan.param == "low" or plan.scale.active):
             why = (
@@ -330,19 +327,13 @@ class Conversion:
                 scaled = [d * scale.to(out.device, out.dtype) for out, d in zip(outputs, ones, strict=True)]
                 begin_pass(partial(original, outputs, scaled, **kwargs))
         if self._by_hand is not None and session.plan.ops != "none":
-            self._skip_by_hand(self._by_hand)
+            self._by_hand.step()  # by which the session checks the gradients; they are zeroed if it skips the step
+            for p in trained_by([self._by_hand]):
+                if p.grad is not None and self._skipped is not None:
+                    p.grad.detach().masked_fill_(self._skipped.to(p.grad.device), 0.0)
         if self.brings is not None:
             self.close()
             self._forget()
-
-    def _skip_by_hand(self, by_hand: ByHand) -> None:
-        """Lets the session check the gradients, and zeroes them if the session skips the step."""
-        by_hand.step()
-        if self._skipped is not None:
-            with torch.no_grad():
-                for p in trained_by([by_hand]):
-                    if p.grad is not None:
-                        p.grad.masked_fill_(self._skipped.to(p.grad.device), 0.0)
 
     def grad(self, original: Callable[..., Any], outputs: Any, inputs: Any, kwargs: dict[str, Any]) -> Any:
         """Returns gradients as torch's own `grad` (`original`) does, computed with the loss scale and then unscaled."""
@@ -459,17 +450,14 @@ class Conversion:
             self._undo.close()
             return
         with outside_of_transforms():
-            self._close(self._session)
-
-    def _close(self, session: Session) -> None:
-        self._adopt()
-        self._session, self._opened, self._stale = None, [], False
-        self._by_hand, self._known = None, weakref.WeakSet()
-        try:
-            self._state = session.state_dict()
-            self.trained = session.status()
-        finally:
-            self._undo.close()
+            self._adopt()
+            session, self._session, self._opened, self._stale = self._session, None, [], False
+            self._by_hand, self._known = None, weakref.WeakSet()
+            try:
+                self._state = session.state_dict()
+                self.trained = session.status()
+            finally:
+                self._undo.close()
 
 
 def _there(made: Sequence[_Made]) -> list[Optimizer]:

@@ -166,12 +166,6 @@ def _is_program(root: nn.Module) -> bool:
     return all(type(part) is nn.Module or isinstance(part, fx.GraphModule) for part in holders)
 
 
-def unowned(parameters: Sequence[Tensor], roots: Iterable[nn.Module]) -> list[Tensor]:
-    """Returns the parameters that belong to none of these modules."""
-    owned = {id(p) for root in roots for p in root.parameters()}
-    return [p for p in parameters if id(p) not in owned]
-
-
 def paired(tensors: Any, directions: Any) -> tuple[tuple[Tensor, ...] | None, tuple[Tensor | None, ...]]:
     """Returns a pass's outputs and their gradients (None for 1); None for outputs that halfstep cannot scale."""
     given = [each if each is None or isinstance(each, Tensor) else list(each) for each in (tensors, directions)]

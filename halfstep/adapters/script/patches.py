@@ -25,7 +25,7 @@ from halfstep.adapters.apex.install import uninstall as uninstall_apex
 from halfstep.adapters.script.conversion import Conversion
 from halfstep.formats import Format
 from halfstep.initialize import initialize
-from halfstep.torch_internals import FOLDER, in_backward, in_functorch, is_compiling_here, scripts_builtins
+from halfstep.torch_internals import FOLDER, frames_of, in_backward, in_functorch, is_compiling_here, scripts_builtins
 from halfstep.train.cast.ops import autocast
 from halfstep.train.session.open import open_session
 from halfstep.train.session.session import Session
@@ -144,14 +144,9 @@ def _before_apex_amp(run: Any, listener: Conversion) -> Any:
 
 
 def _session_made(listener: Conversion, session: Session) -> None:
-    frame: FrameType | None = sys._getframe(2)  # that makes the session
-    while frame is not None and frame.f_code in (
-        open_session.__code__,
-        initialize.__code__,
-        inspect.unwrap(initialize).__code__,
-    ):
-        frame = frame.f_back
-    file = "" if frame is None else frame.f_code.co_filename
+    ours = open_session.__code__, initialize.__code__, inspect.unwrap(initialize).__code__
+    makers = (each.f_code for each in frames_of(sys._getframe(2)))  # that make the session
+    file = next((code.co_filename for code in makers if code not in ours), "")
     if file == APEX:
         listener.opened(session, "apex.amp")
     elif not file.startswith(HALFSTEP) or Path(file).parent == ADAPTERS:  # else the listener's own, or of a trial
@@ -160,13 +155,8 @@ def _session_made(listener: Conversion, session: Session) -> None:
 
 def _is_ours(frame: FrameType | None) -> bool:
     """Returns whether torch (for example in checkpointing) or halfstep created an autocast object, not the script."""
-    while frame is not None and frame.f_code.co_filename in MAKERS:
-        frame = frame.f_back
-    return _is_in(frame, FOLDER, HALFSTEP)
-
-
-def _is_in(frame: FrameType | None, *folders: str) -> bool:
-    return frame is not None and frame.f_code.co_filename.startswith(folders)
+    files = (each.f_code.co_filename for each in frames_of(frame))
+    return next((file for file in files if file not in MAKERS), "").startswith((FOLDER, HALFSTEP))
 
 
 def _is_nested() -> bool:
@@ -238,7 +228,7 @@ def _takes_full(run: Any, listener: Conversion, written: int) -> Any:
                 break
         else:
             return run(*args, **kwargs)
-        if not listener.lends_full() or _is_in(sys._getframe(1), HALFSTEP):
+        if not listener.lends_full() or sys._getframe(1).f_code.co_filename.startswith(HALFSTEP):
             return run(*args, **kwargs)
         kept = args[:written]  # which stay the tensors that they are
         if any(t.dtype in LOW for each in kept for t in ([each] if isinstance(each, torch.Tensor) else each)):

@@ -92,17 +92,23 @@ def check(
         SetupError: the model is sharded.
     """
     check_given("check", session, (lambda: None) if closure is None else closure)
-    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
-        what = type(scaler).__name__
-        raise SessionError(
-            f"scaler is of type {what}; pass the torch.amp.GradScaler that the loop uses, or leave it out"
-        )
-    if not isinstance(precision, bool):
-        raise SessionError(f"precision is {short(precision)}; pass True to compare the step with fp32, or False")
-    if any(tensor.is_meta for module, _ in session.modules() for tensor in module.parameters(recurse=False)):
-        raise SessionError(
-            "the model is on the meta device, where no number can be read; move it with to_empty() first"
-        )
+    for wrong, why in (
+        (
+            scaler is not None and not isinstance(scaler, torch.amp.GradScaler),
+            f"scaler is of type {type(scaler).__name__}; pass the torch.amp.GradScaler that the loop uses, or leave it "
+            "out",
+        ),
+        (
+            not isinstance(precision, bool),
+            f"precision is {short(precision)}; pass True to compare the step with fp32, or False",
+        ),
+        (
+            any(tensor.is_meta for module, _ in session.modules() for tensor in module.parameters(recurse=False)),
+            "the model is on the meta device, where no number can be read; move it with to_empty() first",
+        ),
+    ):
+        if wrong:
+            raise SessionError(why)
     traced, rounded = ([], set()) if closure is None else trace_step(session, closure, precision=precision)
     setup = Setup(
         plan=session.plan,

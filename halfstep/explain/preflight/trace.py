@@ -23,7 +23,7 @@ from halfstep.explain.tape.schemas import leaves_of
 from halfstep.formats import FP32, Format, as_format, is_low, needs_scale
 from halfstep.plan.plan import Plan
 from halfstep.records import Finding
-from halfstep.torch_internals import NO_BACKWARD, backward_task, schema_of
+from halfstep.torch_internals import in_backward, schema_of
 from halfstep.train.scale.loss import FP16_LOSS_CEILING
 from halfstep.train.session.session import Session
 
@@ -77,18 +77,11 @@ class StepTracer(OpRecorder):
         self._constants: dict[tuple[str, str | None, str | None, float], tuple[Note, Format, bool]] = {}
 
     def after(self, note: Note, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
-        if backward_task() == NO_BACKWARD:  # a checkpoint's second run was seen before
-            self._look_at_constants(note, func, args, kwargs, result)
-
-    def _look_at_constants(
-        self, note: Note, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
-    ) -> None:
-        out = result if isinstance(result, Tensor) else None
-        if out is None or not is_low(out.dtype):
-            return
-        name, fmt = schema_of(func).name.rpartition("::")[2], as_format(out.dtype)
+        if in_backward() or not isinstance(result, Tensor) or not is_low(result.dtype):
+            return  # a checkpoint's second run was seen before
+        name, fmt = schema_of(func).name.rpartition("::")[2], as_format(result.dtype)
         if name in CASTS:
-            self._look_at_cast(note, next((a for a in reversed(args) if isinstance(a, Tensor)), None), out, fmt)
+            self._look_at_cast(note, next((a for a in reversed(args) if isinstance(a, Tensor)), None), result, fmt)
             return
         if name in GUARDS:
             args = [self._constant(note, arg, fmt) if isinstance(arg, Tensor) else arg for arg in args]

@@ -111,7 +111,13 @@ def decode(line: bytes) -> Line:
     if isinstance(found, StepLine):
         return StepValues(**given)
     if isinstance(found, ObservationLine):
-        return _observation(given)
+        first, used = given.pop("first"), given["exponents"]
+        rest = BINS - first - len(used)
+        if rest < 0:
+            raise msgspec.ValidationError(f"expected histogram bins 0 to {BINS}, got {first} to {first + len(used)}")
+        given["exponents"] = (0,) * first + used + (0,) * rest
+        stats = TensorStats(**{name: given.pop(name) for name in (*COUNTS, "exponents", *DOUBLES)})
+        return Observation(**given, stats=stats)
     after = given.pop("after")
     code = [each for each in given["cure"] if isinstance(each, str)]
     given["advice"] += f"; edits: {', '.join(code)}" if code else ""
@@ -138,16 +144,6 @@ def _entries(record: object) -> object:
             kind = "verdict" if isinstance(found, Verdict) else "finding"
             return {"type": kind, "after": step, **vars(found), "cure": list(map(edit_to_dict, found.cure))}
     return record
-
-
-def _observation(given: dict[str, Any]) -> Observation:
-    first, used = given.pop("first"), given["exponents"]
-    after = BINS - first - len(used)
-    if after < 0:
-        raise msgspec.ValidationError(f"expected histogram bins 0 to {BINS}, got {first} to {first + len(used)}")
-    given["exponents"] = (0,) * first + used + (0,) * after
-    stats = TensorStats(**{name: given.pop(name) for name in (*COUNTS, "exponents", *DOUBLES)})
-    return Observation(**given, stats=stats)
 
 
 def plain(value: Any) -> Any:

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from inspect import unwrap as unwrap_function
+from traceback import walk_tb
 from types import CodeType, FrameType, FunctionType, TracebackType
 
 import torch
@@ -25,6 +26,7 @@ from halfstep.torch_internals import (
     NO_BACKWARD,
     StorageWeakRef,
     backward_task,
+    frames_of,
     sparse_values,
     storage_identity,
     without_modes,
@@ -94,10 +96,9 @@ class Locator:
 
     def here(self) -> Place:
         """Returns the place of the running operation; searches the stack upwards, to the call that began the pass."""
-        frame: FrameType | None = sys._getframe(1)
         module = line = call = enclosing = None
         function, again, in_backward = "", False, backward_task() != NO_BACKWARD
-        while frame is not None:
+        for frame in frames_of(sys._getframe(1)):
             found = module is not None and line is not None
             if found and (again or not in_backward):
                 break
@@ -117,7 +118,6 @@ class Locator:
                     line = f"{os.path.basename(code.co_filename)}:{frame.f_lineno} in {code.co_name}"
                 module = self._running_in(frame) if module is None else module
                 enclosing = self._of(frame, code.co_freevars) if enclosing is None else enclosing
-            frame = frame.f_back
         module = enclosing if module is None and again else module
         return Place(None if module is None else module[0], line, call or (0, 0), function, again)
 
@@ -143,14 +143,12 @@ class Locator:
     def of_error(self, trace: TracebackType | None) -> Place:
         """Returns the place where an error was raised: the innermost module and line of user code in the traceback."""
         module = line = None
-        while trace is not None:
-            frame = trace.tb_frame
+        for frame, number in walk_tb(trace):
             code = frame.f_code
             if self._kind(code) == "user":
-                line = f"{os.path.basename(code.co_filename)}:{trace.tb_lineno} in {code.co_name}"
+                line = f"{os.path.basename(code.co_filename)}:{number} in {code.co_name}"
             known = self._running_in(frame)
             module = module if known is None else known[0]
-            trace = trace.tb_next
         return Place(module, line, (0, 0))
 
 

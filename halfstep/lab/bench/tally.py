@@ -239,24 +239,20 @@ def result_of(
     workload: Workload, tallies: Sequence[Tally], *, parameters: int, device: torch.device, **rest: Any
 ) -> BenchResult:
     """Returns what a benchmark came to; `rest` are fields of BenchResult that only the benchmark knows."""
+    runs = [tally.record(parameters) for tally in tallies]
+    baseline = next((run.times_ms for run in runs if run.level == "O0"), ())
+    peers = {run.low: run.times_ms for run in runs if run.peer and not run.compiled}
     return BenchResult(
         workload=workload.name,
         settings=settings_of(workload),
         parameters=parameters,
-        runs=_speedups([tally.record(parameters) for tally in tallies]),
+        runs=tuple(
+            replace(run, vs_o0=speedup(baseline, run.times_ms), vs_amp=speedup(peers.get(run.low, ()), run.times_ms))
+            for run in runs
+        ),
         peak_method=PEAK_METHOD,
         notes=tuple(text for applies, text in NOTES if any(applies(tally.entry) for tally in tallies)),
         machine=read_machine(device),
         date=datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         **rest,
-    )
-
-
-def _speedups(runs: Sequence[BenchRun]) -> tuple[BenchRun, ...]:
-    """Returns rows with their speed-ups over O0 and over torch.amp in the same format."""
-    baseline = next((run.times_ms for run in runs if run.level == "O0"), ())
-    peers = {run.low: run.times_ms for run in runs if run.peer and not run.compiled}
-    return tuple(
-        replace(run, vs_o0=speedup(baseline, run.times_ms), vs_amp=speedup(peers.get(run.low, ()), run.times_ms))
-        for run in runs
     )

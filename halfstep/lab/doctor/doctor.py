@@ -48,7 +48,7 @@ def examine(
     rates = measure(device, seconds=RATES_SECONDS, tell=tell)
     kinds = by_kind(rates)
     tell("settings")
-    settings = read_settings(device, seconds=SETTINGS_SECONDS)
+    settings = tuple(read_settings(device))
     choices: tuple[Choice, ...] = ()
     date = datetime.now(timezone.utc).isoformat(timespec="seconds")
     saved = None
@@ -195,14 +195,19 @@ _SLOWER = 1.1  # what costs less is not spoken of
 _TINY = 1e-39  # subnormal in fp32
 
 
-def read_settings(device: torch.device, *, seconds: float) -> tuple[Setting, ...]:
-    """Returns the settings that matter on a device, with their measured costs; takes about `seconds` in total."""
-    found = [_deterministic()]
+def read_settings(device: torch.device) -> Iterator[Setting]:
+    """Yields the settings that matter on a device, with their measured costs."""
+    name, costs = "deterministic algorithms", "speed: the deterministic forms of some kernels are slower"
+    on = Setting(name, "on", costs, "torch.use_deterministic_algorithms(False)")
+    yield on if torch.are_deterministic_algorithms_enabled() else Setting(name, "off")
     if device.type == "cuda":
-        found += _cuda_settings()
-    else:
-        found += [_threads(seconds / 2), _subnormals(seconds / 2), _onednn()]
-    return tuple(found)
+        yield from _cuda_settings()
+        return
+    yield _threads(SETTINGS_SECONDS / 2)
+    yield _subnormals(SETTINGS_SECONDS / 2)
+    there = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled  # type: ignore[no-untyped-call]
+    off = Setting("oneDNN", "off", "speed: low products run on slow kernels", "torch.backends.mkldnn.enabled = True")
+    yield Setting("oneDNN", "on") if there else off
 
 
 def _threads(seconds: float) -> Setting:
@@ -248,19 +253,6 @@ def _subnormals(seconds: float) -> Setting:
     costs = "speed: subnormal numbers take {:.1f} times as long"
     advice = "torch.set_flush_denormal(True)"
     return _timed(lambda: tiny * 0.5, lambda: plain * 0.5, seconds, Setting(name, value), costs, advice)
-
-
-def _onednn() -> Setting:
-    there = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    if there and torch.backends.mkldnn.enabled:
-        return Setting("oneDNN", "on")
-    return Setting("oneDNN", "off", "speed: low products run on slow kernels", "torch.backends.mkldnn.enabled = True")
-
-
-def _deterministic() -> Setting:
-    name, costs = "deterministic algorithms", "speed: the deterministic forms of some kernels are slower"
-    on = Setting(name, "on", costs, "torch.use_deterministic_algorithms(False)")
-    return on if torch.are_deterministic_algorithms_enabled() else Setting(name, "off")
 
 
 def _cuda_settings() -> Iterator[Setting]:
