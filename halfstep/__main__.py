@@ -27,13 +27,12 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-app.command(epilog=more(LEVELS))(bench)
-app.command(epilog=more(DIAGNOSIS))(check)
-app.command(epilog=more(LEVELS))(doctor)
-app.command(epilog=more(SLOWER))(inspect)
-app.command(epilog=more(LEVELS))(levels)
-app.command(epilog=more(PLANS))(ops)
-app.command(epilog=more(SEEING))(report)
+for command, page in (
+    *((bench, LEVELS), (check, DIAGNOSIS), (doctor, LEVELS), (inspect, SLOWER), (levels, LEVELS), (ops, PLANS)),
+    *((report, SEEING), (run, GUIDE), (whatif, DIAGNOSIS)),
+):
+    script = {"allow_interspersed_args": False} if command is run else None  # what follows is the script's
+    app.command(epilog=more(page), context_settings=script)(command)
 
 
 def _tell_version(asked: bool) -> None:
@@ -48,11 +47,6 @@ Version = Annotated[bool, typer.Option("--version", callback=_tell_version, help
 @app.callback()
 def _options(version: Version = False) -> None:
     pass
-
-
-what_follows = {"allow_interspersed_args": False}  # the script is the script's
-app.command(epilog=more(GUIDE), context_settings=what_follows)(run)
-app.command(epilog=more(DIAGNOSIS))(whatif)
 
 
 def main() -> None:

@@ -141,8 +141,8 @@ def initialize(  # noqa: PLR0913  # the one public entry; each keyword is a docu
 
 def check_adapted(settings: Mapping[str, Any]) -> None:
     """Raises a TypeError unless the settings are keywords of `initialize` that an adapter leaves to its user."""
-    known = list(inspect.signature(initialize).parameters)[3:-1]  # without model, optimizer, plan and stepping
-    check_keywords("an adapter's initialize()", settings, known)
+    # Without model, optimizer, plan and stepping.
+    check_keywords("an adapter's initialize()", settings, list(inspect.signature(initialize).parameters)[3:-1])
 
 
 def _check_settings(plan: Plan, sinks: Any, on_failure: Any, stepping: Any, emulate: Any) -> None:

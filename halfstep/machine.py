@@ -34,7 +34,6 @@ WideBackward = tuple[tuple[int, int], ...]
 _SHORT: WideBackward = ((64, 128),)
 _LIMITS = "the limits for attention are those measured on AVX512-BF16"
 _NOT_MEASURED = f"not measured on this class; {_LIMITS}"
-_NO_UNITS = "this processor has no {} units"
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h of glibc
 WORTH = 2.0
 """Products are emulated unless native ones are at least this many times as fast."""
@@ -241,8 +240,8 @@ def needs_emulation(fmt: Format, facts: DeviceFacts) -> bool:
 def emulation_notice(fmt: Format, facts: DeviceFacts) -> str:
     """Returns the line that says why products in a format are emulated on a processor, and how."""
     name = facts.processor.name
-    why = f"torch makes little of this processor's {fmt} units" if fmt.name.upper() in name else _NO_UNITS.format(fmt)
-    return f"{why}: products are computed in fp32 and rounded, as a GPU's tensor cores do ({name})"
+    why = "torch makes little of this processor's" if fmt.name.upper() in name else "this processor has no"
+    return f"{why} {fmt} units: products are computed in fp32 and rounded, as a GPU's tensor cores do ({name})"
 
 
 @functools.cache

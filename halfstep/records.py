@@ -164,8 +164,7 @@ class Status(InNotebooks):
 
     def _of_products(self) -> Iterator[str]:
         if self.products:
-            ways = (f"{how} in {named(names)}" for how, names in self.products.items())
-            yield f"\nproducts: {'; '.join(ways)}"
+            yield f"\nproducts: {'; '.join(f'{how} in {named(names)}' for how, names in self.products.items())}"
         counted = {each.layer for each in self.lost}
         idle = [name for how, names in self.products.items() if ":" not in how for name in names if name not in counted]
         if idle and (counted or self.steps):

@@ -16,7 +16,6 @@ import msgspec
 from halfstep.errors import HalfstepError
 
 _LOG = logging.getLogger("halfstep")
-_NAME = "processor.json"
 
 _Gain = Annotated[float, msgspec.Meta(ge=0.0)]
 _Size = Annotated[int, msgspec.Meta(ge=1, le=2**31)]
@@ -38,7 +37,7 @@ class Saved(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def saved_path() -> Path:
     """Returns the file that `halfstep doctor --save` writes, in the user's configuration folder."""
     place = Path(os.environ.get("XDG_CONFIG_HOME", ""))
-    return (place if place.is_absolute() else Path.home() / ".config") / "halfstep" / _NAME
+    return (place if place.is_absolute() else Path.home() / ".config") / "halfstep" / "processor.json"
 
 
 def read_saved(processor: str, model: str, torch: str) -> Saved | None:

@@ -54,8 +54,7 @@ def take_turns(
 
 def _repeats(call: Callable[[], object], device: torch.device, turn: float) -> int:
     call()  # what is compiled, allocated or looked up at first
-    took = _turn(call, 1, device)
-    return max(1, min(1000, math.ceil(turn / max(took, 1e-7))))
+    return max(1, min(1000, math.ceil(turn / max(_turn(call, 1, device), 1e-7))))
 
 
 def _turn(call: Callable[[], object], repeats: int, device: torch.device) -> float:

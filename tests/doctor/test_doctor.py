@@ -212,19 +212,18 @@ def test_fewer_threads_than_cores_are_timed_and_put_back(monkeypatch):
     assert doctor._threads(0.0).costs is None
 
 
-def test_onednn_and_deterministic_algorithms():
-    assert doctor._onednn() == Setting("oneDNN", "on")
+def test_onednn_and_deterministic_algorithms(quick):
+    deterministic, *_, onednn = doctor.read_settings(CPU)
+    assert (deterministic.costs, onednn) == (None, Setting("oneDNN", "on"))
     torch.backends.mkldnn.enabled = False
-    try:
-        assert doctor._onednn().advice == "torch.backends.mkldnn.enabled = True"
-    finally:
-        torch.backends.mkldnn.enabled = True
-    assert doctor._deterministic().costs is None
     torch.use_deterministic_algorithms(True)
     try:
-        assert doctor._deterministic().costs
+        deterministic, *_, onednn = doctor.read_settings(CPU)
     finally:
+        torch.backends.mkldnn.enabled = True
         torch.use_deterministic_algorithms(False)
+    assert onednn.advice == "torch.backends.mkldnn.enabled = True"
+    assert deterministic.costs
 
 
 # ---- the whole, and what is saved

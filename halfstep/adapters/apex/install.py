@@ -21,8 +21,6 @@ from halfstep.validate import one_of
 
 _HERE = "halfstep.adapters.apex"
 
-_PARALLEL = ("", ".distributed", ".sync_batchnorm", ".optimized_sync_batchnorm")
-_OPTIMIZERS = ("", ".fused_adam", ".fused_sgd", ".fused_lamb", ".fused_novograd", ".fused_adagrad")
 MODULES = MappingProxyType(
     {
         "apex": (),
@@ -31,9 +29,15 @@ MODULES = MappingProxyType(
         "apex.amp.amp": ("functions",),
         "apex.amp.frontend": ("amp",),
         "apex.amp.handle": ("amp", "functions"),
-        **{f"apex.parallel{leaf}": ("parallel",) for leaf in _PARALLEL},
-        **{f"apex.optimizers{leaf}": ("optimizers",) for leaf in _OPTIMIZERS},
-        **{f"apex.normalization{leaf}": ("normalization",) for leaf in ("", ".fused_layer_norm")},
+        **{
+            f"apex.{file}{leaf}": (file,)
+            for file, leaves in (
+                ("parallel", ("", ".distributed", ".sync_batchnorm", ".optimized_sync_batchnorm")),
+                ("optimizers", ("", *(f".fused_{kind}" for kind in ("adam", "sgd", "lamb", "novograd", "adagrad")))),
+                ("normalization", ("", ".fused_layer_norm")),
+            )
+            for leaf in leaves
+        },
         **dict.fromkeys(gone.MODULES, ("gone",)),
     }
 )

@@ -39,7 +39,6 @@ _REFUSED: dict[str, tuple[type[Exception], str]] = {
     ),
 }
 """Arguments of apex's that have to be false: the error for one that is not."""
-_NO_EFFECT = ("materialize_master_grads",)  # about how apex stored gradients
 _NAMES = {"adam_w_mode": "decoupled_weight_decay", "use_nvlamb": "always_adapt"}  # what the base classes call them
 
 
@@ -63,7 +62,8 @@ class _Fused(Optimizer):
                 raise error(message.format(type(self).__name__))
         self.set_grad_none = given.pop("set_grad_none")
         own = {name: given.pop(name) for name in self.in_groups}
-        super().__init__(params, **{_NAMES.get(name, name): given[name] for name in given if name not in _NO_EFFECT})
+        given.pop("materialize_master_grads", None)  # about how apex stored gradients
+        super().__init__(params, **{_NAMES.get(name, name): value for name, value in given.items()})
         self.defaults.update(own)
         for group in self.param_groups:
             group.update({**own, **group})

@@ -17,8 +17,6 @@ __all__ = [
     "flat_dist_call",
 ]  # fmt: skip
 
-_BYTES_PER_ELEMENT = 4  # of fp32, in which apex counted its messages
-
 
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     """torch's DistributedDataParallel with apex's arguments: averages gradients over all processes.
@@ -75,7 +73,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
                 raise SetupError(why)
         super().__init__(
             module,
-            bucket_cap_mb=max(1, round(message_size * _BYTES_PER_ELEMENT / 2**20)),
+            bucket_cap_mb=max(1, round(message_size * 4 / 2**20)),  # bytes of fp32, in which apex counted its messages
             find_unused_parameters=delay_allreduce,
         )
 

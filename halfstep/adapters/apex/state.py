@@ -182,8 +182,7 @@ class LossScaler:
 
     @property
     def _unskipped(self) -> int:
-        state = self._trained.session.state_dict()["scales"].get(str(self._loss_id), {})
-        return int(state.get("clean_steps", 0))
+        return int(self._trained.session.state_dict()["scales"].get(str(self._loss_id), {}).get("clean_steps", 0))
 
 
 class Handle:

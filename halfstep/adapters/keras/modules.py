@@ -39,7 +39,11 @@ def as_modules(model: keras.Model) -> Any:
         raise SetupError(f"layer {unbuilt!r} of {model.name!r} is not built; call the model on a batch first: model(x)")
     for layer in _layers(model):
         vars(layer).update({name: partial(method, layer) for name, method in _METHODS.items()})
-        _make_buffers(layer)
+        held = layer.torch_params
+        frozen = {id(v) for each in _layers(layer) if not each.trainable for v in each.weights}  # for a time
+        for variable in layer.variables:  # those that are not trained, such as running statistics, become buffers
+            if not variable.trainable and id(variable) not in frozen and variable.path in held:
+                held.register_buffer(variable.path, held.pop(variable.path))
     vars(model)["__deepcopy__"] = partial(_deep_copy, model)
     return model
 
@@ -66,16 +70,6 @@ def seen_as_modules(model: keras.Model) -> Iterator[None]:
 
 def _layers(model: keras.Model) -> list[Any]:
     return [layer for _, layer in layers_of(model)]
-
-
-def _make_buffers(layer: Any) -> None:
-    """Turns a layer's non-trainable variables, such as running statistics, from parameters into buffers."""
-    # Weights that are non-trainable only because their layer is frozen stay parameters.
-    held = layer.torch_params
-    frozen = {id(v) for each in _layers(layer) if not each.trainable for v in each.weights}  # for a time
-    for variable in layer.variables:
-        if not variable.trainable and id(variable) not in frozen and variable.path in held:
-            held.register_buffer(variable.path, held.pop(variable.path))
 
 
 def _named_children(layer: Any) -> Iterator[tuple[str, nn.Module]]:

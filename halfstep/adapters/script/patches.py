@@ -80,18 +80,22 @@ def install(listener: Conversion, apex_low: Format | str) -> Callable[[], None]:
             (torch.autograd, "backward", lambda run: _backward(run, listener)),
             (torch.autograd, "grad", lambda run: _grad(run, listener)),
             *((owner, name, lambda run: _on_plain_models(run, listener)) for owner, name in EXPORTS),
-            *(_of_low_weights(listener) if listener.stores_low else ()),
+            # What gives the script its weights in fp32; where they are stored so, no call of a tensor takes longer.
+            *((torch.Tensor, name, lambda read: _reads_full(read, listener)) for name in READS if listener.stores_low),
+            *(
+                (torch.Tensor, name, lambda copy: _copies_full(copy, listener))
+                for name in COPIES
+                if listener.stores_low
+            ),
+            *(
+                (owner, name, lambda run: _takes_full(run, listener, 1))
+                for owner, name in WRITES
+                if listener.stores_low
+            ),
+            *((owner, name, lambda run: _takes_full(run, listener, 0)) for owner, name in TAKES if listener.stores_low),
         ):
             stack.callback(_put(owner, name, make))
         return stack.pop_all().close
-
-
-def _of_low_weights(listener: Conversion) -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
-    """Yields what gives the script its weights in fp32; where they are stored so, no call of a tensor takes longer."""
-    yield from ((torch.Tensor, name, lambda read: _reads_full(read, listener)) for name in READS)
-    yield from ((torch.Tensor, name, lambda copy: _copies_full(copy, listener)) for name in COPIES)
-    yield from ((owner, name, lambda run: _takes_full(run, listener, 1)) for owner, name in WRITES)
-    yield from ((owner, name, lambda run: _takes_full(run, listener, 0)) for owner, name in TAKES)
 
 
 def _put(owner: Any, name: str, make: Callable[[Any], Any]) -> Callable[[], None]:

@@ -98,15 +98,10 @@ def run(  # noqa: PLR0913  # what the command has
     outside = tuple(conversion.outsiders.names)
     ended(Ran(conversion.trained, peak, conversion.brings, seconds, error, conversion.rank, outside))
     if error is not None:
-        if conversion.brings is None:
-            _say_for_scripts(error)
+        refused = isinstance(error, HalfstepError) and conversion.brings is None
+        if refused and any(call in str(error) for call in ("initialize", "session.")):
+            error.args = (f"{error.args[0]} ({IN_A_SCRIPT})", *error.args[1:])
         raise own(error)
-
-
-def _say_for_scripts(error: BaseException) -> None:
-    """Adds to a refusal that names a call of halfstep what helps who runs a script, which has no such call."""
-    if isinstance(error, HalfstepError) and any(call in str(error) for call in ("initialize", "session.")):
-        error.args = (f"{error.args[0]} ({IN_A_SCRIPT})", *error.args[1:])
 
 
 def _run_file(path: Path) -> None:

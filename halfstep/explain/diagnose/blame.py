@@ -27,7 +27,6 @@ NOT_SEEN = (
     "another thread, or in compiled code): run the model in one thread, uncompiled, and call "
     "halfstep.blame(session, closure)"
 )
-_NO_REPEAT = "the closure does not repeat; use the same batch, and reset what the model keeps, in each run"
 LEAST = 2.0**-24  # the lowest loss scale that is tried: below it, little is left of a gradient in fp16
 
 
@@ -83,7 +82,8 @@ def _verdict(rehearsal: Rehearsal, last: StepFacts, tell: Callable[[Finding], No
             return verdict
     if found.kind is Kind.ERROR and found.raised is not None:
         raise found.raised
-    found = replace(found, repeats=False, untried=_NO_REPEAT)
+    why = "the closure does not repeat; use the same batch, and reset what the model keeps, in each run"
+    found = replace(found, repeats=False, untried=why)
     return say(found, plan, untried_cure(plan, found, rehearsal.roots), scale=run.scale)
 
 

@@ -76,14 +76,16 @@ class Counter:
             return None
         found = None
         if self._coming is not None:
-            steps, numbers = self._coming
-            if numbers.arrived():
+            steps, coming = self._coming
+            if coming.arrived():
                 self._coming = None
-                found = self._look(steps, numbers.read())
+                found = self._look(steps, coming.read())
         self._steps.append((parts, skipped, bad, scales))
         if self._coming is None and len(self._steps) >= WINDOW:
-            steps, self._steps = self._steps, []  # first: a Ctrl-C in the next line leaves no list that grows
-            self._coming = steps, Later(_numbers(steps, self._device))
+            steps, self._steps = self._steps, []  # first: a Ctrl-C in the next lines leaves no list that grows
+            numbers = [t for _, skipped, bad, own in steps for t in (skipped, bad, *own.values()) if t is not None]
+            whole = self._device.type != "cpu"  # one tensor, as each costs a copy
+            self._coming = steps, Later([torch.stack([t.float() for t in numbers])] if whole else numbers)
         return found
 
     def rest(self, watched: Watched) -> None:
@@ -137,12 +139,6 @@ def _alarm(about: Watched, run: _Streak, *, at_floor: bool) -> Alarm | None:
     return about, "like at least one in twenty of those before it", True
 
 
-def _numbers(steps: Sequence[_Step], device: torch.device) -> list[Tensor]:
-    """Returns whether each step was skipped, and why, and its scales: as they are on a CPU, elsewhere as one tensor."""
-    numbers = [t for _, skipped, bad, scales in steps for t in (skipped, bad, *scales.values()) if t is not None]
-    return numbers if device.type == "cpu" else [torch.stack([t.float() for t in numbers])]
-
-
 def _number(t: Tensor) -> float:
     """Returns the value of a 0-dim bool or fp32 tensor on the host, read from memory without a torch operation."""
     return float((c_bool if t.dtype is torch.bool else c_float).from_address(t.data_ptr()).value)
@@ -158,7 +154,7 @@ _CONSTANT = (
     "isfinite", "isnan", "isinf", "ones_like", "zeros_like", "full_like", "new_ones", "new_zeros", "new_full", "fill",
     "zero", "rand_like", "randn_like",
 )  # fmt: skip
-_POWERS = {"sqrt": 0.5, "rsqrt": -0.5, "reciprocal": -1.0}
+_POWERS = {"square": 2.0, "sqrt": 0.5, "rsqrt": -0.5, "reciprocal": -1.0}
 _FACTOR = 30.0  # larger than training makes the weights of a layer
 _LARGE = 1.0  # weights that begin near 0 may grow by any factor up to here
 
@@ -175,18 +171,16 @@ def _degree(note: Note, of: Sequence[float]) -> float:
     if note.root or note.phase != "backward":
         return 1.0 if note.root else 0.0
     name = note.aten if note.aten.startswith("__") else note.aten.rstrip("_")
-    first = of[0] if of else 0.0
     if name in _CONSTANT or not of:
         return 0.0
-    if name == "square":
-        return 2 * first
-    if name in _BILINEAR:
-        return max(first, sum(of[1:])) if name.startswith(("add", "badd")) else sum(of)
-    if name in ("div", "true_divide"):
-        return first - sum(of[1:])
-    if name in ("pow", "float_power"):
-        return first * (note.scalars[0] if note.scalars else 2.0)
-    return first * _POWERS[name] if name in _POWERS else max(of)
+    first, others = of[0], sum(of[1:])
+    known = {
+        **dict.fromkeys(_BILINEAR, max(first, others) if name.startswith(("add", "badd")) else first + others),
+        **dict.fromkeys(("div", "true_divide"), first - others),
+        **dict.fromkeys(("pow", "float_power"), first * (note.scalars[0] if note.scalars else 2.0)),
+        **{power: first * by for power, by in _POWERS.items()},
+    }
+    return known.get(name, max(of))
 
 
 @dataclass(frozen=True)

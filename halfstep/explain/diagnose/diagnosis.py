@@ -178,7 +178,9 @@ class Diagnosis:
         if _is_own(self.note) and _is_own(self.full.note):  # which of its operations differs by format
             return None
         same = (self.operator, self.line) == (self.full.operator, self.full.line)
-        return None if same and _is_around(self.module or "", self.full.module or "") else self.full
+        inner, outer = sorted((self.module or "", self.full.module or ""), key=len, reverse=True)
+        around = outer in ("", inner) or inner.startswith(outer if outer.endswith(":") else f"{outer}.")
+        return None if same and around else self.full
 
     @staticmethod
     def stale(names: Sequence[str]) -> Diagnosis:
@@ -291,12 +293,6 @@ def _infinity(recorder: OpRecorder, note: Note) -> str:
 def _is_own(note: Note | None) -> bool:
     """Tells whether user code that computes gradients, such as a custom backward, made an input of the operation."""
     return note is not None and (note.unseen or any(leaf.kind == OWN for leaf in note.leaves))
-
-
-def _is_around(one: str, other: str) -> bool:
-    """Tells whether two names belong to the same module, or to two modules of which one contains the other."""
-    shorter, longer = sorted((one, other), key=len)
-    return shorter in ("", longer) or longer.startswith(shorter if shorter.endswith(":") else f"{shorter}.")
 
 
 def _runs_of(note: Note, among: Sequence[Note]) -> int:

@@ -181,9 +181,16 @@ class Guardian:
         scales: Mapping[int, Tensor],
         stopping: Sequence[int] = (),
     ) -> None:
-        """Counts a step for the alarm, or examines it if it was recorded."""
+        """Counts a step for the alarm, or examines it if it was recorded; raises if the processes `stopping` do."""
         if stopping or (self.pending is not None and not self._runtime.summing()):
-            self._stop(stopping, record.step)
+            self.close()
+            error, self.pending = self.pending, None
+            if error is None:
+                verdict = of_another(stopping)
+                self._tell(verdict)
+                said = f"step {record.step} was skipped like those before it\n{verdict}\n  {more(NAN)}"
+                error = NumericsError(said, verdict)
+            raise error
         if self._armed is None:
             alarm = self._counter.count(parts, record.skipped, record.bad_loss, scales or {None: record.scale})
             if alarm is not None:
@@ -337,16 +344,6 @@ class Guardian:
         if raises:
             self.pending = NumericsError(text, verdict)
         _LOG.warning(text)
-
-    def _stop(self, stopping: Sequence[int], step: int) -> None:
-        """Raises the pending error; if there is none, an error about `step` that names the processes `stopping`."""
-        self.close()
-        error, self.pending = self.pending, None
-        if error is None:
-            verdict = of_another(stopping)
-            self._tell(verdict)
-            error = NumericsError(f"step {step} was skipped like those before it\n{verdict}\n  {more(NAN)}", verdict)
-        raise error
 
 
 def _lower_scale(found: Diagnosis, low: Format, scale: float) -> tuple[bool, float | None]:

@@ -242,7 +242,25 @@ def _standing_in(models: Sequence[nn.Module], twins: Sequence[nn.Module]) -> Ite
     for own, _ in pairs:
         if not is_bound(forward := forward_set_on(own), own) and forward is not None:
             raise RuntimeError(f"{type(own).__name__} has a forward of its own, which cannot be redirected to a copy")
-    calls = _Calls(pairs)
+    held = [(own, twin, attributes(own), attributes(twin)) for own, twin in pairs]
+    running = 0
+
+    def run(called: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        """Runs a copy in place of its module; attributes are copied to the copies before and back after a call."""
+        nonlocal running
+        for own, twin, before, _ in held if running == 0 else ():
+            new = {name: value for name, value in attributes(own).items() if before.get(name, held) is not value}
+            give_attributes(twin, attributes(twin) | new)
+        running += 1
+        try:
+            return type(called).forward(called, *args, **kwargs)
+        finally:
+            running -= 1
+            for own, twin, _, before in held if running == 0 else ():
+                now = attributes(twin)
+                new = {n: v for n, v in now.items() if before.get(n, held) is not v or isinstance(v, CONTAINERS)}
+                give_attributes(own, attributes(own) | new)
+
     with ExitStack() as stack:
         for own, twin in pairs:
             stack.callback(give_attributes, own, attributes(own))
@@ -251,30 +269,8 @@ def _standing_in(models: Sequence[nn.Module], twins: Sequence[nn.Module]) -> Ite
                 if hooks and copied is not None and not hooks_of(copied):  # else shared by two modules and already done
                     for hook in list(hooks.values()):
                         stack.callback(copied.register_hook(hook).remove)  # type: ignore[no-untyped-call]
-        stack.callback(put_in_place((own, partial(calls.run, twin)) for own, twin in pairs))
+        stack.callback(put_in_place((own, partial(run, twin)) for own, twin in pairs))
         yield
-
-
-class _Calls:
-    """Runs copies of modules in their place; attributes are copied to them before and back after a call."""
-
-    def __init__(self, pairs: Sequence[tuple[nn.Module, nn.Module]]) -> None:
-        self._pairs = [(own, twin, attributes(own), attributes(twin)) for own, twin in pairs]
-        self._running = 0
-
-    def run(self, twin: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        for own, each, before, _ in self._pairs if self._running == 0 else ():
-            new = {name: value for name, value in attributes(own).items() if before.get(name, self) is not value}
-            give_attributes(each, attributes(each) | new)
-        self._running += 1
-        try:
-            return type(twin).forward(twin, *args, **kwargs)
-        finally:
-            self._running -= 1
-            for own, each, _, before in self._pairs if self._running == 0 else ():
-                now = attributes(each)
-                new = {n: v for n, v in now.items() if before.get(n, self) is not v or isinstance(v, CONTAINERS)}
-                give_attributes(own, attributes(own) | new)
 
 
 # ---- sharded models, as whole ones

@@ -146,20 +146,17 @@ def is_readable(value: Any) -> bool:
 
 def _state_of(value: Any) -> Callable[[], object] | None:
     """Returns a function that puts back the state of this moment of a random generator or an array, or None."""
-    if isinstance(value, torch.Generator):
-        return partial(value.set_state, value.get_state())
-    if isinstance(value, random.Random):
-        return partial(value.setstate, value.getstate())
-    if isinstance(value, numpy.random.RandomState):
-        return partial(value.set_state, value.get_state(legacy=False))
-    value = value.bit_generator if isinstance(value, numpy.random.Generator) else value
-    if isinstance(value, numpy.random.BitGenerator):
-        return partial(setattr, value, "state", copy.deepcopy(value.state))
-    if isinstance(value, numpy.ndarray) and value.flags.writeable and value.size <= _KEPT:
-        return partial(setitem, value, ..., value.copy())
-    if isinstance(value, (array, bytearray)):
-        return partial(setitem, value, slice(None), value[:])
-    return None
+    rows: tuple[tuple[Any, Callable[[Any], Callable[[], object] | None]], ...] = (
+        (torch.Generator, lambda it: partial(it.set_state, it.get_state())),
+        (random.Random, lambda it: partial(it.setstate, it.getstate())),
+        (numpy.random.RandomState, lambda it: partial(it.set_state, it.get_state(legacy=False))),
+        (numpy.random.Generator, lambda it: _state_of(it.bit_generator)),
+        (numpy.random.BitGenerator, lambda it: partial(setattr, it, "state", copy.deepcopy(it.state))),
+        (numpy.ndarray, lambda it: partial(setitem, it, ..., it.copy()) if it.flags.writeable else None),
+        ((array, bytearray), lambda it: partial(setitem, it, slice(None), it[:])),
+    )
+    large = isinstance(value, numpy.ndarray) and value.size > _KEPT
+    return None if large else next((keep(value) for kinds, keep in rows if isinstance(value, kinds)), None)
 
 
 def random_state_now() -> Callable[[], None]:

@@ -233,12 +233,10 @@ def tried(rehearsal: Rehearsal, plan: Plan, scale: float) -> Run | str:
                 raise run.found.raised
             if run.lower is not None:  # a scale that will come down cures it by itself
                 run = replace(run, found=None)
-            passes = at if run.lower is None else run.lower
-            run = replace(run, has_room=recorder.has_room and passes >= floor)
+            run = replace(run, has_room=recorder.has_room and (at if run.lower is None else run.lower) >= floor)
             if trial.reads_originals and run.found is not None and run.found.low is plan.low:
                 return _READS_ORIGINALS
-            reached = any(p.grad is not None for p in trial.params)
-            return run if reached or run.found is not None else _NOT_REACHED
+            return run if run.found is not None or any(p.grad is not None for p in trial.params) else _NOT_REACHED
     except Exception as error:  # whatever the code raises under another plan
         said = str(error).partition(". ")[0].partition("\n")[0]
         return f"a copy of the model cannot be made or run: {type(error).__name__}{said and ': '}{said}"

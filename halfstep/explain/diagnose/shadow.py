@@ -120,8 +120,7 @@ def is_comparable(low: Any, exact: Any) -> bool:
 
 def has_code(module: nn.Module) -> bool:
     """Tells whether a module has a forward of its own, which does more than calling parts one after the other."""
-    forward = getattr(plain_class(type(module)), "forward", None)
-    return forward not in (nn.Sequential.forward, nn.Module.forward)
+    return getattr(plain_class(type(module)), "forward", None) not in (nn.Sequential.forward, nn.Module.forward)
 
 
 def worst_element(low: Tensor, exact: Tensor) -> tuple[float, float]:
@@ -173,8 +172,7 @@ class SecondCall:
 
 def _off_by(low: Any, exact: Any) -> float | None:
     """Returns `off_by` of what a module returns; of a single number, such as a loss, over its size."""
-    single = is_comparable(low, exact) and low.numel() == 1
-    return ratio(low, exact) if single else off_by(low, exact)
+    return ratio(low, exact) if is_comparable(low, exact) and low.numel() == 1 else off_by(low, exact)
 
 
 class Shadow:

@@ -313,41 +313,43 @@ def _about_operation(found: Diagnosis) -> list[str]:
 
 def _in_every_format(found: Diagnosis, full: Diagnosis) -> str:
     name, note = found.operator, found.note
-    if name.startswith("empty"):
-        return "uninitialized memory was read: allocate it with torch.zeros, or write to all of it first"
-    own = _brought_in(found)
-    if own:
-        return own
-    if found.infinity:
-        return _met(found)
-    if full.low in LOW_FORMATS and found.exact is not None:
-        inputs = "" if name == "to" else f"the inputs of {name} "
-        return (
-            f"no edit helps: the code itself casts {inputs}to {found.low} (remove that cast), or uses weights as they "
-            "are stored (add .float())"
-        )
+    overflows, backward = found.kind == Kind.OVERFLOW, found.phase == "backward"
     spans = found.call.input_ranges if found.call is not None and name == "add" else ()
     masks = [span is not None and span[0] in [-fmt.max for fmt in (FP32, *LOW_FORMATS)] for span in spans]
-    if found.kind == Kind.OVERFLOW and len(masks) == 2 and all(masks):
-        return f"{_TWO_MASKS}: combine masks as booleans, and leave one entry of each row unmasked"
-    if found.kind == Kind.OVERFLOW:
-        result = "the result" if found.exact is None else "a later result"  # the first is finite in fp32
-        return f"no format helps: {result} of {name} is too large even for fp32; scale its inputs down"
-    if found.phase == "backward" and note is not None and note.line is not None:
-        return (
+    inputs = "" if name == "to" else f"the inputs of {name} "
+    result = "the result" if found.exact is None else "a later result"  # the first is finite in fp32
+    operand = "divisor" if name == "div" else "input"
+    rows: tuple[tuple[object, str], ...] = (
+        (
+            name.startswith("empty"),
+            "uninitialized memory was read: allocate it with torch.zeros, or write to all of it first",
+        ),
+        (own := _brought_in(found), own),
+        (found.infinity, _met(found)),
+        (
+            full.low in LOW_FORMATS and found.exact is not None,
+            f"no edit helps: the code itself casts {inputs}to {found.low} (remove that cast), or uses weights as they "
+            "are stored (add .float())",
+        ),
+        (
+            overflows and len(masks) == 2 and all(masks),
+            f"{_TWO_MASKS}: combine masks as booleans, and leave one entry of each row unmasked",
+        ),
+        (overflows, f"no format helps: {result} of {name} is too large even for fp32; scale its inputs down"),
+        (
+            backward and note is not None and note.line is not None,
             f"no format helps: {name}, called on a gradient, is not finite here; keep its inputs in its domain with an "
-            "eps or a clamp"
-        )
-    if found.phase == "backward":
-        operand = "divisor" if name == "div" else "input"
-        return (
+            "eps or a clamp",
+        ),
+        (
+            backward,
             f"no format helps: the gradient of {name} is not finite here; add an eps to its {operand}, or apply "
-            f"torch.where to the {operand} first (torch.where on the result leaves NaN gradients)"
-        )
-    known = next((words for names, words in _NO_VALUE if name in names), None)
-    return known or (
-        f"no format helps: {name} has no finite value at these inputs; keep them in its domain with an eps or a clamp"
+            f"torch.where to the {operand} first (torch.where on the result leaves NaN gradients)",
+        ),
+        *((name in names, words) for names, words in _NO_VALUE),
     )
+    otherwise = "has no finite value at these inputs; keep them in its domain with an eps or a clamp"
+    return next((words for holds, words in rows if holds), f"no format helps: {name} {otherwise}")
 
 
 def _brought_in(found: Diagnosis) -> str:
@@ -376,15 +378,23 @@ def _met(found: Diagnosis) -> str:
 
 def _about_infinity(found: Diagnosis) -> str:
     name, note = found.operator, found.note
-    if note is not None and note.recipe:
-        return "all that shares its scale is NaN then"
-    if name in _LOSSES:
-        return "the loss of a target that is masked is infinite: unmask it (label smoothing makes every class a target)"
-    if note is not None and note.bad is not None and not note.bad.nan:
-        return "passed it on; check why that value is infinite"
-    if name in ("sub", "add", *NORMALISERS):
-        return "inf minus inf is NaN; mask with -inf, and leave a finite entry in each row"
-    return "0 times inf is NaN; mask with masked_fill or torch.where, and do not multiply masked values"
+    rows = (
+        (note is not None and note.recipe, "all that shares its scale is NaN then"),
+        (
+            name in _LOSSES,
+            "the loss of a target that is masked is infinite: unmask it (label smoothing makes every class a target)",
+        ),
+        (
+            note is not None and note.bad is not None and not note.bad.nan,
+            "passed it on; check why that value is infinite",
+        ),
+        (
+            name in ("sub", "add", *NORMALISERS),
+            "inf minus inf is NaN; mask with -inf, and leave a finite entry in each row",
+        ),
+        (True, "0 times inf is NaN; mask with masked_fill or torch.where, and do not multiply masked values"),
+    )
+    return next(words for holds, words in rows if holds)
 
 
 def _about_scale(found: Diagnosis, plan: Plan | None) -> list[str]:

@@ -116,11 +116,11 @@ def _hook(
             if not again:
                 see(TensorName(module, "activation", name), leaf.detach())
             if leaf.requires_grad:
-                show = partial(show_gradient, TensorName(module, "activation_grad", name))
-                undo.callback(leaf.register_hook(show).remove)  # type: ignore[no-untyped-call]
-
-    def show_gradient(place: TensorName, grad: Tensor) -> Tensor | None:
-        return see(place, grad.detach()) if grad.layout is torch.strided else None
+                place = TensorName(module, "activation_grad", name)
+                handle = leaf.register_hook(  # type: ignore[no-untyped-call]
+                    lambda g, place=place: see(place, g.detach()) if g.layout is torch.strided else None
+                )
+                undo.callback(handle.remove)
 
     return look
 

@@ -202,8 +202,7 @@ class RoundingTotals:
     def see_product(self, module: str, result: Tensor) -> None:
         """Notes the largest magnitude in the result of a product, if its module computes low."""
         if module not in self.full_modules and result.numel():
-            finite = result.nan_to_num(0.0, 0.0, 0.0)
-            self._products[module] = max(self._products.get(module, 0.0), _largest(finite))
+            self._products[module] = max(self._products.get(module, 0.0), _largest(result.nan_to_num(0.0, 0.0, 0.0)))
 
     def _sum(self, fmt: Format, group: Group, device: torch.device) -> _Sum:
         return self._sums.setdefault((fmt, group), _Sum(device))
@@ -242,8 +241,7 @@ class RoundingTotals:
         module, kind = group
         stats = self._stats[group]
         zeros, saturated = int(total.zeros), int(total.saturated)
-        left_out = self._left_out.get(fmt, {}) if kind in GRADIENTS else {}
-        before = left_out.get(group, (0, 0, 0))
+        before = (self._left_out.get(fmt, {}) if kind in GRADIENTS else {}).get(group, (0, 0, 0))
         nonzero, count = stats.nonzero - before[1], stats.count - before[2]
         return Rounded(
             module=module,

@@ -277,8 +277,7 @@ def scout(closure: Callable[[], Any], model: nn.Module, plan: Plan) -> Scouted:
 def _session(model: nn.Module, plan: Plan) -> Session:
     """Opens a session that scales no loss, with an optimizer that changes nothing."""
     still = torch.optim.SGD([p for p in model.parameters() if p.requires_grad] or model.parameters(), lr=0.0)
-    facts = agreed(read_facts(first_device([model])))
-    return open_session([model], [still], plan.edit(Scaling("none")), facts=facts)
+    return open_session([model], [still], plan.edit(Scaling("none")), facts=agreed(read_facts(first_device([model]))))
 
 
 def _follow(

@@ -207,8 +207,7 @@ class _Check:
             why = f"the model does not repeat: from one run to the next {noise}"
             return [_not_compared(f"{damage}; {why}. What the format loses cannot be told from that")]
         names = named(f"{place_of(name, None)} ({why})" for name, why in self._unchecked.items())
-        unchecked = [_not_compared(f"calls that could not be made again in fp32: {names}")] if names else []
-        return [*found, *unchecked]
+        return [*found, *([_not_compared(f"calls that could not be made again in fp32: {names}")] if names else [])]
 
     def _noises(self, damage: Damage, exact: StepResult, found: Finding) -> Iterator[Damage]:
         """Yields how far runs under one plan are apart: those that there are, and if it is no note, more in fp32."""

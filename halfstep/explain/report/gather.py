@@ -121,7 +121,10 @@ def gather(
                     sums.modules.append(seen.module or MODEL)
                 sums.formats.add(seen.format)
                 sums.sampled |= seen.sampled
-            _grow(sums, len(sums.modules), len(groups))
+            more = len(sums.modules) - len(sums.histogram)
+            sums.histogram = np.pad(sums.histogram, ((0, more), (0, 0)))
+            sums.shares = np.pad(sums.shares, ((0, more), (0, len(groups) - sums.shares.shape[1]), (0, 0)))
+            sums.largest = np.pad(sums.largest, (0, more))
             _add(sums, limits, part, [rows[kind, seen.module] for seen in part], [column[seen.step] for seen in part])
     places = {name or MODEL: place for place, name in enumerate(modules)}
     places[NETWORK] = -1
@@ -163,11 +166,3 @@ def _add(sums: Sums, limits: Limits, part: Sequence[Observation], rows: list[int
         chosen = np.flatnonzero(shifts == shift)
         first = MOVED - shift
         np.add.at(sums.histogram[:, first : first + octaves.shape[1]], np.asarray(rows)[chosen], octaves[chosen])
-
-
-def _grow(sums: Sums, rows: int, columns: int) -> None:
-    more = rows - len(sums.histogram)
-    if more > 0:
-        sums.histogram = np.pad(sums.histogram, ((0, more), (0, 0)))
-        sums.shares = np.pad(sums.shares, ((0, more), (0, columns - sums.shares.shape[1]), (0, 0)))
-        sums.largest = np.pad(sums.largest, (0, more))

@@ -75,11 +75,13 @@ def _line_of(record: type, tag: str, changed: dict[str, Any], absent: dict[str, 
 
 
 _STATS: dict[str, Any] = dict.fromkeys(COUNTS, Count) | dict.fromkeys(DOUBLES, float)
-_BINS = {"first": Count, "exponents": tuple[Count, ...]}  # counts from `first` on, without the zeros at the ends
 _NOTED = {"after": Count, "cure": tuple[str | dict[str, Any], ...]}  # the last step before, and edits
 StepLine = _line_of(StepValues, "step", {"step": Count, "time": Time})
-ObservationLine = _line_of(
-    Observation, "observation", {"step": Count, "stats": None} | _STATS | _BINS, dict.fromkeys(_STATS, 0)
+ObservationLine = _line_of(  # `exponents` counts from `first` on, without the zeros at the ends
+    Observation,
+    "observation",
+    {"step": Count, "stats": None} | _STATS | {"first": Count, "exponents": tuple[Count, ...]},
+    dict.fromkeys(_STATS, 0),
 )
 VerdictLine = _line_of(Verdict, "verdict", _NOTED)
 FindingLine = _line_of(Finding, "finding", _NOTED)

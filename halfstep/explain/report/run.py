@@ -265,19 +265,19 @@ def first_overflow(rows: Sequence[ProcessRow]) -> str | None:
 
 
 def _apart(first: Run, second: Run) -> str | None:
-    if first.path.resolve() == second.path.resolve():
-        return "they are the same file"
-    if first.plan != second.plan:
-        return "their plans differ"
-    if first.modules != second.modules:
-        return "their modules differ"
     begun = [min(each.start for each in run.processes) for run in (first, second)]
     ended = [max(each.end for each in run.processes) for run in (first, second)]
-    if max(begun) > min(ended):
-        return "one had ended before the other began"
     mine, theirs = ({each.step: each for each in run.steps} for run in (first, second))
-    if mine and theirs and min(mine) != min(theirs):
-        return f"one begins with step {min(mine):,}, the other with step {min(theirs):,}"
+    at, other = min(mine, default=0), min(theirs, default=0)
+    for apart, why in (
+        (first.path.resolve() == second.path.resolve(), "they are the same file"),
+        (first.plan != second.plan, "their plans differ"),
+        (first.modules != second.modules, "their modules differ"),
+        (max(begun) > min(ended), "one had ended before the other began"),
+        (mine and theirs and at != other, f"one begins with step {at:,}, the other with step {other:,}"),
+    ):
+        if apart:
+            return why
     for step in sorted(mine.keys() & theirs.keys()):
         if mine[step].skipped != theirs[step].skipped:
             return f"only one skipped step {step:,}"

@@ -59,12 +59,13 @@ def table(rows: Iterable[Any], columns: Columns, *, words: Collection[str] = ())
 
 
 OPS = {"none": "as written", "table": "the table"}
-OPS_AT_LOW = "allow and promote rows, losses full; the rest as stored"
 FULL_OR_LOW = {"full": "fp32", "low": "low"}
 LEVELS: Columns = {
     "level": lambda plan: plan.name,
     "weights": lambda plan: FULL_OR_LOW[plan.param],
-    "ops": lambda plan: OPS_AT_LOW if plan.param == "low" else OPS[plan.ops],
+    "ops": lambda plan: (
+        "allow and promote rows, losses full; the rest as stored" if plan.param == "low" else OPS[plan.ops]
+    ),
     "norms": lambda plan: _if_low(plan, FULL_OR_LOW[plan.norms], "by the table"),
     "master (bf16 / fp16)": lambda plan: _if_low(plan, plan.master, "weights are fp32"),
     "scale (bf16 / fp16)": lambda plan: f"{plan.scale.init:g}" if plan.scale.kind == "static" else plan.scale.kind,
@@ -128,22 +129,16 @@ _WITHOUT_ROW: Mapping[Action, OpLine] = {
 
 def op_table(plan: Plan, wanted: Callable[[OpLine], bool] = lambda line: True) -> Table | None:
     """Returns a table of the ops that are `wanted`, and what a plan does with each; None if there are none."""
-    lines = list(filter(wanted, op_lines(plan)))
-    headers = ("op", "category", "why", "list of", f"at {plan.name}", "on cpu by", "on cuda by")
-    columns = {header: attrgetter(each.name) for header, each in zip(headers, fields(OpLine), strict=True)}
-    return table(lines, columns, words=headers) if lines else None
-
-
-def op_lines(plan: Plan) -> list[OpLine]:
-    """Returns the op table under a plan: a line for each of its rows, then other ops that the plan treats specially."""
-    actions = effective(plan)
-    changed = _changed(plan)
-    rows = {row.op: row for row in ROWS}
+    actions, changed, rows = effective(plan), _changed(plan), {row.op: row for row in ROWS}
     known = {overload for row in (*ROWS, *changed.values()) for overload in row.overloads}
     lines = [_line(changed.get(op, row), actions, row.source) for op, row in rows.items()]
     lines += [_line(row, actions, "plan") for op, row in changed.items() if op not in rows]
     others = ((_op(overload), action) for overload, action in actions.items() if overload not in known)
-    return lines + [replace(_WITHOUT_ROW[action], op=op) for op, action in others if action in _WITHOUT_ROW]
+    lines += [replace(_WITHOUT_ROW[action], op=op) for op, action in others if action in _WITHOUT_ROW]
+    headers = ("op", "category", "why", "list of", f"at {plan.name}", "on cpu by", "on cuda by")
+    columns = {header: attrgetter(each.name) for header, each in zip(headers, fields(OpLine), strict=True)}
+    found = list(filter(wanted, lines))
+    return table(found, columns, words=headers) if found else None
 
 
 def _line(row: ListedOp, actions: Mapping[str, Action], source: str) -> OpLine:

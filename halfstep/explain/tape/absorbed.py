@@ -112,7 +112,7 @@ class OverflowTrail(Generic[T]):
         result = self._run(compute, func, args, kwargs, given, here)
         if self._results:
             for each in overwritten(func, args, kwargs):
-                if is_plain(each) and each.numel() * each.element_size() == each.untyped_storage().nbytes():
+                if is_plain(each) and each.nbytes == each.untyped_storage().nbytes():
                     self._results.pop(storage_of(each), None)
         if absorbed:
             self._depend(tensors_of((result, written(func, args, kwargs))), absorbed)

@@ -34,7 +34,6 @@ from halfstep.torch_internals import (
 
 _MARKS = {id(begin_pass.__code__): "end", id(cast_at_boundary.__code__): "cast"}  # of functions that stay
 _LIBRARY = os.path.dirname(os.__file__) + os.sep  # Python's own modules, and in some installations packages in it
-_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
 @dataclass(frozen=True)
@@ -176,7 +175,8 @@ def _dense(tensor: Tensor) -> Tensor | None:
         tensor = tensor.detach()
         if tensor.is_sparse:
             return sparse_values(tensor)
-        return tensor.values() if tensor.layout in _COMPRESSED else None
+        compressed = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+        return tensor.values() if tensor.layout in compressed else None
 
 
 def identity_of(held: Tensor) -> int:
@@ -194,11 +194,11 @@ def _span(held: Tensor) -> range:
 def _kind(path: str) -> str:
     # The kinds are "checkpoint", "functional" (torch functions written in Python), "below" (dispatch, and halfstep
     # itself), "torch" for the rest of torch and Python's own modules, and "user" for all other files.
-    if path == CHECKPOINT_FILE:
-        return "checkpoint"
-    if path in FUNCTIONAL_FILES:
-        return "functional"
-    if path in DISPATCH_FILES or path.startswith(OURS):
-        return "below"
     library = path.startswith(_LIBRARY) and "-packages" + os.sep not in path
-    return "torch" if library or path.startswith(FOLDER) else "user"
+    kinds = {
+        "checkpoint": path == CHECKPOINT_FILE,
+        "functional": path in FUNCTIONAL_FILES,
+        "below": path in DISPATCH_FILES or path.startswith(OURS),
+        "torch": library or path.startswith(FOLDER),
+    }
+    return next((kind for kind, holds in kinds.items() if holds), "user")

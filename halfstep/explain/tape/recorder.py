@@ -52,7 +52,6 @@ from halfstep.torch_internals import (
 )
 
 OTHERS, OWN = "another process", "own"  # kinds of a Leaf
-_NO_MASKS = ("parameter", OTHERS)  # kinds
 _ACCUMULATE = "torch::autograd::AccumulateGrad"
 _BOUNDING = ("add", "sub", "clamp", "maximum", "minimum")
 _SMALL = 1e-4  # every eps is smaller
@@ -186,7 +185,7 @@ class OpRecorder(OpMode):
             return None
         computed = "unseen" if tensor.grad_fn is not None else "data"
         kind, name, known = named or self._named(tensor) or (computed, "", tensor)
-        masked = kind not in _NO_MASKS and _is_mask(tensor, bad)
+        masked = kind not in ("parameter", OTHERS) and _is_mask(tensor, bad)
         return Leaf(kind, name, known, _placed(bad, kind, known), tuple(tensor.shape), tensor.dtype, masked)
 
     def _named(self, tensor: Tensor) -> tuple[str, str, Tensor] | None:

@@ -16,8 +16,6 @@ T = TypeVar("T")
 _OVERWRITING = tuple(
     f"aten::{name}_" for name in ("copy", "fill", "zero", "normal", "uniform", "random", "bernoulli", "exponential")
 )
-_COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
-_RUNNING = ("running_mean", "running_var")
 _TRAINING = ("training", "train", "use_input_stats", "update")  # whichever an operation has; without a flag it trains
 _UNINITIALISED = tuple(
     f"aten::{name}"
@@ -87,12 +85,12 @@ def is_unread(func: Any, given: tuple[Sequence[Any], Mapping[str, Any]], tensor:
         return True
     named = _named(func, args, kwargs)
     training = all(named.get(flag, True) for flag in _TRAINING)
-    return training and any(named.get(name) is tensor for name in _RUNNING)
+    return training and any(named.get(name) is tensor for name in ("running_mean", "running_var"))
 
 
 def is_collective(func: Any) -> bool:
     """Tells whether an operation receives values from other processes; it may still be running after the call."""
-    return func.namespace in _COLLECTIVES
+    return func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 
 
 def is_uninitialised(func: Any) -> bool:

@@ -361,20 +361,16 @@ def _take_turns(rows: Sequence[_Row], taken: Course, seed: int, told: _Told, clo
         ahead = first // taken.turn % len(running)  # so that none always follows the same other
         for row in running[ahead:] + running[:ahead]:
             for step in range(first, min(first + taken.turn, taken.steps)):
-                _step(row, step, taken, seed, told)
+                if row.error is not None:
+                    break
+                told.now(f"{row.name}: seed {seed}")
+                with row.failing(f"step {step + 1} of seed {seed}"):
+                    made = row.lane.step(step, taken.steps)
+                    row.losses.append(made.loss)
+                    if step >= taken.untimed and step % taken.turn >= taken.cold:
+                        row.times_ms.append(made.ms)
+                told.made(f"{row.name}: seed {seed}")
     return taken.steps
-
-
-def _step(row: _Row, step: int, taken: Course, seed: int, told: _Told) -> None:
-    if row.error is not None:
-        return
-    told.now(f"{row.name}: seed {seed}")
-    with row.failing(f"step {step + 1} of seed {seed}"):
-        made = row.lane.step(step, taken.steps)
-        row.losses.append(made.loss)
-        if step >= taken.untimed and step % taken.turn >= taken.cold:
-            row.times_ms.append(made.ms)
-    told.made(f"{row.name}: seed {seed}")
 
 
 def _running(rows: Sequence[_Row]) -> list[_Row]:

@@ -56,8 +56,7 @@ def examine(
         tell("the backward pass of attention")
         bf16, fp16, wide = gain(kinds, "bf16"), gain(kinds, "fp16"), wide_backward(seconds=WIDE_SECONDS)
         if keep:
-            found = Saved(table_row().name, model_name(), str(torch.__version__), bf16, fp16, wide, date)
-            saved = str(save(found))
+            saved = str(save(Saved(table_row().name, model_name(), str(torch.__version__), bf16, fp16, wide, date)))
         choices = compare(read_processor(), table_row(), bf16=bf16, fp16=fp16, wide=wide)
     level, low, reason = recommend(kinds)
     facts = read_facts(device)
@@ -175,8 +174,7 @@ def compare(
     used: Processor, table: Processor, *, bf16: float, fp16: float, wide: tuple[tuple[int, int], ...]
 ) -> tuple[Choice, ...]:
     """Returns for each choice of formats the value that sessions use, the one in the table, and the measured one."""
-    measured = replace(used, bf16=bf16, fp16=fp16, wide_backward=wide)
-    said = zip(_said(used), _said(table), _said(measured), strict=True)
+    said = zip(*map(_said, (used, table, replace(used, bf16=bf16, fp16=fp16, wide_backward=wide))), strict=True)
     return tuple(Choice(what, now, by_table, here, now == here) for (what, now), (_, by_table), (_, here) in said)
 
 

@@ -19,7 +19,6 @@ from halfstep.lab.inspection.meter import Call, Meter, Place, Step
 from halfstep.lab.inspection.savings import LOOKS, savings
 from halfstep.machine import read_machine
 from halfstep.measurements import CastRow, Inspection, KernelRow, ModuleRow, OpRow
-from halfstep.plan.resolve import ModuleFormats
 from halfstep.torch_internals import schema_of
 from halfstep.train.session.session import Session
 from halfstep.validate import with_near_misses
@@ -78,7 +77,10 @@ def inspected(
         seconds=step.seconds,
         rows=_rows(meter, step.seconds),
         casts=_casts(meter.calls),
-        modules=tuple(_module(name, each) for name, each in formats.items()),
+        modules=tuple(
+            ModuleRow(name, f.type_name, str(f.param or "-"), str(f.compute or "-"), str(f.output or "-"), f.reason)
+            for name, f in formats.items()
+        ),
         savings=found,
         machine=read_machine(device),
         kernels=kernels,
@@ -106,18 +108,12 @@ def _rows(meter: Meter, seconds: float) -> tuple[OpRow, ...]:
     groups: dict[tuple[str, str, str], list[Call]] = defaultdict(list)
     for call in meter.calls:
         operator = call.note.aten if call.func.namespace == "aten" else str(schema_of(call.func).name)
-        formats = f"{_names(call.inputs)} -> {_names(call.outputs)}"
-        groups[operator, call.note.phase, formats].append(call)
+        groups[operator, call.note.phase, f"{_names(call.inputs)} -> {_names(call.outputs)}"].append(call)
     rows = []
     for key, calls in groups.items():
         flops, size, took = (sum(getattr(call, name) for call in calls) for name in ("flops", "bytes", "seconds"))
         rows.append(OpRow(*key, len(calls), flops, size, took, took / seconds))
     return tuple(sorted(rows, key=lambda row: -row.seconds))
-
-
-def _module(name: str, given: ModuleFormats) -> ModuleRow:
-    param, compute, output = ("-" if each is None else str(each) for each in (given.param, given.compute, given.output))
-    return ModuleRow(name, given.type_name, param, compute, output, given.reason)
 
 
 def _casts(calls: Sequence[Call]) -> tuple[CastRow, ...]:

@@ -29,12 +29,9 @@ from halfstep.torch_internals import (
     NO_BACKWARD,
     backward_task,
     schema_of,
-    tree_leaves,
     tree_map,
 )
 from halfstep.train.session.session import Session
-
-_COPIES = ("_to_copy", "copy_")
 
 Place = tuple[str, str | None, str | None]  # operation, module and line
 _RNN, _RNN_BACKWARD = torch.ops.aten.mkldnn_rnn_layer.default, torch.ops.aten.mkldnn_rnn_layer_backward.default
@@ -77,7 +74,7 @@ class Call:
     @property
     def is_cast(self) -> bool:
         """Whether the operation only copies numbers from one floating-point format to another."""
-        if schema_of(self.func).name.rpartition("::")[2] not in _COPIES:
+        if schema_of(self.func).name.rpartition("::")[2] not in ("_to_copy", "copy_"):
             return False
         return len({*self.inputs[-1:], *self.outputs}) == 2
 
@@ -100,8 +97,12 @@ class Meter(OpRecorder):
         read = sum(map(_bytes, tensors))
         synchronize(self._device)
         start = self._clock()
-        if note.phase == "forward" and place_in(note) in self._low_at and not schema_of(func).is_mutable:
-            args = _all_low(args)
+        low = next((t.dtype for t in given if is_low(t.dtype)), None)
+        here = note.phase == "forward" and place_in(note) in self._low_at and not schema_of(func).is_mutable
+        if here and low is not None:
+            args = tree_map(
+                lambda t: t.to(low) if isinstance(t, Tensor) and t.dtype is torch.float32 and t.dim() else t, args
+            )
         result = super().compute(func, args, kwargs)
         synchronize(self._device)
         took = self._clock() - start
@@ -109,7 +110,7 @@ class Meter(OpRecorder):
         done = flops(func, args, kwargs, result)
         known = self.locator.tensor(given[-1]) if given else None
         parameter = known[1] if known is not None and known[0] == "parameter" else ""
-        kept = done or parameter or is_custom(func) or any(is_low(t.dtype) for t in given)
+        kept = done or parameter or is_custom(func) or low is not None
         call = Call(
             func,
             note,
@@ -134,13 +135,6 @@ class Meter(OpRecorder):
 def place_in(note: Note) -> Place:
     """Returns where an operation ran: its name, the module and the line of code."""
     return note.aten, note.module, note.line
-
-
-def _all_low(args: Any) -> Any:
-    low = next((t.dtype for t in tree_leaves(args) if isinstance(t, Tensor) and is_low(t.dtype)), None)
-    if low is None:
-        return args
-    return tree_map(lambda t: t.to(low) if isinstance(t, Tensor) and t.dtype is torch.float32 and t.dim() else t, args)
 
 
 def _bytes(tensor: Tensor) -> int:
@@ -281,7 +275,6 @@ def _has_run_low(step: Step, module: str | None, edits: Sequence[Edit]) -> bool:
 # ---- fp32 inputs and buffers that turn all later values into fp32, which modules then cast again and again
 INPUT = "an input"
 ENOUGH = 2  # modules that must cast the widened values: with only one there is no stream
-ADDED = ("add", "add_", "sub", "sub_", "rsub")
 
 
 @dataclass
@@ -295,7 +288,8 @@ class Stream:
     def evidence(self) -> str:
         """Returns a sentence on what was observed: where the stream starts, and how many modules cast its values."""
         note, source = self.note, self.source
-        what = f"{source} is added" if note.aten in ADDED else f"{source} meets low values in {note.aten}"
+        added = note.aten in ("add", "add_", "sub", "sub_", "rsub")
+        what = f"{source} is added" if added else f"{source} meets low values in {note.aten}"
         return (
             f"values are fp32 from here on, because {what} here; {len(self.casts)} modules cast them to the low "
             f"format, first {in_model(next(iter(self.casts)))[1]}{which_model(note.module)}"

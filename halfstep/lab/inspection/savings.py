@@ -40,7 +40,6 @@ _PATIENCE = 20.0  # seconds after which no further round begins
 
 Again = Callable[..., Meter]  # meters the step once more, with what is mixed at some places low
 
-_WIDE = {"fp64": torch.float64, "fp32": torch.float32}
 _DOUBLE: Reason = (
     "an input is fp64, which no plan casts",
     "make the input fp32 where it is created, for example by x.float() or dtype=torch.float32",
@@ -63,7 +62,7 @@ def savings(step: Step, again: Again, tell: Callable[[int], None]) -> tuple[Savi
 def _full(step: Step) -> Iterator[Saving]:
     known: dict[tuple[torch.dtype, torch.dtype], dict[str, float]] = defaultdict(dict)
     for module, calls in step.heavy().items():
-        for name, wide in _WIDE.items():
+        for name, wide in (("fp64", torch.float64), ("fp32", torch.float32)):
             full = [call for call in calls if wide in call.inputs and not _is_wide_backward(call)]
             if wide is torch.float32:
                 full = [call for call in full if step.custom_of(call) is None]  # see `custom_full`
@@ -303,8 +302,7 @@ def _gain(call: Call, make: Callable[[], Callable[[], object]]) -> float:
     made = {"now": _again(call), "then": make()}
     for each in made.values():
         each()
-    least = 2 if call.seconds > LONG else TURNS
-    times = take_turns(made, device=device, seconds=SECONDS, least=least)
+    times = take_turns(made, device=device, seconds=SECONDS, least=2 if call.seconds > LONG else TURNS)
     saved = [now - then for now, then in zip(times["now"], times["then"], strict=False)]
     return quantiles(saved, n=10, method="inclusive")[0]
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from halfstep.errors import DataError, WorkloadError
-from halfstep.lab.workloads.workload import Batch, Workload, chunks, read_bytes, seeded
+from halfstep.lab.workloads.workload import Batch, Workload, read_bytes, seeded
 
 
 class Block(nn.Module):
@@ -114,7 +114,7 @@ class CharLM(Workload):
     def validation(self) -> Iterable[Batch]:
         _, held_out = self._split
         starts = torch.linspace(0, len(held_out) - self.length - 1, self.eval_windows).long()
-        return (self._windows(held_out, some) for some in chunks(starts, self.batch))
+        return (self._windows(held_out, some) for some in torch.split(starts, self.batch))
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Returns the cross entropy in nats per character."""

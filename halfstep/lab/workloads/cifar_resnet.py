@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from halfstep.errors import DataError, WorkloadError
-from halfstep.lab.workloads.workload import Batch, Workload, chunks, seeded, shuffled
+from halfstep.lab.workloads.workload import Batch, Workload, seeded, shuffled
 
 CLASSES = 10
 MEAN = (0.4914, 0.4822, 0.4465)
@@ -162,7 +162,7 @@ class CifarResNet(Workload):
 
     def validation(self) -> Iterable[Batch]:
         images, count = self._images, self.eval_images
-        pairs = zip(chunks(images.x_test[:count], 250), chunks(images.y_test[:count], 250), strict=True)
+        pairs = zip(torch.split(images.x_test[:count], 250), torch.split(images.y_test[:count], 250), strict=True)
         return ((normalize(x), y) for x, y in pairs)
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:

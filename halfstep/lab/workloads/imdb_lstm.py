@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import DataError
-from halfstep.lab.workloads.workload import Batch, Workload, as_text, chunks, read_bytes, seeded, shuffled
+from halfstep.lab.workloads.workload import Batch, Workload, as_text, read_bytes, seeded, shuffled
 
 PAD, UNKNOWN = 0, 1
 LABELS = {"0": 0.0, "1": 1.0, "neg": 0.0, "pos": 1.0}
@@ -95,7 +95,7 @@ class ImdbLSTM(Workload):
 
     def validation(self) -> Iterable[Batch]:
         reviews, count = self._reviews, self.eval_reviews
-        return zip(chunks(reviews.x_test[:count], 250), chunks(reviews.y_test[:count], 250), strict=True)
+        return zip(torch.split(reviews.x_test[:count], 250), torch.split(reviews.y_test[:count], 250), strict=True)
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Returns the binary cross entropy of the probabilities, in nats per review."""

@@ -111,11 +111,6 @@ def seeded(seed: int, make: Callable[[], nn.Module]) -> nn.Module:
         return make()
 
 
-def chunks(values: Tensor, size: int) -> list[Tensor]:
-    """Returns `values` split along the first dimension into pieces of `size`; the last one may be shorter."""
-    return [values[i : i + size] for i in range(0, len(values), size)]
-
-
 def shuffled(count: int, batch: int, seed: int) -> Iterator[Tensor]:
     """Yields the indices of full batches without end, in a new random order each epoch."""
     if count < batch:
