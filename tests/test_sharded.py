@@ -16,7 +16,7 @@ from tests import replicas, sharded
 from tests.sharded import LEVELS, LOWS
 
 ULP = 2.0**-22  # of a loss between 2 and 4
-STEPS = 8
+STEPS = 5
 SETTINGS = [(level, low) for level in LEVELS for low in LOWS]
 FAULTS = ("loss", "batch", "gradient", "shard")
 VARIANTS = {

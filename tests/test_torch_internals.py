@@ -83,11 +83,14 @@ def in_import(node, known):
 
 
 def in_attribute(node, known):
-    name, own = node.attr, is_own(node.value)
+    name = node.attr
+    if not is_private(name):
+        return []
+    own = is_own(node.value)
     of_torch = ast.unparse(node).startswith(("torch.", "aten."))
     of_object = name in ATTRIBUTES and not (own and name in known.here)
     known_here = name in (known.anywhere if own else known.near) | STANDARD | LIBRARY
-    return [name] if is_private(name) and (of_torch or of_object or not known_here) else []
+    return [name] if of_torch or of_object or not known_here else []
 
 
 def in_constant(node, known):
@@ -97,10 +100,9 @@ def in_constant(node, known):
 
 
 def in_call(node, known):
-    if ast.unparse(node.func).rpartition(".")[2] not in TAKERS:
-        return []
     given = [each.value for each in node.args if isinstance(each, ast.Constant) and isinstance(each.value, str)]
-    return strange([name for each in given for name in each.split(".")], known)
+    found = strange([name for each in given for name in each.split(".")], known)
+    return found if found and ast.unparse(node.func).rpartition(".")[2] in TAKERS else []
 
 
 def in_subscript(node, known):
@@ -152,6 +154,7 @@ def foreign_names(tree, anywhere, folder=frozenset()):
     return [f"{node.lineno} {name}" for node in nodes for name in IN[type(node)](node, known)]
 
 
+@functools.cache
 def parsed(path):
     return ast.parse(path.read_text(encoding="utf-8"), str(path))
 

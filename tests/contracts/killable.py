@@ -9,11 +9,14 @@ from torch import nn
 
 from tests.contracts.cases import batch, snapshot, start
 
-STEPS, EVERY = 400, 3
+EVERY = 3
 
 
-def run(name: str, low: str, folder: Path, moments: str = "full") -> None:
-    """Trains to the end, printing each step number; the loss curve and the end state are left in the folder."""
+def run(name: str, low: str, folder: Path, steps: int, moments: str, waits: bool = False) -> None:
+    """Trains to the end; the loss curve and the end state are left in the folder.
+
+    One that `waits` prints each step number, and goes on when it is given a line.
+    """
     # Smaller weights keep full moments.
     model, opt, session = start(name, low, width=16 if moments == "full" else 64, moments=moments)
 
@@ -24,7 +27,7 @@ def run(name: str, low: str, folder: Path, moments: str = "full") -> None:
         opt.load_state_dict(states["optimizer"])
         session.load_state_dict(states["session"])
         curve, first = states["curve"], states["step"]
-    for step in range(first, STEPS):
+    for step in range(first, steps):
         inputs, targets = batch(step)
         if step % 17 == 5:
             inputs[0, 0] = torch.inf  # a skipped step now and then
@@ -37,10 +40,13 @@ def run(name: str, low: str, folder: Path, moments: str = "full") -> None:
             states = {"model": model.state_dict(), "optimizer": opt.state_dict(), "session": session.state_dict()}
             torch.save({**states, "curve": curve, "step": step + 1}, folder / "next.pt")
             os.replace(folder / "next.pt", path)
-        print(step, flush=True)
+        if waits:
+            print(step, flush=True)
+            sys.stdin.readline()
     torch.save({"end": snapshot(model, opt, session), "curve": torch.tensor(curve)}, folder / "end.pt")
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(int(sys.argv[4]))  # sums depend on it
-    run(sys.argv[1], sys.argv[2], Path(sys.argv[3]), sys.argv[5])
+    name, low, folder, steps, moments, threads = sys.argv[1:]
+    torch.set_num_threads(int(threads))  # sums depend on it
+    run(name, low, Path(folder), int(steps), moments, waits=True)

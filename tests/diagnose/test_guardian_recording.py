@@ -145,9 +145,10 @@ def test_evaluation_after_an_interrupted_step_ends_the_recording():
     alarm(run, session, optimizer, model, 8 * WINDOW)  # it is met later
 
 
-def test_forwards_that_no_backward_pass_follows_end_the_recording():
+def test_forwards_that_no_backward_pass_follows_end_the_recording(monkeypatch):
+    monkeypatch.setattr(guardian, "_PATIENCE", 8 * guardian._TRAINING)
     *_, model = interrupted()
-    for _ in range(64):
+    for _ in range(8):
         model(images())
     assert not recording()
 
@@ -260,22 +261,23 @@ def test_patience_grows_until_it_is_enough(before, monkeypatch):
     alarm(rollouts, before, 12 * WINDOW)
 
 
-def test_a_step_of_many_forwards_that_its_loss_is_made_of_is_explained():
+def test_a_step_of_many_forwards_that_its_loss_is_made_of_is_explained(monkeypatch):
+    monkeypatch.setattr(guardian, "_PATIENCE", 8 * guardian._TRAINING)
     model, inputs = nn.Linear(4, 4), torch.randn(2, 4)
 
     def loss():
-        return sum(model(inputs).sum() for _ in range(200)).sub(torch.inf)
+        return sum(model(inputs).sum() for _ in range(25)).sub(torch.inf)
 
     assert alarm(train_on, loss, *session_on(model, "O1", "bf16")).verdict.operator == "sub"
 
 
 def test_a_step_that_is_too_long_to_be_recorded_is_said_to_be_once_and_few_are_recorded(monkeypatch, caplog):
-    monkeypatch.setattr(guardian, "_OPERATIONS", 100)
+    monkeypatch.setattr(guardian, "_OPERATIONS", 20)
     recorded = []
 
     def before(model, inputs):
         recorded.append(recording())
-        with_gradients(30)(model, inputs)
+        with_gradients(8)(model, inputs)
 
     rollouts(before, 16 * WINDOW)
     assert 1 <= sum(recorded) <= 4  # the pauses between them grow
