@@ -77,16 +77,12 @@ FIGURES: Mapping[str, tuple[Figure, str]] = {
 def sweep_sheet(sweep: Sweep) -> Sheet:
     """Returns a sweep with a row for each configuration; a column without any figure is left out."""
     seen = [(point, run) for point in sweep.points for run in point.result.runs]
-
-    def filled(figure: Figure, form: str) -> Callable[[Seen], str | None]:
-        return lambda one: None if (value := figure(*one)) is None else format(value, form)
-
     columns: Columns = {
         "model": lambda one: one[0].model,
         "batch": lambda one: one[0].batch,
         "": lambda one: one[1].name,
     } | {
-        header: filled(figure, form)
+        header: lambda one, figure=figure, form=form: None if (value := figure(*one)) is None else format(value, form)
         for header, (figure, form) in FIGURES.items()
         if any(figure(*one) is not None for one in seen)
     }
@@ -147,17 +143,14 @@ def _sweep_charts(sweep: Sweep, seen: Sequence[Seen]) -> Iterator[Chart]:
 
 def largest_sheet(found: Sequence[Largest], asked: Mapping[str, str], command: str) -> Sheet:
     """Returns the largest batches with a row for each model and configuration."""
-    full = _baselines(found)
-
-    def times(each: Largest) -> str | None:
-        base = full[each.model].batch if each.model in full else None
-        return None if each.batch is None or not base else f"{each.batch / base:.2f}"
-
+    full = {model: each.batch for model, each in _baselines(found).items()}
     columns: Columns = {
         "model": lambda each: each.model,
         "": lambda each: each.name,
         "largest batch": lambda each: None if each.batch is None else f"{each.batch:,}",
-        "x O0": times,
+        "x O0": lambda each: (
+            None if each.batch is None or not (base := full.get(each.model)) else f"{each.batch / base:.2f}"
+        ),
     }
     limit = f"{found[0].limit / MIB:,.0f} MiB"
     models, names = (list(dict.fromkeys(each)) for each in zip(*((e.model, e.name) for e in found), strict=True))

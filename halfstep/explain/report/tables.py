@@ -76,11 +76,10 @@ LEVELS: Columns = {
 
 def level_table(levels: Iterable[Level]) -> Shown:
     """Returns a table with a row for each level: what it stores low, what it casts, and how it scales the loss."""
-
-    def both(fill: Callable[[Any], object]) -> Callable[[Level], str]:
-        return lambda row: " / ".join(dict.fromkeys(str(fill(row.plans[low])) for low in (BF16, FP16)))
-
-    columns: Columns = {header: both(fill) for header, fill in LEVELS.items()} | {"for": lambda row: row.purpose}
+    columns: Columns = {
+        header: lambda row, fill=fill: " / ".join(dict.fromkeys(str(fill(row.plans[low])) for low in (BF16, FP16)))
+        for header, fill in LEVELS.items()
+    } | {"for": lambda row: row.purpose}
     return Shown(Text("low is bf16 or fp16"), table(levels, columns, words=columns))
 
 
