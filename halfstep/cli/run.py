@@ -6,7 +6,6 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Annotated
 
 import typer
@@ -39,11 +38,7 @@ class ScriptRaised(BaseException):
     def show(self) -> None:
         """Raises the script's exception with its traceback, as if the script ran alone."""
         trace, print_it = self.error.__traceback__, sys.excepthook
-
-        def hook(kind: type[BaseException], error: BaseException, _: TracebackType | None) -> None:
-            print_it(kind, error.with_traceback(trace), trace)
-
-        sys.excepthook = hook
+        sys.excepthook = lambda kind, error, _: print_it(kind, error.with_traceback(trace), trace)
         raise self.error
 
 

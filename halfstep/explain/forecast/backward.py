@@ -160,15 +160,12 @@ def noting_nodes(model: nn.Module, full: Collection[str]) -> Iterator[Nodes]:
 
 def _note(module: nn.Module, into: list[range], undo: ExitStack) -> None:
     starts: list[int] = []
-
-    def before(module: nn.Module, args: Any) -> None:
-        starts.append(next_sequence_number())
-
-    def after(module: nn.Module, args: Any, output: Any) -> None:
-        into.append(range(starts.pop(), next_sequence_number()))
-
-    undo.callback(module.register_forward_pre_hook(before, prepend=True).remove)
-    undo.callback(module.register_forward_hook(after).remove)
+    undo.callback(
+        module.register_forward_pre_hook(lambda *_: starts.append(next_sequence_number()), prepend=True).remove
+    )
+    undo.callback(
+        module.register_forward_hook(lambda *_: into.append(range(starts.pop(), next_sequence_number()))).remove
+    )
 
 
 @contextmanager

@@ -290,11 +290,8 @@ def gain(call: Call, change: Change) -> float:
 
 def gain_of_casts(call: Call, dtype: torch.dtype) -> float:
     """Returns the seconds that a custom operation saves if its inputs are cast to `dtype`; raises as it does."""
-
-    def cast_first(*args: Any, **kwargs: Any) -> object:
-        return call.func(*cast_floats(args, dtype), **cast_floats(kwargs, dtype))
-
-    return _gain(call, lambda: _again(replace(call, func=cast_first, autocast=None)))
+    cast = replace(call, func=lambda *a, **k: call.func(*cast_floats(a, dtype), **cast_floats(k, dtype)), autocast=None)
+    return _gain(call, lambda: _again(cast))
 
 
 def _gain(call: Call, make: Callable[[], Callable[[], object]]) -> float:
