@@ -22,9 +22,17 @@ class Later:
     """Copies of tensors on the host: there at once from a CPU, else once the device has done the work queued so far."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._host = [t.to("cpu", non_blocking=True) for t in tensors]
-        devices = {t.device for t in tensors if t.device.type != "cpu"}
-        self._done = [torch.accelerator.current_stream(device).record_event() for device in devices]
+        self._host = list(tensors)
+        self._done = []
+        for device in {t.device for t in tensors if t.device.type != "cpu"}:
+            # One copy for each device; formats of more bytes come first, as each must lie at a multiple of its size.
+            places = [i for i, t in enumerate(tensors) if t.device == device]
+            places.sort(key=lambda i: -tensors[i].itemsize)
+            held = [tensors[i].reshape(-1).view(torch.uint8) for i in places]
+            packed = (held[0] if len(held) == 1 else torch.cat(held)).to("cpu", non_blocking=True)
+            for i, part in zip(places, torch.split(packed, [t.numel() for t in held]), strict=True):
+                self._host[i] = part.view(tensors[i].dtype).view(tensors[i].shape)
+            self._done.append(torch.accelerator.current_stream(device).record_event())
 
     def arrived(self) -> bool:
         """Tells whether `read` would return without waiting."""

@@ -11,6 +11,7 @@ import types
 import warnings
 from collections import Counter
 
+import numpy as np
 import torch
 
 LAUNCHES: Counter[str] = Counter()  # of Triton kernels, by name
@@ -146,6 +147,7 @@ def interpret():
     """Has Triton's interpreter work on the memory of the simulated device, in place, and patch its language once."""
     from triton.runtime import interpreter
 
+    np.seterr(all="ignore")  # as a GPU does
     patch, seen = interpreter._patch_lang, set()
 
     def patch_once(function):

@@ -2,9 +2,9 @@
 
     python -m tests.cudasim.host [step] [models]
 
-For the step all kernels of both are mocked. For models the time of the simulated device's kernels is taken off, and
-each row has a process of its own. All are measured in turns, and the clock is CPU time. Read the ratios; microseconds
-are of this machine.
+For the step all kernels of both are mocked. For models the time of the simulated device's kernels is taken off. Each
+row has a process of its own, as kernels and hooks serve all sessions. All are measured in turns, and the clock is CPU
+time. Read the ratios; microseconds are of this machine.
 """
 
 import gc
@@ -42,15 +42,8 @@ def launch(self, *args, grid=None, warmup=False, **options):
     device.LAUNCHES[self.fn.__name__] += 1
 
 
-def microseconds(call, prepare):
-    prepare()
-    start = time.thread_time()
-    call()
-    return 1e6 * (time.thread_time() - start)
-
-
 def of_torch(count):
-    """Returns a call of torch's own parts for as many tensors, whose kernels do nothing."""
+    """Returns a call of torch's own parts for as many tensors, whose kernels do nothing, and what comes before it."""
     params = [nn.Parameter(torch.ones(16, 16, device="cuda")) for _ in range(count)]
     for p in params:
         p.grad = torch.ones_like(p)
@@ -75,11 +68,12 @@ def of_torch(count):
             for name, function in kept.items():
                 setattr(torch, name, function)
 
-    return call
+    return call, lambda: None
 
 
 def of_session(count, level):
     """Returns a call of a session's step for as many tensors, and what gives it gradients at other addresses."""
+    JITFunction.run = launch
     model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(count))).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     session = halfstep.initialize(model, optimizer, level, low="bf16")
@@ -118,7 +112,6 @@ def model_of(name):
 
 
 MODELS = ("GPT-2", "ResNet-50", "24 small blocks")
-ROWS = ("torch.amp", "O1", "O2")
 
 
 def of_model(name, level):
@@ -152,55 +145,44 @@ def host_time(call, prepare):
     return (time.process_time_ns() - start - torch.ops.cudasim.kernels()) / 1e3
 
 
-def models():
-    """Prints the ratios of forward and backward; each row has a process of its own, as kernels serve all sessions."""
+def show(what, names, peer):
+    """Prints the ratios of all rows to a peer."""
     command = [sys.executable, "-m", "tests.cudasim.host", "row"]
     rows = {
-        row: subprocess.Popen([*command, row], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for row in ROWS
+        row: subprocess.Popen([*command, row], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for row in (peer, "O1", "O2")
     }
-    for name in MODELS:
-        times = {row: [] for row in ROWS}
+    for name in names:
+        times, launches = {row: [] for row in rows}, {}
         for _ in range(ROUNDS):
             for row, process in rows.items():
                 print(name, file=process.stdin, flush=True)
-                times[row].append(float(process.stdout.readline()))
-        base, *found = (statistics.median(times[row]) for row in ROWS)
+                taken, launches[row] = map(float, process.stdout.readline().split())
+                times[row].append(taken)
+        base, *found = (statistics.median(times[row]) for row in rows)
         ratios = ", ".join(
-            f"{row} {each:.0f} us ({each / base:.2f})" for row, each in zip(ROWS[1:], found, strict=True)
+            f"{row} {each:.0f} us ({each / base:.2f})" for row, each in zip(list(rows)[1:], found, strict=True)
         )
-        print(f"{name}, forward and backward: torch.amp {base:.0f} us, {ratios}", flush=True)
+        made = f"; {launches['O2']:.0f} launches a step" if name.isdigit() else ""
+        print(f"{name} {what}: {peer} {base:.0f} us, {ratios}{made}", flush=True)
     for process in rows.values():
         process.communicate()
 
 
 def answer(level):
-    """Measures a row of one model for each line of stdin; other sessions are closed."""
+    """Measures a row of one model, or of a step of as many tensors, for each line of stdin."""
     name = None
     for line in sys.stdin:
         if line.strip() != name:
             name, row = line.strip(), None
             gc.collect()  # which closes the last session
-            row = of_model(name, level)
-        print(host_time(*row), flush=True)
-
-
-def steps():
-    """Prints the ratios and launches of the step."""
-    JITFunction.run = launch
-    for count in (300, 1000):
-        peer, rows = of_torch(count), {level: of_session(count, level) for level in ("O1", "O2")}
-        times = {"torch": []} | {level: [] for level in rows}
-        for _ in range(ROUNDS):
-            times["torch"].append(microseconds(peer, lambda: None))
-            for level, row in rows.items():
-                times[level].append(microseconds(*row))
-                launches = device.launches(device.taken())
-        base = statistics.median(times["torch"])
-        print(f"{count} tensors: torch {base:.0f} us", end="")
-        for level in rows:
-            found = statistics.median(times[level])
-            print(f", {level} {found:.0f} us ({found / base:.2f})", end="")
-        print(f"; {launches} launches a step", flush=True)
+            if not name.isdigit():
+                row = of_model(name, level)
+            else:
+                row = of_torch(int(name)) if level == "torch" else of_session(int(name), level)
+            host_time(*row)
+        taken = host_time(*row)
+        print(taken, device.launches(device.taken()), flush=True)
 
 
 if __name__ == "__main__":
@@ -208,6 +190,8 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     if sys.argv[1:2] == ["row"]:
         answer(sys.argv[2])
-    parts = {"step": steps, "models": models}
-    for each in [part for part in parts if not sys.argv[1:] or part in sys.argv]:
-        parts[each]()
+        sys.exit()
+    if "step" in sys.argv or not sys.argv[1:]:
+        show("tensors, step", ("300", "1000"), "torch")
+    if "models" in sys.argv or not sys.argv[1:]:
+        show("forward and backward", MODELS, "torch.amp")

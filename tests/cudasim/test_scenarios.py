@@ -13,6 +13,7 @@ from torch import nn
 
 import halfstep
 from halfstep.errors import SetupError
+from halfstep.explain.diagnose.counter import WINDOW
 from halfstep.formats import BF16
 from halfstep.plan.levels import level
 from halfstep.plan.optable import effective
@@ -95,20 +96,22 @@ def test_no_row_of_the_table_waits(optimizer, name, low):
 
 @simulated
 @pytest.mark.parametrize(
-    ("name", "optimizer"),
-    [("O2", each) for each in OPTIMIZERS] + [("O3", each) for each in ("Lamb", "NovoGrad")],
+    ("name", "low", "optimizer", "steps"),
+    [("O2", "bf16", each, 2) for each in OPTIMIZERS]
+    + [("O3", "bf16", each, 2) for each in ("Lamb", "NovoGrad")]
+    + [("O2", "fp16", "Lamb", WINDOW)],  # the last of these sends to the host what was found in all
 )
-def test_launches_do_not_grow_with_the_tensors(name, optimizer):
+def test_launches_do_not_grow_with_the_tensors(name, low, optimizer, steps):
     model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(22))).cuda()
     made = OPTIMIZERS[optimizer](model.parameters())
-    with halfstep.initialize(model, made, name, low="bf16") as session:
-        for _ in range(2):
+    with halfstep.initialize(model, made, name, low=low) as session:
+        for number in range(steps):
             made.zero_grad()
             session.backward(model(torch.ones(1, 8, device="cuda")).float().sum())
             device.taken()
             device.LAUNCHES.clear()
             session.step(max_norm=1.0)
-        assert device.launches(device.taken()) <= 20
+            assert number == 0 or device.launches(device.taken()) <= 20
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gpu
 
 
 def test_skips_are_counted_without_waiting_and_given_at_a_later_step():
-    counter, parts = Counter(torch.device("cuda"), 1.0), (object(),)
+    counter, parts = Counter(1.0), (object(),)
     skipped, scales = torch.tensor(True, device="cuda"), {0: torch.tensor(8.0, device="cuda")}
     with no_cuda_sync():
         found = [counter.count(parts, skipped, None, scales) for _ in range(WINDOW)]

@@ -27,17 +27,17 @@ def counted(counter, flags, scale):
     ],
 )
 def test_skips_are_counted_in_a_row(flags, looks):
-    assert counted(Counter(torch.device("cpu"), 1.0), flags, 2.0) == looks
+    assert counted(Counter(1.0), flags, 2.0) == looks
 
 
 @pytest.mark.parametrize(("scale", "looks"), [(1.0, [WINDOW + 1]), (1.5, [])])
 def test_one_skip_is_enough_where_the_scale_lies_at_its_floor(scale, looks):
-    assert counted(Counter(torch.device("cpu"), 1.0), [0, 1] + [0] * 20, scale) == looks
+    assert counted(Counter(1.0), [0, 1] + [0] * 20, scale) == looks
 
 
 def alarms(pattern, floor, *, bad):
     """What a counter says of steps of which those with an x are skipped, for a bad loss or not: (mild, number)."""
-    counts, found = Counter(torch.device("cpu"), floor), []
+    counts, found = Counter(floor), []
     for number, each in enumerate(pattern, 1):
         flag = torch.tensor(each == "x")
         alarm = counts.count(PARTS, flag, flag if bad else ~flag & flag, {0: torch.tensor(64.0)})
@@ -82,7 +82,7 @@ def test_what_is_still_on_its_way_from_a_gpu_is_not_waited_for(monkeypatch):
     monkeypatch.setattr(counter, "Later", Late)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(Late, "come", False)
-    counts = Counter(torch.device("cuda"), 1.0)
+    counts = Counter(1.0)
     assert counted(counts, [0] + [1] * (3 * WINDOW), 2.0) == []
     monkeypatch.setattr(Late, "come", True)
     assert counted(counts, [0], 2.0) == []  # the first window, with one step that was fine

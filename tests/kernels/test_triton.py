@@ -174,6 +174,11 @@ def test_the_read_pass_names_what_is_not_finite(interpreted, name):
     assert same
 
 
+def test_norm_skip_and_factor_of_a_step_have_the_bits_of_torch_operations(interpreted):
+    for tensors in (READS["mixed"], READS["empty"], BAD["infinity"][0], BAD["nan"][0]):
+        assert interpreted(cases.judged_differ, tensors) == []
+
+
 def on_cuda(function, *args):
     return function(*args, device="cuda")
 
@@ -189,6 +194,12 @@ def test_the_read_pass_on_cuda_gives_the_norm(name):
 def test_the_read_pass_on_cuda_names_what_is_not_finite(name):
     tensors, bad = BAD[name]
     assert on_cuda(cases.read, tensors)[1:3] == (True, bad)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tensors", [READS["mixed"], BAD["infinity"][0], BAD["nan"][0]])
+def test_norm_skip_and_factor_on_cuda_have_the_bits_of_torch_operations(tensors):
+    assert on_cuda(cases.judged_differ, tensors) == []
 
 
 ADAM, SGD = OPTIONS["adamw"], OPTIONS["sgd-nesterov"]
@@ -213,6 +224,7 @@ def test_what_a_scheduler_changes_compiles_nothing(compiler):
         "_adam_kernel": 1,
         "_sgd_kernel": 1,
         "_read_kernel": 1,
+        "_judge_kernel": 1,
     }
 
 
@@ -240,7 +252,7 @@ def test_compiled_kernels_round_every_operation_and_move_16_bytes_at_a_time(comp
             assert ".ftz" not in ptx
             assert ".approx" not in ptx
             assert "div.full" not in ptx
-            if name != "_corrections_kernel":
+            if name not in ("_corrections_kernel", "_judge_kernel"):
                 assert ("ld.global.v" if storage in KEPT else "ld.global.v4.b32") in ptx
     adam = compiler(cases.compiled, [ADAM], storage)["_adam_kernel"][0]
     assert "sqrt.rn.f32" in adam

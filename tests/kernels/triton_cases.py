@@ -6,13 +6,15 @@ The interpreter must be chosen before Triton is imported, so no test process imp
 import os
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import torch
 
-from halfstep.train.kernels.batch import Batch, Kept, Place, Scratch, is_dense
+from halfstep.train.kernels.batch import Batch, Kept, Place, Scratch, Wanted, is_dense
 from halfstep.train.optim import laws, moments
 from halfstep.train.optim.implementations import IMPLEMENTATIONS, update
 from halfstep.train.optim.masters import join, split
+from halfstep.train.scale.norm import Clip
 
 # Param groups, written out: an optimizer that is made imports Triton, before its interpreter is chosen.
 _ADAM = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "decoupled_weight_decay": False}
@@ -239,13 +241,35 @@ def read(tensors, device="cpu"):
         held[-1] = new(held[-1:])[0]
     before = [t.clone() for t in held]
     scratch = Scratch()
-    norm, found, flags = kernels.read(held, scratch)
-    again, _, _ = kernels.read(held, scratch)
+    norm, found, flags, _ = kernels.read(held, scratch)
+    again = kernels.read(held, scratch)[0]
     same = all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(held, before, strict=True))
     assert norm.dtype is torch.float32
     assert (norm.shape, found.shape, flags.shape) == ((), (), (len(held),))
     assert torch.equal(norm, again) or bool(norm.isnan())
     return float(norm), bool(found), flags.tolist(), same
+
+
+def judged_differ(tensors, device="cpu"):
+    """What a step may want to know of gradients for which the kernel and torch's operations give different bits."""
+    from halfstep.train.kernels import triton as kernels
+
+    held, wrong = [t.to(device) for t in tensors], []
+    for scale, noted, most in product((None, 2.0**120, 0.3), (None, False, True), (None, 0.5, 1e-30, 1e39)):
+        given = [None if value is None else torch.tensor(value, device=device) for value in (scale, noted)]
+        norm, found, _, (true, skip, factor) = kernels.read(held, Scratch(), Wanted(*given, most))
+        inverse = torch.ones_like(norm) if scale is None else given[0].reciprocal()
+        expected = [norm * inverse, found | bool(noted)]
+        got = [true, skip]
+        if scale is None and most is None:
+            assert factor is None
+        else:
+            clip = 1.0 if most is None else Clip(norm.device).factor(norm * inverse, most)
+            expected.append(inverse * clip)
+            got.append(factor)
+        if not all(torch.equal(a, b) or (a.isnan() and b.isnan()) for a, b in zip(expected, got, strict=True)):
+            wrong.append((scale, noted, most, expected, got))
+    return wrong
 
 
 def session_bits(name, low, tables, device="cpu"):
@@ -426,5 +450,5 @@ def compiled(settings, storage="split", lengths=(2000,)):
         flags = torch.zeros(32, dtype=torch.bool)
         row = row_of(options)
         kernels.update(row.triton, batch, row.options(options), torch.ones(5)[i % 5], flags[i % 32], Scratch())
-        kernels.read(batch.grads, Scratch())
+        kernels.read(batch.grads, Scratch(), Wanted(torch.ones(5)[i % 5], flags[i % 32], 1.0 + i))
     return {name: list(variants.values()) for name, variants in PTX.items()}

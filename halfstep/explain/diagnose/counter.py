@@ -61,8 +61,7 @@ class Counter:
     Steps are examined `WINDOW` at a time, in a later step, once their values have arrived on the host.
     """
 
-    def __init__(self, device: torch.device, floor: float, growth: float = 1.0) -> None:  # floor 0: a fixed scale
-        self._device = device
+    def __init__(self, floor: float, growth: float = 1.0) -> None:  # floor 0: a fixed scale
         self._floor, self._near = floor, floor * growth
         self._steps: list[_Step] = []
         self._coming: tuple[list[_Step], Later] | None = None
@@ -84,8 +83,7 @@ class Counter:
         if self._coming is None and len(self._steps) >= WINDOW:
             steps, self._steps = self._steps, []  # first: a Ctrl-C in the next lines leaves no list that grows
             numbers = [t for _, skipped, bad, own in steps for t in (skipped, bad, *own.values()) if t is not None]
-            whole = self._device.type != "cpu"  # one tensor, as each costs a copy
-            self._coming = steps, Later([torch.stack([t.float() for t in numbers])] if whole else numbers)
+            self._coming = steps, Later(numbers)
         return found
 
     def rest(self, watched: Watched) -> None:
@@ -98,7 +96,7 @@ class Counter:
         return watched in self._runs and self._runs[watched].lives_at_floor
 
     def _look(self, steps: Sequence[_Step], host: Sequence[Tensor]) -> Alarm | None:
-        numbers = iter(host[0].tolist() if host[0].dim() else map(_number, host))
+        numbers = map(_number, host)
         values = [
             (parts, bool(next(numbers)), bad is not None and next(numbers), dict(zip(scales, numbers, strict=False)))
             for parts, _, bad, scales in steps

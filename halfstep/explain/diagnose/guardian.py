@@ -159,7 +159,7 @@ class Guardian:
         self.pending: BaseException | None = None
         scaling = runtime.plan.scale
         self._floor = scaling.min if scaling.adapts else 0.0
-        self._counter = Counter(runtime.device, self._floor, scaling.growth)
+        self._counter = Counter(self._floor, scaling.growth)
         self._armed: Armed | None = None
         self._about: Watched = ((), None)  # whose step is waited for
         self._often, self._mild = "", False  # how often it is skipped

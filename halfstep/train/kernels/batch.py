@@ -129,6 +129,8 @@ class Gradients(list[Tensor]):
     """The gradients of a step, and what is derived from the kinds of its tensors: `memory` is for that."""
 
     memory: dict[str, Any]
+    homes: list[int] | None = None  # addresses of the parameters, as far as they are known; of a DTensor 0
+    starts: list[int] | None = None  # and those of the gradients
     norm: Tensor | None = None  # L2, over all elements (0-dim fp64), once a kernel has read them
 
 
@@ -136,17 +138,32 @@ class Alike:
     """Gives the gradients of a step the memory of the last step's if all tensors are of the same kinds."""
 
     def __init__(self) -> None:
-        self._same: Callable[[Sequence[Tensor]], bool] = lambda tensors: False
+        self._same: Callable[[Sequence[Tensor]], list[int] | None] = lambda tensors: None
         self._memory: dict[str, Any] = {}
 
     def of(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> Gradients:
         """Returns the gradients of `params` with their memory."""
         tensors = (*params, *grads)
-        if not self._same(tensors):
+        if (starts := self._same(tensors)) is None:
             self._same, self._memory = same_kinds(tensors), {}
         found = Gradients(grads)
         found.memory = self._memory
+        if starts is not None:
+            found.homes, found.starts = starts[: len(params)], starts[len(params) :]
         return found
+
+
+class Wanted(NamedTuple):
+    """What a step makes of the norm of its gradients, where one kernel may do it."""
+
+    scale: Tensor | None = None  # that they carry (0-dim fp32); None: 1
+    noted: Tensor | None = None  # whether the backward pass has overflowed (0-dim bool)
+    most: float | None = None  # the norm to which true gradients are clipped
+
+
+NOTHING = Wanted()
+Judged = tuple[Tensor, Tensor, Tensor | None]
+"""The norm of the true gradients (0-dim fp32), whether to skip the step (bool), and the factor of the update."""
 
 
 class Scratch:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from halfstep.torch_internals import foreach_add_
-from halfstep.train.kernels.batch import Scratch
+from halfstep.train.kernels.batch import Judged, Scratch, Wanted
 
 KINDS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _VECTOR = 16  # bytes: tensors that start at multiples of it are read and written in pieces this wide
@@ -145,11 +145,11 @@ def triton_can_read(grads: list[Tensor]) -> bool:
     return kernels is not None and bool(kernels.can_read(grads))
 
 
-def triton_read(grads: list[Tensor], scratch: Scratch) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the L2 norm of all gradients, whether any is non-finite, and for each whether it is (bool, one each)."""
+def triton_read(grads: list[Tensor], scratch: Scratch, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor, Judged]:
+    """Returns the L2 norm of all, whether any is non-finite, for each whether it is (bool), and what is wanted."""
     kernels = triton_on(grads[0].device)
     assert kernels is not None
-    result: tuple[Tensor, Tensor, Tensor] = kernels.read(grads, scratch)
+    result: tuple[Tensor, Tensor, Tensor, Judged] = kernels.read(grads, scratch, wanted)
     return result
 
 

@@ -19,7 +19,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from halfstep.train.kernels.batch import GROUP, Batch, Gradients, Options, Scratch, is_dense
+from halfstep.train.kernels.batch import (
+    GROUP,
+    NOTHING,
+    Batch,
+    Gradients,
+    Judged,
+    Options,
+    Scratch,
+    Wanted,
+    is_dense,
+)
 from halfstep.train.kernels.devices import KINDS, Launch, Launches, Tables, addresses, bits
 
 _Tensors = tuple[Tensor, Tensor, int, Tensor]  # owners, table, number of tensors, gradients
@@ -652,7 +662,7 @@ def _read_kernel(
     owners, table, count: tl.int64, grads, squares, flags, KIND: tl.constexpr, ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Writes the sum of squares of each block; a non-finite element sets flag 0 and that of its tensor to 1."""
+    """Writes the sum of squares of each block; a non-finite element sets flag 0 and that of its tensor (2 on) to 1."""
     _tensor, row, start, left, grad = _block(owners, table, count, grads, 1, BLOCK)
     if left >= BLOCK:
         square, bad = _read_block(grad, start, left, KIND, ALIGNED, False, BLOCK)
@@ -661,7 +671,36 @@ def _read_kernel(
     tl.store(squares + tl.program_id(0), square)
     if bad:  # all that write here write the same
         tl.store(flags, 1)
-        tl.store(flags + 1 + tl.load(row + 2 * count), 1)
+        tl.store(flags + 2 + tl.load(row + 2 * count), 1)
+
+
+@triton.jit(do_not_specialize=["squares", "count", "flags", "scale", "noted", "most", "norm", "numbers"])
+def _judge_kernel(
+    squares, count: tl.int64, flags, scale, noted, most: tl.float32, norm, numbers, SCALED: tl.constexpr,
+    NOTED: tl.constexpr, CLIPS: tl.constexpr, BLOCK: tl.constexpr,
+):
+    """Writes the norm, whether to skip (flag 1), and the norm, true norm and factor of `Wanted` in fp32."""
+    at, total = tl.arange(0, BLOCK), tl.zeros((BLOCK,), tl.float64)
+    for _ in range(tl.cdiv(count, BLOCK)):
+        total += tl.load(squares + at, mask=at < count, other=0.0)
+        at += BLOCK
+    length = tl.sqrt(tl.sum(total, axis=0))
+    tl.store(norm, length)
+    true = length.to(tl.float32)
+    tl.store(numbers, true)
+    factor = 1.0
+    if SCALED:
+        factor = tl.div_rn(1.0, tl.load(scale))
+        true = true * factor
+    tl.store(numbers + 1, true)
+    if CLIPS:
+        clip = tl.div_rn(1.0, true + 1e-6) * most
+        factor = factor * tl.where(clip > 1.0, 1.0, clip)  # NaN stays, as in torch
+    tl.store(numbers + 2, factor)
+    skip = tl.load(flags)
+    if NOTED:
+        skip = skip | tl.load(noted)
+    tl.store(flags + 1, skip)
 
 
 # fmt: on
@@ -682,8 +721,8 @@ def can_read(grads: list[Tensor]) -> bool:
 
 
 @torch.no_grad()
-def read(grads: list[Tensor], scratch: Scratch) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the L2 norm over all `grads`, whether any element is non-finite, and a flag for each gradient."""
+def read(grads: list[Tensor], scratch: Scratch, wanted: Wanted = NOTHING) -> tuple[Tensor, Tensor, Tensor, Judged]:
+    """Returns the L2 norm over all `grads`, whether any element is non-finite, a flag for each, and what is wanted."""
     # The order of the sums is fixed, so that equal gradients give equal bits.
     device = grads[0].device
     tables = Tables(device, scratch)
@@ -692,21 +731,24 @@ def read(grads: list[Tensor], scratch: Scratch) -> tuple[Tensor, Tensor, Tensor]
     launches = memory.get("launches") or Launches(held, _READ_BLOCK, [[t.numel() for t in held], range(len(held))])
     if all(map(is_, held, grads)):
         memory["launches"] = launches
-    flags = torch.zeros(1 + len(held), dtype=torch.uint8, device=device)
-    squares: list[Tensor] = []
-    starts = addresses(held)
-    for launch in launches.of(starts):
-        blocks = launch.ends[-1]
-        if not blocks:
-            continue
-        squares.append(torch.empty(blocks, dtype=torch.float64, device=device))
-        with _on(device):
+    flags = torch.zeros(2 + len(held), dtype=torch.uint8, device=device)
+    starts = (grads.starts if isinstance(grads, Gradients) and held is grads else None) or addresses(held)
+    made = launches.of(starts)
+    squares = torch.empty(sum(launch.ends[-1] for launch in made), dtype=torch.float64, device=device)
+    norm, numbers = squares.new_empty(()), torch.empty(3, dtype=torch.float32, device=device)
+    scale, noted, most = wanted
+    done = 0
+    with _on(device):
+        for launch in made:
+            blocks = launch.ends[-1]
+            if not blocks:
+                continue
             _read_kernel[(blocks,)](
                 tables.owners(launch.ends),
                 tables.numbers(launch.table),
                 len(launch.places),
                 tables.numbers(bytes(launch.pick(starts))),
-                squares[-1],
+                squares[done:] if done else squares,
                 flags,
                 KIND=launch.kind,
                 ALIGNED=launch.aligned,
@@ -714,12 +756,27 @@ def read(grads: list[Tensor], scratch: Scratch) -> tuple[Tensor, Tensor, Tensor]
                 num_warps=_READ_WARPS,
                 **_EXACT,
             )
-    bad = flags.view(torch.bool)
-    sums = squares[0] if len(squares) == 1 else torch.cat(squares or [flags[:0].double()])
-    norm = sums.sum().sqrt()
+            done += blocks
+        _judge_kernel[(1,)](
+            squares,
+            done,
+            flags,
+            flags if scale is None else scale,
+            flags if noted is None else noted.view(torch.uint8),
+            0.0 if most is None else most,
+            norm,
+            numbers,
+            SCALED=scale is not None,
+            NOTED=noted is not None,
+            CLIPS=most is not None,
+            BLOCK=_READ_BLOCK,
+            num_warps=2 * _READ_WARPS,
+            **_EXACT,
+        )
     if isinstance(grads, Gradients):
         grads.norm = norm
-    return norm.to(torch.float32), bad[0], bad[1:]
+    (bad, skip), (raw, true, factor) = flags[:2].view(torch.bool).unbind(), numbers.unbind()
+    return raw, bad, flags[2:].view(torch.bool), (true, skip, None if scale is None and most is None else factor)
 
 
 def fits(batch: Batch) -> bool:

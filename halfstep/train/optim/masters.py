@@ -152,6 +152,12 @@ class MasterStore:
     def __iter__(self) -> Iterator[Parameter]:
         return iter([entry.param for entry in self._entries.values()])
 
+    def tracked(self, params: Sequence[Parameter]) -> list[Parameter]:
+        """Returns those of `params` that are tracked; a look at the optimizers of others costs them little."""
+        if self._entries.keys().isdisjoint(map(id, params)):
+            return []
+        return [p for p in params if p in self]
+
     @torch.no_grad()
     def track(self, p: Parameter, *, master: bool = True) -> None:
         """Keeps the fp32 value of `p` as its master and stores `p` in low precision; a tracked `p` is not changed."""

@@ -80,16 +80,16 @@ class _Seen:
     def __init__(self, signature: list[Any], held: list[Any], own: list[Tensor], grads: Gradients) -> None:
         self._signature, self._held, self._memory = signature, held, grads.memory
         self._states = [local(value) for value in held if isinstance(value, Tensor)]
-        self._starts = addresses([*own, *self._states])
-        self._alike = same_kinds(self._states)
+        self._homes = addresses(own)
+        self._starts, self._alike = addresses(self._states), same_kinds(self._states)
 
     def same(self, signature: list[Any], own: list[Tensor], grads: Gradients) -> bool:
         """Returns whether all tensors are of the kinds, and but for gradients in the memory, that were seen."""
         return (
             grads.memory is self._memory
             and signature == self._signature
-            and addresses([*own, *self._states]) == self._starts
-            and self._alike(self._states)
+            and (grads.homes == self._homes or addresses(own) == self._homes)
+            and self._alike(self._states) == self._starts
         )
 
 

@@ -43,7 +43,7 @@ class Collected:
     @property
     def inverse(self) -> Tensor:
         """The factor that makes `grads` true gradients (0-dim fp32): 1 if they are true already."""
-        return torch.ones_like(self.scale) if self.true else _inverse(self.scale)
+        return torch.ones_like(self.scale) if self.true else self.scale.reciprocal()
 
     @property
     def carried(self) -> Tensor:
@@ -247,7 +247,7 @@ class GradientAccumulator:
         if not carried or self._full_accumulate:
             self._widen(summed if carried else held)
         if not carried:
-            factor = scale.detach() if self._true else scale.detach() * _inverse(self._scale).to(scale.device)
+            factor = scale.detach() if self._true else scale.detach() * self._scale.reciprocal().to(scale.device)
             _multiply_(held, factor)
         if reduced:
             for param in self._widened.intersection(summed):
@@ -274,7 +274,7 @@ class GradientAccumulator:
     def _add_apart(self, loss_id: int, scale: Tensor) -> None:
         """Unscales the new gradients in fp32 and adds those that `before_backward` took out of `p.grad`."""
         new = self._held()
-        self._flag(loss_id, self._widen_and_multiply(new, _inverse(scale.detach())))
+        self._flag(loss_id, self._widen_and_multiply(new, scale.detach().reciprocal()))
         with torch.no_grad():
             for param in new:
                 old = self._stash.pop(param, None)
@@ -290,7 +290,7 @@ class GradientAccumulator:
 
     def _make_true(self, held: list[Parameter]) -> None:
         """Unscales the gradients of `held` in fp32, and notes for each contributing loss whether they overflowed."""
-        found = self._widen_and_multiply(held, _inverse(self._scale))
+        found = self._widen_and_multiply(held, self._scale.reciprocal())
         for loss in self._losses:
             self._flag(loss, found)
         self._true, self._carries = True, False
@@ -344,10 +344,6 @@ def _mark_of(params: Iterable[Parameter]) -> tuple[int, int] | None:
     """Returns the id and version counter of the first gradient, to see later whether it was replaced or changed."""
     grad = _first_gradient(params)
     return None if grad is None else (id(grad), version_of(local(grad)))
-
-
-def _inverse(scale: Tensor) -> Tensor:
-    return scale.double().reciprocal().float()
 
 
 @torch.no_grad()

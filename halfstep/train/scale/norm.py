@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch import Tensor
 from halfstep.formats import is_low, needs_scale
 from halfstep.torch_internals import foreach_norm
 from halfstep.train.kernels import devices, native
-from halfstep.train.kernels.batch import Scratch
+from halfstep.train.kernels.batch import NOTHING, Judged, Scratch, Wanted
 
 # A fp32 sum of squares over a whole large tensor is off by 1e-3 on a CPU (25M elements); over pieces this long by 2e-7.
 _PIECE = 2**16
@@ -28,6 +29,7 @@ class Reading:
     norm: Tensor  # L2, of all elements (0-dim fp32)
     found: Tensor  # is any element not finite (0-dim bool)
     flags: Tensor  # the same of each gradient (bool)
+    judged: Judged | None = None  # what was wanted, if the reader does it
 
 
 class Clip:
@@ -52,18 +54,28 @@ class Reader:
     """One implementation of `read`, which never waits and may keep in the Scratch what speeds up the next read."""
 
     fits: Callable[[list[Tensor]], bool]  # whether it supports these gradients
-    read: Callable[[list[Tensor], Scratch], tuple[Tensor, Tensor, Tensor]]  # the three tensors of a Reading
+    read: Callable[[list[Tensor], Scratch, Wanted], tuple[Any, ...]]  # the tensors of a Reading
 
 
-def read(grads: list[Tensor], *, device: torch.device | None = None, scratch: Scratch | None = None) -> Reading:
+def read(
+    grads: list[Tensor],
+    *,
+    device: torch.device | None = None,
+    scratch: Scratch | None = None,
+    wanted: Wanted = NOTHING,
+) -> Reading:
     """Reads `grads` once with the first of `READERS` that supports them; the results are on `device`."""
     for reader in READERS.values():
         if reader.fits(grads):
-            found = reader.read(grads, Scratch() if scratch is None else scratch)
+            there = device is None or not grads or grads[0].device == device
+            found = Reading(
+                *reader.read(grads, Scratch() if scratch is None else scratch, wanted if there else NOTHING)
+            )
             break
-    if device is None or found[0].device == device:
-        return Reading(*found)
-    return Reading(*(t.to(device, non_blocking=True) for t in found))
+    if device is None or found.norm.device == device:
+        return found
+    norm, found_any, flags = (t.to(device, non_blocking=True) for t in (found.norm, found.found, found.flags))
+    return Reading(norm, found_any, flags)
 
 
 @torch.no_grad()
@@ -143,7 +155,7 @@ def _pieces(tensor: Tensor) -> tuple[Tensor, ...]:
 
 # In order of preference. The last one takes everything; it is the reference that the others are tested against.
 READERS = {
-    "native": Reader(native.can_read, lambda grads, _: native.read(grads)),
+    "native": Reader(native.can_read, lambda grads, *_: native.read(grads)),
     "triton": Reader(devices.triton_can_read, devices.triton_read),
-    "torch": Reader(lambda grads: True, lambda grads, _: read_with_torch(grads)),
+    "torch": Reader(lambda grads: True, lambda grads, *_: read_with_torch(grads)),
 }

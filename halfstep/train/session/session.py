@@ -330,7 +330,7 @@ class Session:
         if any(optimizer is part.optimizer for part in self._parts):
             return
         theirs = updated_by(optimizer)
-        low = [p for p in theirs if p in self._store]
+        low = self._store.tracked(theirs)
         scaled = [p for p in theirs if id(p) in self._untrained and p.grad is not None] if self._scales.active else []
         why = " with a gradient that carries the loss scale. Pass it to halfstep.initialize, or use bf16"
         if low:

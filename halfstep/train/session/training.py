@@ -22,7 +22,7 @@ from halfstep.later import Later, is_capturing
 from halfstep.records import StepRecord
 from halfstep.torch_internals import hooks_of, post_accumulate_hooks_of
 from halfstep.train.cast.casting import Casting
-from halfstep.train.kernels.batch import Scratch
+from halfstep.train.kernels.batch import NOTHING, Scratch, Wanted
 from halfstep.train.optim.hooks import check_gradients
 from halfstep.train.optim.masters import MasterStore
 from halfstep.train.optim.steppers import watching
@@ -32,7 +32,7 @@ from halfstep.train.processes.shards import Unreduced, reshard, shards, whole
 from halfstep.train.scale.accumulator import Collected
 from halfstep.train.scale.buffers import BufferGuard
 from halfstep.train.scale.loss import overflowed
-from halfstep.train.scale.norm import Clip, read
+from halfstep.train.scale.norm import Clip, Reading, read
 from halfstep.train.scale.scaling import LossScales
 from halfstep.train.session.parts import Part, Replacements
 from halfstep.train.session.replicas import Replicas
@@ -63,6 +63,7 @@ class Step:
     flags: list[tuple[list[nn.Parameter], Tensor]] = field(default_factory=list)  # which of these are not finite
     factors: list[Tensor | None] = field(default_factory=list)  # that make them true gradients; None: they are
     norm: Tensor | None = None  # of the true gradients of all
+    skip: Tensor | None = None  # whether to skip, if one kernel has made it with the norm and the factor
     bad_loss: Tensor | None = None  # whether a loss was not finite, in any process; None: none was looked at
     spoiled: Tensor | None = None  # in which processes a loss overflowed; None if this one trains alone
     reports: tuple[Tensor, Tensor] | None = None  # who wants all to stop; whose scales and weights differ (2 rows)
@@ -71,16 +72,30 @@ class Step:
     made: list[Part] = field(default_factory=list)  # the first of `parts`: all, unless a step hook raises an error
 
     def read(
-        self, replicas: Replicas, device: torch.device, scratch: Scratch, *, scaled: bool, stop: bool = False
+        self,
+        replicas: Replicas,
+        device: torch.device,
+        scratch: Scratch,
+        *,
+        scaled: bool,
+        stop: bool = False,
+        max_norm: float | None = None,
     ) -> None:
         """Reads the gradients once, and agrees with the other processes on what was found; `stop` asks all to stop."""
         summing, sharded = replicas.summing(), replicas.sharded
         norms: list[tuple[int, Tensor]] = []  # with the number of different shards
         for held in self.held:
-            overflowed, flags, own = _read_by_shards(held, device, scratch, sharded=sharded)
+            wanted = NOTHING
+            if len(self.held) == 1 and not summing and held.scale.device == device:
+                wanted = Wanted(held.scale if scaled and not held.true else None, held.found, max_norm)
+            reading, own = _read_by_shards(held, device, scratch, wanted, sharded=sharded)
+            self.overflowed.append(reading.found)
+            self.flags.append((held.params, reading.flags))
+            if wanted is not NOTHING and reading.judged is not None:
+                self.norm, self.skip, factor = reading.judged
+                self.factors.append(factor)
+                return
             factor = held.inverse.to(device) if scaled else None
-            self.overflowed.append(overflowed)
-            self.flags.append((held.params, flags))
             self.factors.append(factor)
             norms += own if factor is None else [(number, norm * factor) for number, norm in own]
         self.norm = norms[0][1] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack([n for _, n in norms]))
@@ -94,6 +109,8 @@ class Step:
         bad = list({id(f): f for held in self.held if (f := held.flags.get(NOT_FINITE)) is not None}.values())
         if bad:  # several of them only if several optimizers had several backward passes
             self.bad_loss = bad[0].to(device) if len(bad) == 1 else torch.stack([f.to(device) for f in bad]).any()
+        if self.skip is not None:
+            return self.skip
         first, *others = self.overflowed
         for flag in (*others, *(held.found for held in self.held)):
             if flag is not None:
@@ -235,9 +252,10 @@ class MixedTraining:
         for held in step.held:  # before one of them has stepped, and before kernels read what has no memory
             if len(parts) > 1 or set(map(type, held.grads)) != {Tensor}:
                 check_gradients(held.params, held.grads, self.name_of)
-        step.read(self.replicas, self.device, self.scratch, scaled=self.scales.active, stop=stop)
+        scaled = self.scales.active
+        step.read(self.replicas, self.device, self.scratch, scaled=scaled, stop=stop, max_norm=max_norm)
         found = step.found(self.device)
-        if max_norm is not None and step.norm is not None:
+        if max_norm is not None and step.norm is not None and step.skip is None:
             clip = self._clip.factor(step.norm, max_norm)
             step.factors = [clip if factor is None else factor * clip for factor in step.factors]
         synced = any([part.stepper.syncs for part in parts])
@@ -362,14 +380,14 @@ def _agree(replicas: Replicas, step: Step, square: Tensor, *, stop: bool) -> Non
 
 
 def _read_by_shards(
-    held: Collected, device: torch.device, scratch: Scratch, *, sharded: bool
-) -> tuple[Tensor, Tensor, list[tuple[int, Tensor]]]:
-    """Returns whether and which gradients here are not finite, and their norms, one for each number of shards."""
+    held: Collected, device: torch.device, scratch: Scratch, wanted: Wanted, *, sharded: bool
+) -> tuple[Reading, list[tuple[int, Tensor]]]:
+    """Returns what was read of the gradients here, and their norms, one for each number of shards."""
     numbers = [shards(p) for p in held.params] if sharded else []
     kinds = sorted(set(numbers)) or [1]
     if len(kinds) == 1:
-        reading = read(held.grads, device=device, scratch=scratch)
-        return reading.found, reading.flags, [(kinds[0], reading.norm)]
+        reading = read(held.grads, device=device, scratch=scratch, wanted=wanted)
+        return reading, [(kinds[0], reading.norm)]
     norms: list[tuple[int, Tensor]] = []
     flags: dict[int, Tensor] = {}
     for kind in kinds:
@@ -378,7 +396,7 @@ def _read_by_shards(
         norms.append((kind, found.norm))
         flags |= zip(members, found.flags.unbind(), strict=True)
     all_flags = torch.stack([flags[i] for i in range(len(numbers))])
-    return all_flags.any(), all_flags, norms
+    return Reading(norms[0][1], all_flags.any(), all_flags), norms
 
 
 def _of_all(parameters: Sequence[nn.Parameter], present: Sequence[nn.Parameter], flags: Tensor) -> Tensor:
