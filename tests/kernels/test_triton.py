@@ -25,7 +25,7 @@ KERNELS = {"adam": ("adam",), "sgd": ("sgd", "lion"), "whole": ("lamb", "novogra
 NAMES = {kernel: [o for o in OPTIONS if cases.row_of(OPTIONS[o]).triton in laws] for kernel, laws in KERNELS.items()}
 PLAIN = [storage for storage in STORAGES if storage not in KEPT]
 SOME = [case for names in NAMES.values() for case in zip(itertools.cycle(names), PLAIN, strict=False)]
-SOME += [("adam", "split-8bit"), ("sgd-nesterov", "low-rounded-8bit")]
+SOME += [("adam", "split-8bit"), ("sgd-nesterov", "low-rounded-8bit"), ("lion-decay-maximize", "copy-fp16")]
 STEPS, FEW = 50, 3  # of each seven the first and the fourth are skipped
 
 
