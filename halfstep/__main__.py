@@ -27,12 +27,17 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-for command, page in (
-    *((bench, LEVELS), (check, DIAGNOSIS), (doctor, LEVELS), (inspect, SLOWER), (levels, LEVELS), (ops, PLANS)),
-    *((report, SEEING), (run, GUIDE), (whatif, DIAGNOSIS)),
-):
-    script = {"allow_interspersed_args": False} if command is run else None  # what follows is the script's
-    app.command(epilog=more(page), context_settings=script)(command)
+app.command(epilog=more(LEVELS))(bench)
+app.command(epilog=more(DIAGNOSIS))(check)
+app.command(epilog=more(LEVELS))(doctor)
+app.command(epilog=more(SLOWER))(inspect)
+app.command(epilog=more(LEVELS))(levels)
+app.command(epilog=more(PLANS))(ops)
+app.command(epilog=more(SEEING))(report)
+app.command(epilog=more(GUIDE), context_settings={"allow_interspersed_args": False})(
+    run
+)  # what follows is the script's
+app.command(epilog=more(DIAGNOSIS))(whatif)
 
 
 def _tell_version(asked: bool) -> None:
