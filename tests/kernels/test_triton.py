@@ -238,7 +238,7 @@ def test_what_changes_the_structure_compiles_anew(compiler):
 def test_every_option_compiles_with_every_operation_rounded(compiler, storage):
     for options in [OPTIONS[name] for name, each in MATRIX if each == storage]:
         variants = compiler(cases.compiled, [options], storage)
-        assert {"_sgd_kernel", "_adam_kernel"} & variants.keys()
+        assert {"_sgd_kernel", "_adam_kernel", "_whole_kernel"} & variants.keys()
         assert not any(
             text in ptx for found in variants.values() for ptx in found for text in ("fma.", ".ftz", ".approx")
         )
