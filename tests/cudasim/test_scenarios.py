@@ -84,6 +84,20 @@ def test_a_step_skips_what_is_not_finite_and_waits_for_nothing(name, low, places
     assert records[0].skipped.device == torch.device(places[1])  # the loss's
 
 
+@pytest.mark.parametrize(("name", "low"), [("O1", "fp16"), ("O1", "bf16"), ("O2", "fp16")])
+@pytest.mark.parametrize("max_norm", [0.01, None])
+def test_a_step_is_as_long_as_its_true_gradients_or_as_their_limit(name, low, max_norm):
+    model = nn.Linear(8, 8, bias=False).cuda()
+    made = torch.optim.SGD(model.parameters(), lr=1.0)
+    with halfstep.initialize(model, made, name, low=low) as session:
+        before = model.state_dict()["weight"].clone()
+        session.backward(model(torch.ones(1, 8, device="cuda")).float().sum() / 64)  # 64 gradients of as much
+        record = session.step(max_norm=max_norm)
+        moved = float((before - model.state_dict()["weight"]).norm())
+    assert float(record.grad_norm) == pytest.approx(1 / 8)
+    assert moved == pytest.approx(max_norm or 1 / 8, rel=1e-3)
+
+
 @simulated
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @plans
