@@ -102,7 +102,8 @@ def with_near_misses(made: Made) -> Made:
         if len(args) > most:
             inside, named_only = ([name for name in known if (name in order) is asked] for asked in (True, False))
             only = f"; pass the others by name: {', '.join(named_only)}" if named_only else ""
-            takes = ", ".join(inside) or "no optimizer"
+            nothing = "no optimizer" if made.__name__ == "unscale_" else "nothing"  # as that of torch's scaler does
+            takes = ", ".join(inside) or nothing
             raise TypeError(f"{made.__name__}() takes {takes} by position, and got more values{only}")
         return run(*args, **kwargs)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from typing import Annotated
 
 import torch
@@ -47,11 +50,20 @@ def ops(text: Text = "", plan: PlanName = "O1", low: Low = "bf16") -> None:
         runs = "is not in the table: it runs in the formats of its inputs"
         what = "is a Python function, whose operations run by their own rows" if ":" in text else runs
         deny = f'deny it: ops={{"deny": ["{text}"]}} in halfstep.initialize, or plan.edit({OpChange("deny", text)})'
+        _check_module(*text.partition(":")[:2])
         to = "at O0 all ops do" if chosen.ops == "none" else f"to run it in fp32, {deny}"
         stdout().print(f"{text} {what}; {to}.", soft_wrap=True)
     found = own if alike is None else alike
     if found is not None:
         stdout().print(found)
+
+
+def _check_module(name: str, colon: str) -> None:
+    """Refuses a "module:function" whose module cannot be imported, from the current folder either; imports none."""
+    with suppress(ImportError, ValueError):  # of a package before the last dot
+        if not colon or find_spec(name) or PathFinder.find_spec(name.partition(".")[0], [""]):
+            return
+    raise PlanError(f"module {name!r} cannot be imported; name an importable module before the colon")
 
 
 Save = Annotated[bool, typer.Option("--save", help="Save the measurements; later sessions on this machine use them.")]

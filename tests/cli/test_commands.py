@@ -69,9 +69,14 @@ def test_an_op_that_is_not_in_the_table_runs_as_written(halfstep):
         ("torch.nn.functional:normalize", r"is a Python function.*OpChange..deny., .torch\.nn\.functional:normalize"),
         ("normalize", 'is a Python function made of several ops; name it "torch.nn.functional:normalize"'),
         ("exp,log", "halfstep: op 'exp,log' is not a torch op"),
+        ("nomodule:x", r"^halfstep: module 'nomodule' cannot be imported; name an importable module before the colon$"),
+        ("torch.nomodule:x", "module 'torch.nomodule' cannot be imported"),
+        ("mine:x", "mine:x is a Python function"),  # of the current folder
     ],
 )
-def test_ops_takes_names_of_functions_and_lists(halfstep, name, says):
+def test_ops_takes_names_of_functions_and_lists(halfstep, name, says, tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text("raise AssertionError('it was imported')")
+    monkeypatch.chdir(tmp_path)
     _, out, err = halfstep("ops", name)
     assert re.search(says, out + err)
 

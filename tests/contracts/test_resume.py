@@ -200,7 +200,6 @@ BAD_STATES = {
     "scale true": {"scales": {"0": {"kind": "dynamic", "scale": True, "clean_steps": 0, "overflows_left": 1}}},
     "steps beyond int64": {"steps": 2**80},
     "skipped beyond int64": {"skipped": 2**80},
-    "schema true": {"schema": True},
     "other digits": {"scales": {"\u0661": {"kind": "dynamic", "scale": 2.0, "clean_steps": 0, "overflows_left": 1}}},
     "leading zero": {"scales": {"01": {"kind": "dynamic", "scale": 2.0, "clean_steps": 0, "overflows_left": 1}}},
     "a number as id": {"scales": {1.0: {"kind": "dynamic", "scale": 2.0, "clean_steps": 0, "overflows_left": 1}}},
@@ -236,6 +235,14 @@ def test_a_state_with_a_wrong_entry_is_refused_and_changes_nothing(case):
         session.load_state_dict({**was, **BAD_STATES[case]})
     assert session.state_dict() == was
     train(session, model, opt, [2])
+
+
+@pytest.mark.parametrize("schema", [0, -1, True, "2", 2**80])
+def test_a_schema_that_no_version_writes_is_told_as_broken_not_as_another_version(schema):
+    _, _, session = start("O1", "bf16")
+    with pytest.raises(halfstep.StateError, match=f"schema is {schema!r}; expected a count from 1 on: pass what sess"):
+        session.load_state_dict({**session.state_dict(), "schema": schema})
+    session.close()
 
 
 def test_a_session_state_of_another_level_says_that_it_can_be_left_out():

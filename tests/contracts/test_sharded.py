@@ -67,6 +67,13 @@ def test_a_policy_that_casts_to_the_fp32_that_is_there_anyway(policy, plan):
     assert not bool(session.step().skipped)
 
 
+@pytest.mark.parametrize(("rounding", "told"), [("stochastic", 1), ("nearest", 0)])
+def test_at_o3_shards_are_masters_so_that_stochastic_rounding_has_nothing_to_round(rounding, told, caplog):
+    opened(plan="O3", rounding=rounding)
+    said = "the fp32 shards of 6 weights are masters at O3 too, so rounding='stochastic' changes nothing there"
+    assert caplog.messages.count(said) == told
+
+
 def test_only_the_model_itself_may_return_fp32_by_its_policy():
     model = network()
     wide = MixedPrecisionPolicy(LOW, output_dtype=torch.float32, cast_forward_inputs=False)

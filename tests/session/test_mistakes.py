@@ -19,6 +19,7 @@ from torch.nn.utils import prune
 
 import halfstep
 from halfstep.adapters.apex import amp
+from halfstep.explain.report.live import LiveLine
 from halfstep.explain.report.run import read_log
 from halfstep.initialize import check_adapted
 from halfstep.train.optim.implementations import IMPLEMENTATIONS
@@ -329,6 +330,7 @@ def test_an_unknown_keyword_names_the_nearest(keyword):
             lambda m, o: halfstep.initialize(m, o).step(o, 1.0),
             r"step\(\) takes optimizer by position, .* name: max_norm",
         ),
+        (lambda m, o: LiveLine(4.0), r"LiveLine\(\) takes nothing by position, .* name: console, per_second"),
     ],
 )
 def test_values_that_need_a_name_get_theirs(call, said):

@@ -184,9 +184,13 @@ def decide_for_copies(decision: Decision, copies: Sequence[nn.Module], plan: Pla
 
 
 def say_what_stays_full(decision: Decision) -> None:
-    """Logs which weights stay in fp32 because no optimizer updates them, and what it would save to store them low."""
+    """Logs which weights stay in fp32: shards, and those that no optimizer updates, which could be stored low."""
     if decision.plan.param == "full":
         return
+    sharded = sum(is_sharded(p) for optimizer in decision.optimizers for p in updated_by(optimizer))
+    if sharded and decision.plan.rounding == "stochastic":
+        said = "the fp32 shards of %d weights are masters at %s too, so rounding='stochastic' changes nothing there"
+        _LOG.warning(said, sharded, decision.plan.name)
     pairs = zip(modules_of(decision.roots), decision.assignment.modules, strict=True)
     held = [parameters_of(module)[name] for module, formats in pairs for name in formats.kept]
     kept = {id(p): p.numel() for p in held if p is not None}

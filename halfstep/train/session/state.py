@@ -27,13 +27,13 @@ def check_state(state: dict[str, Any], plan: dict[str, Any]) -> None:
     instead = "pass what session.state_dict() returned (or was the file cut short?)"
     needed, also = ("schema", "plan", "steps", "skipped", "scales"), ("losses", "emulate", "bad_losses")
     check_entries("the session state", state, needed, also=also, instead=instead)
-    counts = dict.fromkeys(("steps", "skipped", "losses", "bad_losses"), int)
+    counts = dict.fromkeys(("schema", "steps", "skipped", "losses", "bad_losses"), int)
     kinds = {"plan": dict, "scales": dict, "emulate": bool, **counts}
     for key, kind in kinds.items():
-        value = state.get(key, kind())  # the first states had fewer
-        if type(value) is not kind or (isinstance(value, int) and not 0 <= value < 2**63):
-            wanted = {int: "a count", bool: "True or False"}.get(kind, "a dict")
-            raise StateError(f"session state: {key} is {value!r:.60}; expected {wanted}")
+        value, least = state.get(key, kind()), key == "schema"  # the first states had fewer
+        if type(value) is not kind or (isinstance(value, int) and not least <= value < 2**63):
+            wanted = {int: "a count" + " from 1 on" * least, bool: "True or False"}.get(kind, "a dict")
+            raise StateError(f"session state: {key} is {value!r:.60}; expected {wanted}: {instead}")
     for key, value in state["scales"].items():
         if not (isinstance(key, str) and _LOSS_ID.fullmatch(key) and isinstance(value, dict)):
             raise StateError(
@@ -46,7 +46,7 @@ def check_state(state: dict[str, Any], plan: dict[str, Any]) -> None:
             "torch.distributed.checkpoint loads only the entries that a new state has, which are those of loss 0. Save "
             'the state as one value, "session": json.dumps(session.state_dict()), and load it with json.loads'
         )
-    if type(state["schema"]) is not int or state["schema"] not in _READ:
+    if state["schema"] not in _READ:
         raise StateError(
             f"session state has schema {state['schema']!r}; this halfstep reads schemas 1 to {STATE_SCHEMA}: load it "
             "with the version that saved it, or leave it out: weights and optimizer states load without it"
