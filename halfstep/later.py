@@ -58,11 +58,9 @@ class AsyncReader:
 
     def add(self, record: StepRecord) -> None:
         """Starts copying a step's numbers to the host, without waiting."""
-        place = record.scale.device
         if not is_capturing():
-            given = [getattr(record, name) for name in (*FLAGS, *COLUMNS)]
-            row = torch.stack([v.reshape(()).to(place) for v in given if v is not None])
-            self._coming.append((record, time.time(), Later([row])))
+            given = [getattr(record, name).to(record.scale.device) for name in _given(record)]
+            self._coming.append((record, time.time(), Later(given)))
 
     def ready(self) -> Iterator[StepValues]:
         """Yields the steps whose numbers have arrived on the host since the last call, in order."""
@@ -75,7 +73,11 @@ class AsyncReader:
             yield _values(*self._coming.popleft())
 
 
+def _given(record: StepRecord) -> list[str]:
+    return [name for name in (*FLAGS, *COLUMNS) if getattr(record, name) is not None]
+
+
 def _values(record: StepRecord, now: float, numbers: Later) -> StepValues:
-    given = [name for name in (*FLAGS, *COLUMNS) if getattr(record, name) is not None]
-    values: dict[str, Any] = dict.fromkeys(COLUMNS) | dict(zip(given, numbers.read()[0].tolist(), strict=True))
+    read = torch.stack([each.reshape(()) for each in numbers.read()]).tolist()
+    values: dict[str, Any] = dict.fromkeys(COLUMNS) | dict(zip(_given(record), read, strict=True))
     return StepValues(record.step, now, **values | {name: bool(values[name]) for name in FLAGS if name in values})

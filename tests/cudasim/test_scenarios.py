@@ -14,9 +14,11 @@ from torch import nn
 import halfstep
 from halfstep.errors import SetupError
 from halfstep.explain.diagnose.counter import WINDOW
+from halfstep.explain.report.run import read_log
 from halfstep.formats import BF16
 from halfstep.plan.levels import level
 from halfstep.plan.optable import effective
+from halfstep.records import StepRecord
 from halfstep.train.cast.ops import OpEngine
 from halfstep.train.kernels import devices
 
@@ -126,6 +128,26 @@ def test_launches_do_not_grow_with_the_tensors(name, low, optimizer, steps):
             device.LAUNCHES.clear()
             session.step(max_norm=1.0)
             assert number == 0 or device.launches(device.taken()) <= 20
+
+
+@simulated
+@pytest.mark.parametrize("loss", [torch.float16, torch.float32, torch.float64])
+def test_the_numbers_of_a_step_go_to_a_log_in_one_copy(loss, tmp_path):
+    skipped, scale, norm = (torch.tensor(value, device="cuda") for value in (False, 2.0, 0.5))
+    record = StepRecord(1, skipped, scale, norm, loss=torch.tensor(4.0, dtype=loss, device="cuda"), bad_loss=~skipped)
+    with halfstep.RunLog(tmp_path / "run.jsonl") as log:
+        device.taken()
+        device.LAUNCHES.clear()
+        log(record)
+        assert device.launches(device.taken()) == 2  # they are packed and copied
+    (values,) = read_log(tmp_path / "run.jsonl").steps
+    assert (values.skipped, values.scale, values.grad_norm, values.loss, values.bad_loss) == (
+        False,
+        2.0,
+        0.5,
+        4.0,
+        True,
+    )
 
 
 @pytest.fixture

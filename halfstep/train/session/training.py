@@ -22,7 +22,7 @@ from halfstep.later import Later, is_capturing
 from halfstep.records import StepRecord
 from halfstep.torch_internals import hooks_of, post_accumulate_hooks_of
 from halfstep.train.cast.casting import Casting
-from halfstep.train.kernels.batch import NOTHING, Scratch, Wanted
+from halfstep.train.kernels.batch import NOTHING, Judged, Scratch, Wanted
 from halfstep.train.optim.hooks import check_gradients
 from halfstep.train.optim.masters import MasterStore
 from halfstep.train.optim.steppers import watching
@@ -32,7 +32,7 @@ from halfstep.train.processes.shards import Unreduced, reshard, shards, whole
 from halfstep.train.scale.accumulator import Collected
 from halfstep.train.scale.buffers import BufferGuard
 from halfstep.train.scale.loss import overflowed
-from halfstep.train.scale.norm import Clip, Reading, read
+from halfstep.train.scale.norm import Clip, read
 from halfstep.train.scale.scaling import LossScales
 from halfstep.train.session.parts import Part, Replacements
 from halfstep.train.session.replicas import Replicas
@@ -88,11 +88,11 @@ class Step:
             wanted = NOTHING
             if len(self.held) == 1 and not summing and held.scale.device == device:
                 wanted = Wanted(held.scale if scaled and not held.true else None, held.found, max_norm)
-            reading, own = _read_by_shards(held, device, scratch, wanted, sharded=sharded)
-            self.overflowed.append(reading.found)
-            self.flags.append((held.params, reading.flags))
-            if wanted is not NOTHING and reading.judged is not None:
-                self.norm, self.skip, factor = reading.judged
+            found, flags, own, judged = _read_by_shards(held, device, scratch, wanted, sharded=sharded)
+            self.overflowed.append(found)
+            self.flags.append((held.params, flags))
+            if wanted is not NOTHING and judged is not None:
+                self.norm, self.skip, factor = judged
                 self.factors.append(factor)
                 return
             factor = held.inverse.to(device) if scaled else None
@@ -381,13 +381,13 @@ def _agree(replicas: Replicas, step: Step, square: Tensor, *, stop: bool) -> Non
 
 def _read_by_shards(
     held: Collected, device: torch.device, scratch: Scratch, wanted: Wanted, *, sharded: bool
-) -> tuple[Reading, list[tuple[int, Tensor]]]:
-    """Returns what was read of the gradients here, and their norms, one for each number of shards."""
+) -> tuple[Tensor, Tensor, list[tuple[int, Tensor]], Judged | None]:
+    """Returns a `Reading` of the gradients here in parts: found, flags, a norm for each number of shards, judged."""
     numbers = [shards(p) for p in held.params] if sharded else []
     kinds = sorted(set(numbers)) or [1]
     if len(kinds) == 1:
         reading = read(held.grads, device=device, scratch=scratch, wanted=wanted)
-        return reading, [(kinds[0], reading.norm)]
+        return reading.found, reading.flags, [(kinds[0], reading.norm)], reading.judged
     norms: list[tuple[int, Tensor]] = []
     flags: dict[int, Tensor] = {}
     for kind in kinds:
@@ -396,7 +396,7 @@ def _read_by_shards(
         norms.append((kind, found.norm))
         flags |= zip(members, found.flags.unbind(), strict=True)
     all_flags = torch.stack([flags[i] for i in range(len(numbers))])
-    return Reading(norms[0][1], all_flags.any(), all_flags), norms
+    return all_flags.any(), all_flags, norms, None
 
 
 def _of_all(parameters: Sequence[nn.Parameter], present: Sequence[nn.Parameter], flags: Tensor) -> Tensor:
