@@ -3,6 +3,7 @@
 import json
 import struct
 import time
+from threading import Event
 from unittest.mock import Mock
 
 import pytest
@@ -95,6 +96,23 @@ def test_mlflow_tells_what_its_thread_could_not_write(tmp_path, monkeypatch, cap
         monkeypatch.setattr(mlflow, "log_metrics", Mock(side_effect=OSError(28, "No space left on device")))
         written(MLflow())
     assert caplog.text.count("the MLflow run can no longer be written (No space left on device)") == 1
+
+
+def test_while_mlflows_server_hangs_only_so_many_writes_wait_and_the_rest_is_counted(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    mlflow.set_tracking_uri((tmp_path / "runs").as_uri())
+    answers, came = Event(), []
+    monkeypatch.setattr(mlflow, "log_metrics", lambda numbers, step, run_id: came.append(step) if answers.wait() else 0)
+    monkeypatch.setattr("halfstep.explain.report.mlflow.MOST", 3)
+    with mlflow.start_run(), MLflow() as sink:
+        for number in range(1, 6):
+            sink(step(number))
+        answers.set()
+    assert came == [1, 2, 3]
+    assert caplog.messages == [
+        "3 writes wait for the server of the MLflow run; more are left out until it answers",
+        "the MLflow run lacks 2 writes, for which its server was too slow",
+    ]
 
 
 class Full(WandB):
