@@ -10,7 +10,7 @@ import pytest
 from plotly.offline import get_plotlyjs
 
 import halfstep.explain.report.html
-from docs.browser import Browser, find_browser
+from docs.browser import find_browser
 from halfstep import FULL, Rule
 from halfstep.explain.report.html import page_html
 from halfstep.explain.report.run import read_log
@@ -21,25 +21,12 @@ from tests.report.logs import START, seen, step, write
 pytestmark = pytest.mark.skipif(find_browser() is None, reason="no Chromium is installed here")
 
 
-@pytest.fixture(scope="module")
-def browser():
-    with Browser() as opened:
-        yield opened
-
-
-def opened(browser, folder, *records):
+def opened(browser, folder, *records, name="page"):
     """Opens the page of a log of these records and returns the browser."""
-    path = folder / "run.html"
+    path = folder / f"{name}.html"
     path.write_text(page_html(read_log(write(folder / "run.jsonl", records))), encoding="utf-8")
     browser.open(path)
     return browser
-
-
-@pytest.fixture(scope="module")
-def stopped_page(tmp_path_factory):
-    """The page of `STOPPED`, opened once."""
-    with Browser() as browser:
-        yield opened(browser, tmp_path_factory.mktemp("stopped"), *STOPPED)
 
 
 @pytest.fixture
@@ -47,11 +34,21 @@ def show(browser, tmp_path):
     return lambda *records: opened(browser, tmp_path, *records)
 
 
-@pytest.fixture(scope="module")
-def run_page(tmp_path_factory):
-    """The page of `run_of()`, opened once."""
-    with Browser() as browser:
-        yield opened(browser, tmp_path_factory.mktemp("run"), *run_of())
+def kept(browser, folder, name, records):
+    """Opens a page, which stays open for the tests that follow each other and share it."""
+    if not browser.run("location.pathname").endswith(f"/{name}.html"):
+        opened(browser, folder, *records, name=name)
+    return browser
+
+
+@pytest.fixture
+def run_page(browser, tmp_path):
+    return kept(browser, tmp_path, "run", run_of())
+
+
+@pytest.fixture
+def stopped_page(browser, tmp_path):
+    return kept(browser, tmp_path, "stopped", STOPPED)
 
 
 def choose(browser, name, value, event="change"):
@@ -111,56 +108,6 @@ def test_every_chart_is_drawn_without_an_error_or_a_request(run_page):
     assert browser.run("document.getElementById('map-measure').value") == "lost"
 
 
-@pytest.mark.parametrize(("mode", "text"), [("light", "rgb(28, 39, 51)"), ("dark", "rgb(220, 227, 234)")])
-@pytest.mark.parametrize("width", [1280, 390])
-def test_charts_follow_the_readers_colors_and_fit_the_window(show, browser, mode, text, width, request):
-    request.addfinalizer(lambda: browser.call("Emulation.setEmulatedMedia", features=[]))
-    request.addfinalizer(lambda: browser.resize(1280))
-    browser.resize(width)
-    show(*run_of())
-    browser.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": mode}])
-    fill = "getComputedStyle(document.querySelector('#timeline .xtick text')).fill"
-    assert browser.run(f"new Promise(done => setTimeout(() => done({fill}), 200))") == text
-    assert browser.run("getComputedStyle(document.body).color") == text
-    assert browser.run("document.documentElement.scrollWidth <= innerWidth")
-    assert browser.errors == []
-
-
-def test_the_loss_can_be_drawn_on_a_log_scale_and_the_window_resized_then(show, request):
-    browser = show(*run_of())
-    kind = "document.getElementById('timeline').layout.yaxis.type"
-    assert browser.run(kind) == "linear"
-    browser.run("document.getElementById('log-loss').click()")
-    assert browser.run(kind) == "log"
-    request.addfinalizer(lambda: browser.resize(1280))
-    browser.resize(700)
-    assert browser.run("document.getElementById('timeline').clientHeight") == 560  # not 0, below what follows
-
-
-def test_a_page_is_below_two_megabytes_whichever_plotly_there_is(show, tmp_path, monkeypatch):
-    monkeypatch.setattr(halfstep.explain.report.html, "_PLOTLY", None)
-    monkeypatch.setattr(halfstep.explain.report.html, "get_plotlyjs", get_plotlyjs, raising=False)
-    browser = show(*run_of())
-    assert browser.errors == []
-    assert 1_800_000 < next(tmp_path.glob("*.html")).stat().st_size < 2_000_000
-
-
-def test_a_page_says_where_a_browser_is_too_old(browser, tmp_path):
-    page = page_html(read_log(write(tmp_path / "run.jsonl", run_of())))
-    old = tmp_path / "old.html"
-    old.write_text(page.replace("new DecompressionStream", "new NoSuchStream"), encoding="utf-8")
-    browser.open(old)
-    assert "They need a browser of 2023 or later" in words_of(browser, ".notes")[0]
-
-
-def test_a_number_of_the_steps_that_has_no_chart_gets_one_below_the_others(show, monkeypatch):
-    monkeypatch.setattr(halfstep.explain.report.html, "COLUMNS", (*COLUMNS, "step"))
-    browser = show(START, *(step(number, loss=1.0) for number in (1, 2)))
-    assert browser.errors == []
-    assert words_of(browser, ".g-y4title") == ["step"]
-    assert browser.run("document.getElementById('timeline').layout.yaxis4.domain[0]") == 0
-
-
 def test_every_module_kind_and_format_can_be_chosen(run_page):
     browser = run_page
     for name in ("kind", "map-kind", "map-measure", "format", "module"):
@@ -197,6 +144,96 @@ def test_the_words_say_how_much_lies_left_of_the_red_line_and_where_the_scale_mo
     assert browser.run("document.getElementById('histogram').data[1].x[0]") == -28 + 0.5 + 2
 
 
+def test_the_loss_scale_that_is_too_high_is_seen(run_page):
+    browser = run_page
+    choose(browser, "kind", "weight_grad")
+    choose(browser, "format", "fp16")
+    choose(browser, "module", "head")
+    choose(browser, "shift", "16", "input")
+    moved = words(browser, "histogram-words").partition("Times a loss scale of 65,536: ")[2]
+    assert "25% lie right of the last line" in moved  # 2^0 of {2^-10: 3, 2^0: 1}
+    choose(browser, "shift", "15", "input")
+    moved = words(browser, "histogram-words").partition("Times a loss scale of 32,768: ")[2]
+    assert "; 0% lie right of the last line" in moved
+
+
+def test_what_carries_no_loss_scale_is_not_moved(run_page):
+    browser = run_page
+    choose(browser, "kind", "activation")
+    choose(browser, "module", "body")
+    assert browser.run("getComputedStyle(document.getElementById('shift-label')).display") == "none"
+    assert count(browser, "#histogram .barlayer .trace") == 1
+    assert "50% were zero" in words(browser, "histogram-words")
+
+
+def test_the_maps_show_shares_by_module_and_step(run_page):
+    browser = run_page
+    choose(browser, "map-kind", "weight_grad")
+    share = browser.run("Array.from(document.getElementById('saturated-map').data[0].customdata, row => [...row])")
+    assert share[0] == pytest.approx([0, 0, 0.25, 0, 0, 0])  # one infinity to three values at the skipped step
+    assert share[1] == pytest.approx([0, 0, 0.2, 0, 0, 0])
+    assert browser.run("document.getElementById('saturated-map').data[0].y") == ["body", "head"]
+
+
+def test_charts_fit_on_the_paper(run_page):
+    data = run_page.call("Page.printToPDF", preferCSSPageSize=True, printBackground=True)["data"]
+    sizes = re.findall(rb"/MediaBox \[0 0 ([0-9.]+)", base64.b64decode(data))
+    points = float(sizes[0])
+    widest = run_page.run("Math.max(...[...document.querySelectorAll('.chart')].map(each => each.clientWidth))")
+    assert points / 0.75 > widest + 2 * 24
+
+
+def test_the_loss_can_be_drawn_on_a_log_scale_and_the_window_resized_then(run_page, request):
+    browser = run_page
+    kind = "document.getElementById('timeline').layout.yaxis.type"
+    assert browser.run(kind) == "linear"
+    browser.run("document.getElementById('log-loss').click()")
+    assert browser.run(kind) == "log"
+    request.addfinalizer(lambda: browser.run("document.getElementById('log-loss').click()"))
+    request.addfinalizer(lambda: browser.resize(1280))
+    browser.resize(700)
+    assert browser.run("document.getElementById('timeline').clientHeight") == 560  # not 0, below what follows
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_charts_follow_the_readers_colors_and_fit_the_window(show, browser, width, request):
+    request.addfinalizer(lambda: browser.call("Emulation.setEmulatedMedia", features=[]))
+    request.addfinalizer(lambda: browser.resize(1280))
+    browser.resize(width)
+    show(*run_of())
+    for mode, text in (("light", "rgb(28, 39, 51)"), ("dark", "rgb(220, 227, 234)")):
+        browser.prefer(mode)
+        fill = "getComputedStyle(document.querySelector('#timeline .xtick text')).fill"
+        assert browser.run(f"new Promise(done => setTimeout(() => done({fill}), 200))") == text
+        assert browser.run("getComputedStyle(document.body).color") == text
+        assert browser.run("document.documentElement.scrollWidth <= innerWidth")
+    assert browser.errors == []
+
+
+def test_a_page_is_below_two_megabytes_whichever_plotly_there_is(show, tmp_path, monkeypatch):
+    monkeypatch.setattr(halfstep.explain.report.html, "_PLOTLY", None)
+    monkeypatch.setattr(halfstep.explain.report.html, "get_plotlyjs", get_plotlyjs, raising=False)
+    browser = show(*run_of())
+    assert browser.errors == []
+    assert 1_800_000 < next(tmp_path.glob("*.html")).stat().st_size < 2_000_000
+
+
+def test_a_page_says_where_a_browser_is_too_old(browser, tmp_path):
+    page = page_html(read_log(write(tmp_path / "run.jsonl", run_of())))
+    old = tmp_path / "old.html"
+    old.write_text(page.replace("new DecompressionStream", "new NoSuchStream"), encoding="utf-8")
+    browser.open(old)
+    assert "They need a browser of 2023 or later" in words_of(browser, ".notes")[0]
+
+
+def test_a_number_of_the_steps_that_has_no_chart_gets_one_below_the_others(show, monkeypatch):
+    monkeypatch.setattr(halfstep.explain.report.html, "COLUMNS", (*COLUMNS, "step"))
+    browser = show(START, *(step(number, loss=1.0) for number in (1, 2)))
+    assert browser.errors == []
+    assert words_of(browser, ".g-y4title") == ["step"]
+    assert browser.run("document.getElementById('timeline').layout.yaxis4.domain[0]") == 0
+
+
 def test_half_the_smallest_subnormal_is_lost_where_no_value_is_larger(show):
     browser = show(START, step(1), seen(1, "body", {-25: 3}))
     for name in ("timeline", "small-map", "saturated-map"):  # nothing is marked without a verdict
@@ -212,19 +249,6 @@ def test_the_page_opens_at_the_scale_of_the_run_whatever_it_is(show, power, text
     browser = show(START, step(1, scale=2.0**power), seen(1, "body", {-20: 3}, scale=2.0**power))
     assert words(browser, "shift-value") == text
     assert browser.run("document.getElementById('histogram').data[1].x[0]") == -20 + 0.5
-
-
-def test_the_loss_scale_that_is_too_high_is_seen(run_page):
-    browser = run_page
-    choose(browser, "kind", "weight_grad")
-    choose(browser, "format", "fp16")
-    choose(browser, "module", "head")
-    choose(browser, "shift", "16", "input")
-    moved = words(browser, "histogram-words").partition("Times a loss scale of 65,536: ")[2]
-    assert "25% lie right of the last line" in moved  # 2^0 of {2^-10: 3, 2^0: 1}
-    choose(browser, "shift", "15", "input")
-    moved = words(browser, "histogram-words").partition("Times a loss scale of 32,768: ")[2]
-    assert "; 0% lie right of the last line" in moved
 
 
 def test_one_value_beyond_the_largest_counts_as_one(show):
@@ -318,24 +342,6 @@ def test_the_page_lets_no_script_reach_a_network(show):
     assert any("Content Security Policy" in error for error in browser.errors)
 
 
-def test_what_carries_no_loss_scale_is_not_moved(run_page):
-    browser = run_page
-    choose(browser, "kind", "activation")
-    choose(browser, "module", "body")
-    assert browser.run("getComputedStyle(document.getElementById('shift-label')).display") == "none"
-    assert count(browser, "#histogram .barlayer .trace") == 1
-    assert "50% were zero" in words(browser, "histogram-words")
-
-
-def test_the_maps_show_shares_by_module_and_step(run_page):
-    browser = run_page
-    choose(browser, "map-kind", "weight_grad")
-    share = browser.run("Array.from(document.getElementById('saturated-map').data[0].customdata, row => [...row])")
-    assert share[0] == pytest.approx([0, 0, 0.25, 0, 0, 0])  # one infinity to three values at the skipped step
-    assert share[1] == pytest.approx([0, 0, 0.2, 0, 0, 0])
-    assert browser.run("document.getElementById('saturated-map').data[0].y") == ["body", "head"]
-
-
 def test_a_column_of_a_map_is_what_was_observed_and_no_steps_between(show):
     browser = show(START, *(seen(number, "m", {-30: 1}) for number in (1, 5000, 5001)))
     cells = browser.run("document.querySelector('#small-map .xaxislayer-above').textContent")
@@ -362,14 +368,6 @@ def test_nothing_is_cut_or_written_over_in_a_narrow_window(browser, tmp_path, wi
     assert all(label["left"] >= 0 and label["right"] <= width for label in labels)
     for a, b in itertools.combinations(labels, 2):
         assert a["right"] <= b["left"] or b["right"] <= a["left"] or abs(a["top"] - b["top"]) >= 14
-
-
-def test_charts_fit_on_the_paper(run_page):
-    data = run_page.call("Page.printToPDF", preferCSSPageSize=True, printBackground=True)["data"]
-    sizes = re.findall(rb"/MediaBox \[0 0 ([0-9.]+)", base64.b64decode(data))
-    points = float(sizes[0])
-    widest = run_page.run("Math.max(...[...document.querySelectorAll('.chart')].map(each => each.clientWidth))")
-    assert points / 0.75 > widest + 2 * 24
 
 
 def test_a_tensor_that_is_stored_low_is_said_to_hide_what_it_lost(show):

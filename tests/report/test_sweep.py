@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from docs.browser import Browser, find_browser
+from docs.browser import find_browser
 from halfstep.explain.report.bench import recommendation
 from halfstep.explain.report.html import sheet_html
 from halfstep.explain.report.sweep import sheet_text, sweep_sheet
@@ -145,22 +145,21 @@ def test_the_charts_hold_the_figures():
 
 
 @pytest.mark.skipif(find_browser() is None, reason="no Chromium is installed here")
-def test_the_page_draws_every_chart_and_asks_the_network_for_nothing(tmp_path):
+def test_the_page_draws_every_chart_and_asks_the_network_for_nothing(browser, tmp_path):
     named = replace(SWEEP.points[0], model="</script><b>")
     sweep = replace(SWEEP, points=(*SWEEP.points, named))
     sheet = sweep_sheet(sweep)
     page = tmp_path / "sweep.html"
     page.write_text(sheet_html(sheet), "utf-8")
-    with Browser() as browser:
-        browser.open(page)
-        count = lambda selector: browser.run(f"document.querySelectorAll({selector!r}).length")  # noqa: E731
-        assert browser.errors == []
-        assert [asked for asked in browser.requests if not asked.startswith(("file:", "data:", "blob:"))] == []
-        assert count(".chart .main-svg") >= len(sheet.charts) == 6
-        assert count("#speed .bars .point path") == 4 * 3
-        assert count("#loss-resnet50 .scatterlayer .trace") == 3  # what failed has no losses
-        assert count(".figures tbody tr") == 12
-        assert browser.run("document.querySelector('h1').textContent") == sheet.headline
+    browser.open(page)
+    count = lambda selector: browser.run(f"document.querySelectorAll({selector!r}).length")  # noqa: E731
+    assert browser.errors == []
+    assert [asked for asked in browser.requests if not asked.startswith(("file:", "data:", "blob:"))] == []
+    assert count(".chart .main-svg") >= len(sheet.charts) == 6
+    assert count("#speed .bars .point path") == 4 * 3
+    assert count("#loss-resnet50 .scatterlayer .trace") == 3  # what failed has no losses
+    assert count(".figures tbody tr") == 12
+    assert browser.run("document.querySelector('h1').textContent") == sheet.headline
 
 
 def test_o3_without_masters_is_recommended_only_where_its_loss_was_seen():
