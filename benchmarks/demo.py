@@ -7,6 +7,7 @@ from what the system knows of it, and what will run; then it loads halfstep and 
 from __future__ import annotations
 
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import threading
 from pathlib import Path
 
 PAUSE = 4.0  # seconds between two lines
+SETTINGS = {"batch": "8", "eval_windows": "64"}
 UNITS = {  # of the flags that Linux and macOS name, the best first
     "amx_bf16": "AMX",
     "avx512_bf16": "AVX512-BF16",
@@ -54,6 +56,17 @@ def first_line(name: str, flags: set[str]) -> str:
     return f"{name}: {vectors}, {units}; a small GPT trains at O0, O1 and O2 and under torch.amp for about a minute"
 
 
+def settings(options: list[str]) -> list[str]:
+    """Returns `SETTINGS` as options, without those that the given `options` set.
+
+    >>> settings(["--set", "batch=4"])
+    ['--set', 'eval_windows=64']
+    """
+    asked = " ".join(options)
+    own = [f"{key}={value}" for key, value in SETTINGS.items() if not re.search(rf"--set[ =]{key}=", asked)]
+    return [word for pair in own for word in ("--set", pair)]
+
+
 def main() -> None:
     """Says what will run, then runs `halfstep bench char_lm` with the options that were given."""
     loaded = threading.Event()
@@ -77,7 +90,7 @@ def main() -> None:
         sys.exit(130)  # 128 + SIGINT, as shells have it
     finally:
         loaded.set()
-    sys.argv = ["halfstep", "bench", "char_lm", *sys.argv[1:]]
+    sys.argv = ["halfstep", "bench", "char_lm", *sys.argv[1:], *settings(sys.argv[1:])]
     halfstep()
 
 

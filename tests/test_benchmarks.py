@@ -212,8 +212,8 @@ def test_the_demo_is_the_benchmark_with_its_options(main, monkeypatch, capsys, t
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
     monkeypatch.setenv("COLUMNS", "60")
     monkeypatch.setattr("halfstep.__main__.main", lambda: asked.append(sys.argv))
-    main("demo", "--seconds", 60)
-    assert asked == [["halfstep", "bench", "char_lm", "--seconds", "60"]]
+    main("demo", "--set", "batch=4")  # in place of the demo's
+    assert asked == [["halfstep", "bench", "char_lm", "--set", "batch=4", "--set", "eval_windows=64"]]
     lines = capsys.readouterr().err.splitlines()
     assert all(len(line) <= 60 for line in lines) if terminal else len(lines) == 1
 

@@ -12,6 +12,7 @@ import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
+from runpy import run_path
 
 import pytest
 import torch
@@ -159,7 +160,11 @@ def test_bench_prints_a_table_and_writes_every_figure(halfstep, tmp_path, row, b
 
 
 def test_the_demo_is_small_enough_for_a_minute(halfstep, monkeypatch):
-    script = (Path(__file__).resolve().parents[2] / "dev").read_text(encoding="utf-8")
+    root = Path(__file__).resolve().parents[2]
+    script, settings = (
+        (root / "dev").read_text(encoding="utf-8"),
+        run_path(str(root / "benchmarks/demo.py"))["settings"],
+    )
     (options,) = re.findall(r"^demo_options=\((.*)\)$", script, re.MULTILINE)
     asked = []
 
@@ -168,7 +173,7 @@ def test_the_demo_is_small_enough_for_a_minute(halfstep, monkeypatch):
         raise DataError("enough")
 
     monkeypatch.setattr("halfstep.cli.bench.run_bench", seen)
-    assert halfstep("bench", "char_lm", *shlex.split(options))[2] == "halfstep: enough\n"
+    assert halfstep("bench", "char_lm", *shlex.split(options), *settings([]))[2] == "halfstep: enough\n"
     assert asked == [(8, ["O0", "O1 bf16", "O2 bf16", "torch.amp bf16"], None, 60)]
     assert 'python benchmarks/demo.py "${demo_options[@]}" "$@"' in script
 
