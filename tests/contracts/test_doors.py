@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import types
+from functools import partial
 
 import pytest
 import torch
@@ -617,13 +618,22 @@ def test_a_checkpoint_repeats_each_call_as_it_was_made(level, low, dtype, run, r
     session.close()
 
 
-def normed(level, *, norm, **plan):
-    """Returns what a LayerNorm between two layers gives, its input's gradient and its own, by module or function."""
+def by_layer_norm(norm, x):
+    return torch.layer_norm(x, (4,), norm.weight, norm.bias, norm.eps)
+
+
+def by_batch_norm(norm, x):
+    own = (norm.weight, norm.bias, norm.running_mean, norm.running_var)
+    return torch.batch_norm(x, *own, norm.training, norm.momentum, norm.eps, False)
+
+
+def normed(level, *, norm, module=nn.LayerNorm, **plan):
+    """Returns what a norm between two layers gives, its input's gradient and its own, by module or function."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
+    model = nn.Sequential(nn.Linear(4, 4), module(4), nn.Linear(4, 4))
     nn.init.normal_(model[1].weight)
     if norm is not None:
-        model[1].forward = lambda x: norm(x, (4,), model[1].weight, model[1].bias, model[1].eps)
+        model[1].forward = partial(norm, model[1])
     seen = []
     model[1].register_forward_hook(lambda module, args, out: seen.append(out.detach()))
     with halfstep.initialize(model, torch.optim.SGD(model.parameters(), 0.1), level, low="bf16", **plan) as session:
@@ -631,9 +641,20 @@ def normed(level, *, norm, **plan):
         return [*seen, *(p.grad.clone() for p in model.parameters())]
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_layer_norm_that_a_module_runs_has_the_bits_of_the_operation(level):
-    by_module, by_function = normed(level, norm=None), normed(level, norm=torch.layer_norm)
+LOW_NORM = {"rules": [Rule("1", LOW, buffers="low")]}
+
+
+@pytest.mark.parametrize(
+    ("level", "module", "norm", "plan"),
+    [
+        ("O1", nn.LayerNorm, by_layer_norm, {}),
+        ("O2", nn.LayerNorm, by_layer_norm, {}),
+        ("O2", nn.BatchNorm1d, by_batch_norm, {}),
+        ("O2", nn.BatchNorm1d, by_batch_norm, LOW_NORM),
+    ],
+)
+def test_a_norm_that_a_module_runs_has_the_bits_of_the_operation(level, module, norm, plan):
+    by_module, by_function = (normed(level, norm=each, module=module, **plan) for each in (None, norm))
     assert [t.dtype for t in by_module] == [t.dtype for t in by_function]
     assert all(map(torch.equal, by_module, by_function))
 

@@ -54,8 +54,8 @@ def test_gradients_below_the_smallest_fp16_number_need_loss_scaling(plan):
 @pytest.mark.parametrize("master", ["none", "none-stochastic", "copy", "split"])
 def test_updates_of_relative_size_2_to_the_minus_13(master, steps):
     """bf16 keeps 8 significant bits: 1 - 2**-13 rounds to 1, so without a master the weight never moves,
-    unless it is rounded stochastically: then it moves as it should, on average."""
-    model = nn.Linear(1, 1, bias=False)
+    unless it is rounded stochastically: then 256 weights move as they should, on average (their mean to 0.003)."""
+    model = nn.Linear(256, 1, bias=False)
     with torch.no_grad():
         model.weight.fill_(1.0)
     opt = torch.optim.SGD(model.parameters(), lr=2.0**-13)
@@ -68,13 +68,13 @@ def test_updates_of_relative_size_2_to_the_minus_13(master, steps):
         session.backward(weight.float().sum())  # the gradient is 1
         session.step()
         expected = expected - 2.0**-13
-    value = model.state_dict()["weight"].item()
+    value = model.state_dict()["weight"]
     if rounding:
-        assert value == pytest.approx(expected.item(), abs=0.02)
+        assert value.mean().item() == pytest.approx(expected.item(), abs=0.01)
     elif master == "none":
-        assert value == 1.0
+        assert (value == 1.0).all()
     else:
-        assert value == expected.item()
+        assert (value == expected).all()
 
 
 def test_rows_of_sparse_gradients_are_rounded_stochastically_too():

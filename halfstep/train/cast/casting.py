@@ -142,7 +142,8 @@ class Casting:
             return
         self._around.emulating = self.emulating if self.emulates else None
         plan = self._engine.switch
-        written, layer_norm = marking(plan), REGISTRY.act("layer_norm", plan.marker)
+        written = marking(plan)
+        (layer_norm, _), (_, batch_norm) = (REGISTRY.act(name, plan.marker) for name in ("layer_norm", "batch_norm"))
         classes: dict[tuple[type, Options], type[nn.Module]] = {}
         entered: set[int] = set()  # modules inside one whose forward is entered already
         with ExitStack() as stack:
@@ -176,6 +177,7 @@ class Casting:
                     at_call=makes_weights(module),
                     reads=read_low(module, formats),
                     layer_norm=None if formats.boundary else layer_norm,
+                    batch_norm=None if formats.boundary else batch_norm,
                 )
                 gate = Gate(plan, full, lent, outside, inside, asks=not formats.boundary)
                 stack.callback(gated(module, gate, how, classes))

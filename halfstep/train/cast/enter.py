@@ -24,6 +24,7 @@ from halfstep.errors import SessionError
 from halfstep.pages import MISMATCH, more
 from halfstep.torch_internals import (
     AVERAGING,
+    buffers_of,
     class_index_above,
     compiled_module,
     is_sharding,
@@ -45,12 +46,13 @@ from halfstep.train.cast.copies import (
     reduction_of,
 )
 from halfstep.train.cast.gate import Gate, explain, run_eager, run_traced
-from halfstep.train.cast.opkernels import Act
+from halfstep.train.cast.opkernels import Act, OpSite
 from halfstep.train.cast.ops import Switch
 from halfstep.train.cast.reading import attributes, noting_grad_mode
 
 F = nn.functional
-_FORWARD, _LAYER_NORM = nn.LayerNorm.forward, F.layer_norm  # as torch wrote them
+_LAYER_NORM, _BATCH_NORM = nn.LayerNorm.forward, nn.BatchNorm1d.forward  # as torch wrote them
+_FUNCTIONS, _UNCAST = (F.layer_norm, F.batch_norm), {torch.float32, torch.int64}
 SAVING = ("save", "export", "push_to_hub", "to_onnx")
 """How the names of methods begin that save the model; called outside of its forward, they find fp32 weights."""
 AGAIN = "_halfstep_again"  # makes a class of ours over another one
@@ -128,27 +130,36 @@ class Options:
     at_call: bool = False  # `__call__` enters the plan too, since hooks compute weights
     reads: frozenset[str] = frozenset()  # weights stored in fp32 that its code reads low inside the plan
     layer_norm: Act | None = None  # what the plan's kernel of this operation does
+    batch_norm: OpSite | None = None  # where its kernel of that one is
 
 
-def _norm_at_once(call: Callable[..., Any], act: Act) -> Callable[..., Any]:
-    """Returns a LayerNorm's forward inside the plan: its kernel, which the dispatcher takes twice as long to call."""
+def _norm_at_once(call: Callable[..., Any], how: Options) -> Callable[..., Any]:
+    """Returns a norm's forward inside the plan that the dispatcher need not call; `call` if it is that of no norm."""
     compiling, overridden = torch.compiler.is_compiling, torch.overrides.has_torch_function_variadic
+    act, site = how.layer_norm, how.batch_norm
 
-    def forward(self: nn.LayerNorm, *args: Any, **kwargs: Any) -> Any:
-        if len(args) != 1 or kwargs or compiling() or F.layer_norm is not _LAYER_NORM:  # else a plan names it
+    def layer_norm(self: nn.LayerNorm, *args: Any, **kwargs: Any) -> Any:
+        if len(args) != 1 or kwargs or compiling() or F.layer_norm is not _FUNCTIONS[0]:  # else a plan names it
             return call(self, *args, **kwargs)
         weight, bias = self.weight, self.bias
         if overridden(args[0], weight, bias):
             return call(self, *args)
-        return act(None, (args[0], self.normalized_shape, weight, bias, self.eps), {})
+        return act(None, (args[0], self.normalized_shape, weight, bias, self.eps), {})  # type: ignore[misc]
 
-    return forward
+    def batch_norm(self: nn.BatchNorm1d, *args: Any, **kwargs: Any) -> Any:
+        if not compiling() and F.batch_norm is _FUNCTIONS[1]:
+            held = (*parameters_of(self).values(), *buffers_of(self).values())
+            if {t.dtype for t in held if t is not None} == _UNCAST:
+                return site.passed(call, (self, *args), kwargs)  # type: ignore[union-attr]
+        return call(self, *args, **kwargs)
+
+    return layer_norm if call is _LAYER_NORM and act else batch_norm if call is _BATCH_NORM and site else call
 
 
 def _entering(call: Callable[..., Any], how: Options, *, at_call: bool) -> Callable[..., Any]:
     """Returns a forward, or `at_call` a `__call__`, that makes a call as the gate says."""
     is_on, dtype_of = torch.is_autocast_enabled, torch.get_autocast_dtype
-    inside = _norm_at_once(call, how.layer_norm) if call is _FORWARD and how.layer_norm else call
+    inside = _norm_at_once(call, how)
     door = how.plan if how.door or inside is not call else None
     marker, device_type, low = ("", "", None) if door is None else (door.marker, door.device_type, door.low)
 

@@ -290,7 +290,12 @@ def define_products(find: Find) -> torch.library.Library:
 
     how = "str recipe, str units, str split, bool keep)"  # blame says the names of arguments and results
     for name, arguments, run, fake in (
-        ("linear", f"Tensor input, Tensor weight, Tensor? bias, {how} -> Tensor output", output, _fake_linear),
+        (
+            "linear",
+            f"Tensor input, Tensor weight, Tensor? bias, {how} -> Tensor output",
+            output,
+            lambda x, w, *_: x.new_empty((*x.shape[:-1], w.shape[0]), dtype=torch.bfloat16),
+        ),
         (
             "linear_backward",
             f"Tensor gradient, Tensor? input, Tensor weight, bool needs_x, {how} -> "
@@ -340,10 +345,6 @@ def _multiply(a: Any, b: Any, how: How, product: Product, bias: Tensor | None = 
     total = out.float()
     dist.all_reduce(total, group=group)
     return (total if bias is None else total + bias).bfloat16()
-
-
-def _fake_linear(x: Tensor, w: Tensor, *_: Any) -> Tensor:
-    return x.new_empty((*x.shape[:-1], w.shape[0]), dtype=torch.bfloat16)
 
 
 def _fake_gradients(g: Tensor, x: Tensor | None, w: Tensor, needs_x: bool, *_: Any) -> tuple[Tensor, Tensor]:
@@ -439,15 +440,11 @@ def _read_product(x: Tensor, w: Tensor) -> Any:
     return (x, w.t(), None) if w.dim() == 2 and x.dim() > 1 else None
 
 
-def _read_sum(bias: Tensor, x: Tensor, w: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
-    return (x, w.t(), bias) if beta == alpha == 1 else None
-
-
 READERS: dict[str, Callable[..., Any]] = {
     "linear": lambda x, w, bias=None: (x, w, bias),
     "mm": _read_product,
     "matmul": _read_product,
-    "addmm": _read_sum,
+    "addmm": lambda bias, x, w, *, beta=1, alpha=1: (x, w.t(), bias) if beta == alpha == 1 else None,
 }
 NARROW = frozenset(READERS)
 """Names of the aten operations that run by a recipe in layers."""

@@ -117,11 +117,11 @@ class OpSite:
             set_key_excluded(self.place, False)  # as it was, or this kernel would not run
             set_key_excluded(self.key, False)
 
-    def passed(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Runs the op as if halfstep had no kernels; for calls while autocast of the device type is off."""
+    def passed(self, call: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Makes a call in which ops run as if halfstep had no kernels at this place."""
         set_key_excluded(self.place, True)
         try:
-            return self.plain(*args, **kwargs)
+            return call(*args, **kwargs)
         finally:
             set_key_excluded(self.place, False)
 
@@ -275,14 +275,16 @@ def _norm(site: OpSite) -> Act:
 
     def act(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = args[0].dtype
-        has = [p is not None for p in args[parameters]]
+        own = [p.dtype for p in args[parameters] if p is not None]
         low = is_low(given)
-        if mixed and low and all(has):
+        if mixed and low and len(own) == len(args[parameters]):
             wide, named = site.cast_all(args, kwargs, torch.float32)
             return run(keyset, (args[0], *wide[1:]), named)
-        if not (low and low_sums and any(has)) and len(site.dtypes(args, kwargs)) <= 1:
+        widens = low and own.count(torch.float32) == len(own) > 0 and not kwargs and site.is_here(args[0])
+        if not widens and not (low and low_sums and own) and len(site.dtypes(args, kwargs)) <= 1:
             return run(keyset, args, kwargs)
-        out = site.excluded(keyset, *site.cast_all(args, kwargs, torch.float32))
+        cast = ((args[0].float(), *args[1:]), kwargs) if widens else site.cast_all(args, kwargs, torch.float32)
+        out = site.excluded(keyset, *cast)
         if isinstance(out, Tensor):
             return site.cast(out, given)
         return (site.cast(out[0], given), *out[1:])  # native_layer_norm; its statistics stay fp32

@@ -108,7 +108,7 @@ class _Site:
         return uncompiled(self._for_several() if self.alone is None else self._for_one(self.alone))
 
     def _for_one(self, slot: _Slot) -> Any:
-        device_type, passed = self.site.device_type, self.site.passed
+        device_type, passed, plain = self.site.device_type, self.site.passed, self.site.plain
         is_on = torch.is_autocast_enabled
 
         def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
@@ -117,7 +117,7 @@ class _Site:
                     slot.repeats = True
                 for _, act in self.acts:
                     return act(keyset, args, kwargs)
-            return passed(args, kwargs)
+            return passed(plain, args, kwargs)
 
         return kernel
 
@@ -294,10 +294,10 @@ class Registry:
         found = ((each, each.find(weight)) for each in sorted(layers, key=lambda each: not each.knows(weight)))
         return next(((layers, number) for layers, number in found if number is not None), None)
 
-    def act(self, name: str, marker: str) -> Act | None:
-        """Returns what a table's kernel of the op `name` does; None if the table has none."""
+    def act(self, name: str, marker: str) -> tuple[Act | None, OpSite | None]:
+        """Returns what a table's kernel of the op `name` does, and where it is; Nones if the table has none."""
         sites = (device.sites[name] for device in self._devices.values() if name in device.sites)
-        return next((act for site in sites for own, act in site.acts if own == marker), None)
+        return next(((act, site.site) for site in sites for own, act in site.acts if own == marker), (None, None))
 
     def repeats(self, marker: str) -> bool:
         """Returns whether a kernel of this table has run in what an activation checkpoint may compute again."""
@@ -352,8 +352,9 @@ class Registry:
             emulated = table.emulate and (name in ALSO_EMULATED or name.partition(".")[0] in EMULATED)
             narrow = table.products != "plan" and name in NARROW
             registers = ":" not in name and (emulated or narrow or _deviates(name, action, own))
-            if key != place or not registers:
-                self._let_pass(name, key)
+            # MTIA and MAIA have kernels of torch's, which switch the marker off; what they cast is on such devices
+            if (key != place or not registers) and ":" not in name and _torch_has(f"aten::{name}", key):
+                self._devices[key].library.impl(name, torch.library.fallthrough_kernel, key)  # type: ignore[no-untyped-call]
             if not registers:
                 continue
             site = site or self._register(device, name, marker, own, place)
@@ -370,12 +371,6 @@ class Registry:
             kernel = uncompiled(wide_attention(torch.library.get_kernel(op, "CPU"), self._wide_backward))
             self._backward = _Device()
             self._backward.library.impl(op, kernel, "CPU", with_keyset=True)  # type: ignore[no-untyped-call]
-
-    def _let_pass(self, name: str, key: str) -> None:
-        """Makes an operation pass the marker's key, where torch may have a kernel that switches the marker off."""
-        # It has for MTIA and MAIA; what it casts is on such devices alone.
-        if ":" not in name and _torch_has(f"aten::{name}", key):
-            self._devices[key].library.impl(name, torch.library.fallthrough_kernel, key)  # type: ignore[no-untyped-call]
 
     def _let_others_pass(self, place: str) -> None:
         """Makes operations without a kernel at a marker's key go on to the next key, as at every key of autocast."""

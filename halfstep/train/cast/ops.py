@@ -52,8 +52,7 @@ class Switch:
 
     def is_inside(self) -> bool:
         """Tells whether this thread is in a region that casts to `low`."""
-        is_on, device_type = torch.is_autocast_enabled, self.device_type
-        return is_on(self.marker) and is_on(device_type) and torch.get_autocast_dtype(device_type) is self.low
+        return self.is_on() and torch.get_autocast_dtype(self.device_type) is self.low
 
 
 class OpEngine:

@@ -216,7 +216,7 @@ def carrying(site: OpSite, act: Act) -> Act:
         if not any(_kept_of(each) is not None for each in given):
             return act(keyset, args, kwargs)
         out = act(keyset, args, kwargs)
-        moved, again = out, partial(_carry_again, site.overload, args, kwargs)
+        moved, again = out, lambda: site.overload(*map(_wide, args), **kwargs)
         if site.overload_name in PICKING:
             dim = {**dict(zip(site.arguments, args, strict=False)), **kwargs}.get("dim", -1)
             moved, again = out[0], partial(_picked_again, given[0], out[1], dim)
@@ -230,10 +230,6 @@ def carrying(site: OpSite, act: Act) -> Act:
 
 def _again(op: Callable[..., Tensor], given: Tensor, rest: Sequence[Any]) -> Tensor:
     return op(given.float(), *rest)
-
-
-def _carry_again(op: Callable[..., Tensor], args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    return op(*map(_wide, args), **kwargs)
 
 
 def _wide(given: Any) -> Any:

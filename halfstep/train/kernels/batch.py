@@ -129,8 +129,7 @@ class Gradients(list[Tensor]):
     """The gradients of a step, and what is derived from the kinds of its tensors: `memory` is for that."""
 
     memory: dict[str, Any]
-    homes: list[int] | None = None  # addresses of the parameters, as far as they are known; of a DTensor 0
-    starts: list[int] | None = None  # and those of the gradients
+    starts: list[int] | None = None  # their addresses, as far as they are known
     norm: Tensor | None = None  # L2, over all elements (0-dim fp64), once a kernel has read them
 
 
@@ -141,15 +140,13 @@ class Alike:
         self._same: Callable[[Sequence[Tensor]], list[int] | None] = lambda tensors: None
         self._memory: dict[str, Any] = {}
 
-    def of(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> Gradients:
-        """Returns the gradients of `params` with their memory."""
-        tensors = (*params, *grads)
-        if (starts := self._same(tensors)) is None:
-            self._same, self._memory = same_kinds(tensors), {}
+    def of(self, grads: Sequence[Tensor]) -> Gradients:
+        """Returns the gradients with their memory."""
         found = Gradients(grads)
+        found.starts = self._same(found)
+        if found.starts is None:
+            self._same, self._memory = same_kinds(found), {}
         found.memory = self._memory
-        if starts is not None:
-            found.homes, found.starts = starts[: len(params)], starts[len(params) :]
         return found
 
 

@@ -76,20 +76,21 @@ class Dense:
 class _Seen:
     """The tensors that batches were made from, to be recognised in the next step."""
 
-    # The batches keep their memory alive, so no others can have its addresses; `held` have the ids in the signature.
-    def __init__(self, signature: list[Any], held: list[Any], own: list[Tensor], grads: Gradients) -> None:
-        self._signature, self._held, self._memory = signature, held, grads.memory
-        self._states = [local(value) for value in held if isinstance(value, Tensor)]
-        self._homes = addresses(own)
-        self._starts, self._alike = addresses(self._states), same_kinds(self._states)
+    # The batches keep the memory of weights alive, so no others can have its addresses; `held` have the ids in the
+    # signature.
+    def __init__(self, signature: list[Any], optimizer: Optimizer, own: list[Tensor], grads: Gradients) -> None:
+        values = list(_values(optimizer))  # with those that were made
+        self._signature, self._held, self._memory = signature, [*updated_by(optimizer), *values], grads.memory
+        self._states = [local(value) for value in values if isinstance(value, Tensor)]
+        tensors = [*own, *self._states]
+        self._starts, self._alike = addresses(tensors), same_kinds(tensors)
 
     def same(self, signature: list[Any], own: list[Tensor], grads: Gradients) -> bool:
         """Returns whether all tensors are of the kinds, and but for gradients in the memory, that were seen."""
         return (
             grads.memory is self._memory
             and signature == self._signature
-            and (grads.homes == self._homes or addresses(own) == self._homes)
-            and self._alike(self._states) == self._starts
+            and self._alike([*own, *self._states]) == self._starts
         )
 
 
@@ -182,14 +183,13 @@ class OnePassStepper:
     @torch.no_grad()
     def _step(self, params: list[Parameter], grads: list[Tensor], factor: Tensor | None, found: Tensor) -> None:
         self._store.adopt_changed(params)
-        grads = grads if isinstance(grads, Gradients) else self._alike.of(params, grads)
+        grads = grads if isinstance(grads, Gradients) else self._alike.of(grads)
         own = [p if type(p) is Parameter else local(p) for p in params]
         if self._seen is None or not self._seen.same(self._signature(), own, grads):
             self._seen = None
             self._sorted = self._sort(params, grads)
             if not any(rows for _, rows in self._sorted):  # sparse rows are new in each step
-                held = [*updated_by(self._optimizer), *_values(self._optimizer)]  # with the state that was made
-                self._seen = _Seen(self._signature(), held, own, grads)
+                self._seen = _Seen(self._signature(), self._optimizer, own, grads)
         else:
             for each in chain.from_iterable(dense for dense, _ in self._sorted):
                 given = [grads[i] for i in each.places]

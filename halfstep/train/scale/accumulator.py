@@ -186,7 +186,7 @@ class GradientAccumulator:
             params = [param for param, grad in zip(params, grads, strict=True) if grad is not None]
             present = zip(params, [grad for grad in grads if grad is not None], strict=True)
             grads = [grad if type(grad) is Tensor else part_of(grad, param) for param, grad in present]
-        grads = self._alike.of(params, grads)
+        grads = self._alike.of(grads)
         if "lazy" not in grads.memory:
             grads.memory["lazy"] = any(resolved(grad) is not grad for grad in grads)
         if grads.memory["lazy"]:
