@@ -218,6 +218,14 @@ def test_the_demo_is_the_benchmark_with_its_options(main, monkeypatch, capsys, t
     assert all(len(line) <= 60 for line in lines) if terminal else len(lines) == 1
 
 
+@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
+@pytest.mark.parametrize(("code", "how"), [(130, "interrupted at"), (2, "failed at")])
+def test_dev_says_whether_a_step_failed_or_was_interrupted(code, how):
+    script = f'eval "$(sed -n "/^step() {{/,/^}}/p" dev)"; step demo sh -c "exit {code}"'
+    ran = subprocess.run(["bash", "-c", script], capture_output=True, text=True, cwd=FOLDER.parent)
+    assert (ran.returncode, ran.stderr) == (code, f'\n./dev: {how} "demo" (exit code {code}): sh -c exit {code}\n')
+
+
 class TestGpuScript:
     @pytest.mark.slow
     @pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
