@@ -8,7 +8,6 @@ import gc
 import hashlib
 import json
 import logging
-import multiprocessing
 import pickle
 from contextlib import ExitStack
 from unittest.mock import patch
@@ -22,8 +21,8 @@ from torch.utils._pytree import tree_leaves
 import halfstep
 from halfstep import NumericsError, Scaling, machine
 from halfstep.errors import HalfstepError, SessionError, SetupError
+from tests import forks
 
-COSTLY = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict")
 DDP = nn.parallel.DistributedDataParallel
 SETTINGS = {
     "O0": ("O0", {}),
@@ -630,19 +629,9 @@ def work(rank, path, size, cases):
     (path / f"{rank}.json").write_text(json.dumps(found))
 
 
-def start(function, args, size):
-    """Runs `function(rank, *args)` in so many processes: forks, where the system has them, of one that has imported
-    what takes seconds."""
-    if "forkserver" not in multiprocessing.get_all_start_methods():
-        torch.multiprocessing.spawn(function, args, size)
-        return
-    multiprocessing.set_forkserver_preload([__name__, *COSTLY])
-    torch.multiprocessing.start_processes(function, args, size, start_method="forkserver")
-
-
 def run(path, size, cases):
     """Runs cases, functions of the rank and their further arguments by name, in so many processes."""
-    start(work, (path, size, cases), size)
+    forks.start(work, (path, size, cases), size)
     return [json.loads((path / f"{rank}.json").read_text()) for rank in range(size)]
 
 

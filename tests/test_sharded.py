@@ -12,7 +12,7 @@ import torch
 
 import halfstep
 from halfstep.train.cast.recipes import RECIPES
-from tests import replicas, sharded
+from tests import forks, replicas, sharded
 from tests.sharded import LEVELS, LOWS
 
 ULP = 2.0**-22  # of a loss between 2 and 4
@@ -390,7 +390,7 @@ SLOW = ("replicas", "fewer", "backward O1", "backward O2", "raises", "sharded ra
 )
 def test_a_process_that_is_gone_or_late_ends_the_step_of_the_others_with_an_error_in_time(how, tmp_path):
     begun = time.monotonic()
-    replicas.start(sharded.leaving, (str(tmp_path), 2, how), 2)
+    forks.start(sharded.leaving, (str(tmp_path), 2, how), 2)
     step, unchanged, message = json.loads((tmp_path / "0.json").read_text())
     assert (step, unchanged) == (1, True)
     where = "backward pass" if how.startswith("backward") or how.endswith("raises") else "step"
@@ -401,7 +401,7 @@ def test_a_process_that_is_gone_or_late_ends_the_step_of_the_others_with_an_erro
 
 @pytest.mark.slow
 def test_a_process_that_does_not_come_to_initialize_is_named(tmp_path):
-    replicas.start(sharded.leaving, (str(tmp_path), 2, "initialize"), 2)
+    forks.start(sharded.leaving, (str(tmp_path), 2, "initialize"), 2)
     message = json.loads((tmp_path / "0.json").read_text())
     assert "SessionError: process 0 got no answer in halfstep.initialize" in message
     assert "process 1 has ended, has raised, or is late" in message
@@ -409,7 +409,7 @@ def test_a_process_that_does_not_come_to_initialize_is_named(tmp_path):
 
 @pytest.mark.slow
 def test_a_process_without_a_session_is_named_where_the_model_is_wrapped(tmp_path):
-    replicas.start(sharded.unopened, (str(tmp_path),), 2)
+    forks.start(sharded.unopened, (str(tmp_path),), 2)
     message = json.loads((tmp_path / "0.json").read_text())
     assert "process 0 got no answer in DistributedDataParallel(model), where the sessions of all" in message
     assert "process 1 has ended, has raised, or is late" in message
@@ -417,7 +417,7 @@ def test_a_process_without_a_session_is_named_where_the_model_is_wrapped(tmp_pat
 
 @pytest.mark.slow
 def test_each_of_the_others_names_the_one_of_four_that_is_gone(tmp_path):
-    replicas.start(sharded.leaving, (str(tmp_path), 4, "sharded"), 4)
+    forks.start(sharded.leaving, (str(tmp_path), 4, "sharded"), 4)
     for rank in range(3):
         step, unchanged, message = json.loads((tmp_path / f"{rank}.json").read_text())
         assert (step, unchanged) == (1, True)

@@ -275,7 +275,7 @@ def mine(batch="2"):
 """
 
 
-def test_a_session_in_the_process_of_a_peer_is_an_error(tmp_path):
+def test_a_session_in_the_process_of_a_peer_is_an_error(tmp_path, forked):
     (tmp_path / "own.py").write_text(OPENS, encoding="utf-8")
     with (
         closing(Remote(Task(Origin(f"{tmp_path / 'own.py'}:mine", {}), AMP, CPU))) as peer,

@@ -164,7 +164,7 @@ def test_bad_input_is_refused(played, change, limit, said):
     assert played.log == []
 
 
-def test_a_limit_is_kept_by_the_process(hungry):
+def test_a_limit_is_kept_by_the_process(hungry, forked):
     (model,) = hungry.models
     origin = replace(hungry, settings={"more": "10"}).origin(model, load_workload(model, {"batch": "4"}))
     with closing(Remote(Task(origin, O0, CPU))) as remote:
@@ -175,7 +175,7 @@ def test_a_limit_is_kept_by_the_process(hungry):
 
 
 @pytest.mark.slow
-def test_the_largest_batch_is_that_of_the_limit(hungry):
+def test_the_largest_batch_is_that_of_the_limit(hungry, forked):
     (found,) = largest_batches(hungry, 256 * MIB)
     assert 16 <= found.batch < 32, found.tried  # 32 would take all of it, and libraries take up to 128 MiB
 

@@ -317,7 +317,7 @@ def test_a_first_batch_that_fails_is_one_message_before_anything_is_measured(
 
 
 @pytest.mark.parametrize("row", [pytest.param(O0, marks=pytest.mark.slow), O2])
-def test_a_worker_trains_as_bench_does_and_counts_the_same_peak(row):
+def test_a_worker_trains_as_bench_does_and_counts_the_same_peak(row, forked):
     with closing(Remote(task_of(row))) as remote:
         remote.begin(0, counted=True)
         steps = [remote.step(number, 5) for number in range(5)]
@@ -350,7 +350,7 @@ def test_a_worker_trains_as_bench_does_and_counts_the_same_peak(row):
         ("os._exit(7)", WorkloadError, "^the process ended with code 7; it wrote: .*noise"),
     ],
 )
-def test_a_process_says_how_it_ended(third, kind, said, tmp_path):
+def test_a_process_says_how_it_ended(third, kind, said, tmp_path, forked):
     (tmp_path / "own.py").write_text(OWN.format(third=third), encoding="utf-8")
     with closing(Remote(task_of(O0, f"{tmp_path / 'own.py'}:mine", {}))) as remote:
         remote.begin(0)

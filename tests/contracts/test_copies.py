@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import halfstep
+from tests import forks
 from tests.contracts.cases import batch, every_plan, make, mixed_plans, start, train
 
 
@@ -403,11 +404,13 @@ def compare_in_process(model, expected):
     sys.exit(0 if all(torch.equal(a, b) for a, b in zip(model.parameters(), expected, strict=True)) else 1)
 
 
-def test_a_model_with_low_weights_is_sent_to_a_spawned_process():
+def test_a_model_with_low_weights_is_sent_to_another_process():
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
     expected = [p.detach().clone() for p in model.parameters()]
     with halfstep.initialize(model, None, "O2", low="bf16"):
-        process = torch.multiprocessing.get_context("spawn").Process(target=compare_in_process, args=(model, expected))
+        process = torch.multiprocessing.get_context(forks.METHOD).Process(
+            target=compare_in_process, args=(model, expected)
+        )
         process.start()
     process.join(60)
     assert process.exitcode == 0
