@@ -19,18 +19,17 @@ def start(function, args, size):
 
 
 class Forked:
-    """A `subprocess.Popen` of `python -c CODE`, with pipes, that is a fork."""
+    """A `subprocess.Popen` of `python -c CODE ARGUMENTS...` that is a fork; its input and output are pipes."""
 
-    def __init__(self, command, *, stdin, stdout, stderr, start_new_session):
-        context = multiprocessing.get_context(METHOD)
+    def __init__(self, command, *, stderr=None, text=False, **_):
+        kind, context = "" if text else "b", multiprocessing.get_context(METHOD)
         (read, asked), (answered, write) = context.Pipe(False), context.Pipe(False)
-        self._process = context.Process(
-            target=become, args=(command[-1], read, write, Connection(os.dup(stderr.fileno())))
-        )
+        streams = read, write, Connection(os.dup(stderr.fileno() if stderr else 2))
+        self._process = context.Process(target=become, args=(list(map(str, command[2:])), *streams))
         self._process.start()
-        self.stdin, self.stdout = (
-            os.fdopen(os.dup(end.fileno()), mode) for end, mode in ((asked, "wb"), (answered, "rb"))
-        )
+        self.pid = self._process.pid
+        self.stdin = os.fdopen(os.dup(asked.fileno()), f"w{kind}")
+        self.stdout = os.fdopen(os.dup(answered.fileno()), f"r{kind}")
         for end in (read, asked, answered, write):
             end.close()
 
@@ -41,10 +40,18 @@ class Forked:
         self._process.join()
         return self._process.exitcode
 
+    def __enter__(self):
+        return self
 
-def become(code, *streams):
+    def __exit__(self, *error):
+        self.returncode = self.wait()
+        self.stdin.close()
+        self.stdout.close()
+
+
+def become(arguments, *streams):
     os.setsid()
     for number, stream in enumerate(streams):
         os.dup2(stream.fileno(), number)
-    sys.stdin = os.fdopen(0)
-    exec(code, {})
+    sys.stdin, sys.argv = os.fdopen(0), ["-c", *arguments[1:]]
+    exec(arguments[0], {"__name__": "__main__"})

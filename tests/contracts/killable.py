@@ -46,7 +46,7 @@ def run(name: str, low: str, folder: Path, steps: int, moments: str, waits: bool
     torch.save({"end": snapshot(model, opt, session), "curve": torch.tensor(curve)}, folder / "end.pt")
 
 
-if __name__ == "__main__":
+def main() -> None:
     name, low, folder, steps, moments, threads = sys.argv[1:]
     torch.set_num_threads(int(threads))  # sums depend on it
     run(name, low, Path(folder), int(steps), moments, waits=True)

@@ -1,22 +1,19 @@
 """Killed with SIGKILL at random steps and restarted from the last checkpoint: bit-identical to an uninterrupted run."""
 
 import random
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
+from tests import forks
 from tests.contracts.cases import bits, differing
 from tests.contracts.killable import run
 
-ROOT = Path(__file__).parents[2]
-
 
 def start_process(*arguments):
-    command = [sys.executable, "-m", "tests.contracts.killable", *map(str, arguments), str(torch.get_num_threads())]
-    return subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    program = "from tests.contracts.killable import main; main()"
+    return forks.Forked([sys.executable, "-c", program, *arguments, torch.get_num_threads()], text=True)
 
 
 def kill_and_resume(name, low, folder, steps, moments, kills):

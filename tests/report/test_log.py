@@ -7,10 +7,8 @@ import json
 import math
 import os
 import signal
-import subprocess
 import sys
 import tracemalloc
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,12 +23,12 @@ from halfstep.explain.report.log import RunLog
 from halfstep.explain.report.run import read_log
 from halfstep.later import AsyncReader
 from halfstep.records import Finding, Observation, OpCall, StepRecord, StepValues, Verdict
+from tests import forks
 from tests.contracts.cases import backward_and_step
 from tests.report import logs
 from tests.report.logs import step
 from tests.scale.sync import NoSync, no_cuda_sync
 
-ROOT = Path(__file__).parents[2]
 INF, NAN = math.inf, math.nan
 
 
@@ -507,10 +505,9 @@ for number in range(1, 10**6):
 
 
 def test_a_killed_process_leaves_all_its_steps(path):
-    command = [sys.executable, "-c", PROGRAM, str(path)]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+    with forks.Forked([sys.executable, "-c", PROGRAM, path], text=True) as process:
         printed = [int(line) for line, _ in zip(process.stdout, range(20), strict=False)]
-        process.send_signal(signal.SIGKILL)
+        process.kill()
     assert process.returncode == -signal.SIGKILL
     run = read_log(path)
     assert numbers(run) == list(range(1, len(run.steps) + 1))
