@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import sys
+import tempfile
 from multiprocessing.connection import Connection
 
 import torch
@@ -47,6 +48,15 @@ class Forked:
         self.returncode = self.wait()
         self.stdin.close()
         self.stdout.close()
+
+
+def run(code):
+    """Runs code to its end; returns its exit code and what it wrote as errors."""
+    with tempfile.TemporaryFile() as errors:
+        with Forked([sys.executable, "-c", code], stderr=errors) as process:
+            process.stdout.read()
+        errors.seek(0)
+        return process.returncode, errors.read().decode()
 
 
 def become(arguments, *streams):

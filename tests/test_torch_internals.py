@@ -4,7 +4,6 @@ import ast
 import functools
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from halfstep import torch_internals
 from halfstep.explain.tape.schemas import PUBLIC
 from halfstep.torch_internals import missing
+from tests import forks
 from tests.torch_behaviours import otherwise
 
 PACKAGE = Path(torch_internals.__file__).parent
@@ -315,10 +315,11 @@ def test_what_a_release_does_otherwise_is_told(monkeypatch, name, value, told):
     ],
 )
 def test_an_import_without_a_name_is_one_error_that_says_which_and_what_works(paths):
-    program = f"import torch, torch.multiprocessing.reductions; del {', '.join(paths)}; import halfstep"
-    run = subprocess.run([sys.executable, "-c", program], cwd=PACKAGE.parent, capture_output=True, text=True)
-    assert run.returncode == 1
-    said = run.stderr.splitlines()[-1]
+    removed = f"import sys, torch, torch.multiprocessing.reductions; del {', '.join(paths)}\n"
+    anew = "for name in [each for each in sys.modules if each.partition('.')[0] == 'halfstep']: del sys.modules[name]\n"
+    code, said = forks.run(removed + anew + "import halfstep")
+    assert code == 1
+    said = said.splitlines()[-1]
     assert all(path in said for path in paths)
     assert re.fullmatch(
         rf"ImportError: torch {re.escape(torch.__version__)} lacks [^ ]+(, [^ ]+)*, which this halfstep uses; "
