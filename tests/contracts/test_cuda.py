@@ -79,6 +79,18 @@ def test_a_step_does_not_wait_for_the_device(name, low, optimizer):
     assert not any(record.synced for record in records)
 
 
+@mixed_plans
+def test_a_loss_that_is_infinite_skips_its_step_though_no_gradient_is(name, low):
+    model, opt, session = start(name, low, "AdamW")
+    inputs, targets = on_cuda(0)
+    step(model, opt, session, inputs, targets)
+    was = snapshot(model, opt)
+    session.backward(nn.functional.mse_loss(model(inputs), targets) + torch.inf)
+    record = session.step(max_norm=1.0)
+    assert bool(record.skipped) and bool(record.grad_norm.isfinite())
+    assert differing(was, snapshot(model, opt)) == []
+
+
 @pytest.mark.silicon
 @mixed_plans
 @optimizers
