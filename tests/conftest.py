@@ -245,6 +245,12 @@ def pool(request, pool_folder):
     return replicas.run_once(pool_folder, slow)
 
 
+@pytest.fixture(scope="module")
+def found(pool, request):
+    """What each of the two processes found for this module."""
+    return pool[request.module.__name__]
+
+
 @pytest.fixture
 def process_group(tmp_path, sessions_closed):
     """A process group of this process alone, for as long as the test runs."""

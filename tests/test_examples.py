@@ -192,8 +192,7 @@ def assert_trains_and_goes_on(printed):
     assert later < first
 
 
-def test_the_examples_of_several_processes_train_and_go_on(pool):
-    found = pool[__name__]
+def test_the_examples_of_several_processes_train_and_go_on(found):
     assert_trains_and_goes_on(found[0])
     assert set(found[1].values()) == {""}
 

@@ -19,11 +19,6 @@ def pooled(folder, slow):
     }
 
 
-@pytest.fixture(scope="module")
-def found(pool):
-    return pool[__name__]
-
-
 def assert_as_alone(found, setting):
     """An overflow in one stage is skipped by all, and norms, clips and scales are those of the whole model."""
     weights, norms, scales = stages.alone(setting)

@@ -82,11 +82,6 @@ def is_fast(name):
     return any(word in f"[{row}]" for word in FAST.get(test, ("",)))
 
 
-@pytest.fixture(scope="module")
-def found(pool):
-    return pool[__name__]
-
-
 def assert_same(results, mode, *, skips):
     """`results` are those of each process, with what its weights were before they were wrapped."""
     first, before = results[0]

@@ -103,11 +103,6 @@ def pooled(folder, slow):
     return {name: case for name, case in cases.items() if slow or not name.startswith(SLOW_CASES)}
 
 
-@pytest.fixture(scope="module")
-def found(pool):
-    return pool[__name__]
-
-
 @pytest.mark.parametrize("low", LOWS)
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.slow_but("O1-fp16", "O2-bf16", "O3-bf16")

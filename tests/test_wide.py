@@ -9,11 +9,6 @@ def pooled(folder, slow):
     return {name: case for name, case in wide.CASES.items() if slow or name != "compiled"}
 
 
-@pytest.fixture(scope="module")
-def found(pool):
-    return pool[__name__]
-
-
 @pytest.mark.parametrize("how", ["once", "each time"])
 @pytest.mark.parametrize("way", [*wide.WAYS, *wide.STATIC])
 def test_small_gradients_reach_a_large_sum(way, how, found):

@@ -207,7 +207,7 @@ def test_each_pair_of_settings_trains_skips_and_resumes_bit_for_bit(row, request
     if row["engine"] == "alone":
         found = [cell(0, row)]
     else:
-        found = [each[named(row)] for each in request.getfixturevalue("pool")[__name__]]
+        found = [each[named(row)] for each in request.getfixturevalue("found")]
     for (losses, skips, resumed, weights), plain in zip(found, in_fp32(row, found[0][1]), strict=True):
         assert losses == pytest.approx(plain, rel=CLOSE[row["products"]])
         assert losses[-1] < losses[0]

@@ -131,11 +131,6 @@ def pooled(folder, slow):
     }
 
 
-@pytest.fixture(scope="module")
-def found(pool):
-    return pool[__name__]
-
-
 @pytest.mark.slow_but("[bf16", "[fp16", "[low weights]")
 @pytest.mark.parametrize("run", ["bf16", "view", "fp16", "low weights", "low weights, fp16"])
 def test_gradients_that_another_process_spoiled_are_said_to_be_its(found, run):

@@ -129,8 +129,8 @@ def pooled(folder, slow):
 
 
 @pytest.mark.parametrize("low", ["bf16", "fp16"])
-def test_two_processes_average(pool, low):
-    (sent, grads, reduced, after, size), other = (each[f"averaged {low}"] for each in pool[__name__])
+def test_two_processes_average(found, low):
+    (sent, grads, reduced, after, size), other = (each[f"averaged {low}"] for each in found)
     assert grads == [[0.5], [2.0, 2.0], [1.0]]
     assert reduced == [[1.5, 1.5]]  # inputs of 1 and 2
     assert after == [[pytest.approx(weight - 0.75) for weight in sent[0]]]
