@@ -16,6 +16,7 @@ from halfstep import torch_internals
 from halfstep.explain.tape.schemas import PUBLIC
 from halfstep.torch_internals import missing
 from tests import forks
+from tests.test_house import tree_of
 from tests.torch_behaviours import otherwise
 
 PACKAGE = Path(torch_internals.__file__).parent
@@ -155,13 +156,8 @@ def foreign_names(tree, anywhere, folder=frozenset()):
 
 
 @functools.cache
-def parsed(path):
-    return ast.parse(path.read_text(encoding="utf-8"), str(path))
-
-
-@functools.cache
 def private(path):
-    return {name for name in own_names(parsed(path)) if is_private(name)}
+    return {name for name in own_names(tree_of(path)) if is_private(name)}
 
 
 @pytest.fixture(scope="module")
@@ -185,7 +181,7 @@ def test_no_other_file_names_a_private_name_of_torch(own):
     for path in FILES:
         keras = KERAS if PACKAGE / "adapters" / "keras" in path.parents else set()
         folder = (keras | ENUM).union(*(private(each) for each in FILES if each.parent == path.parent))
-        found += [f"{path.relative_to(PACKAGE)}:{each}" for each in foreign_names(parsed(path), own | keras, folder)]
+        found += [f"{path.relative_to(PACKAGE)}:{each}" for each in foreign_names(tree_of(path), own | keras, folder)]
     assert [each for each in found if not each.endswith(CALLED)] == []
 
 
