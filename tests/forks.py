@@ -8,7 +8,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
-HAS_FORKS = "forkserver" in multiprocessing.get_all_start_methods()
+HAS_FORKS = sys.platform == "linux"  # elsewhere libraries of the system do not bear them
 METHOD = "forkserver" if HAS_FORKS else "spawn"
 COSTLY = ["halfstep", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict"]
 multiprocessing.set_forkserver_preload(COSTLY)
