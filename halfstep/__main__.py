@@ -34,9 +34,8 @@ app.command(epilog=more(SLOWER))(inspect)
 app.command(epilog=more(LEVELS))(levels)
 app.command(epilog=more(PLANS))(ops)
 app.command(epilog=more(SEEING))(report)
-app.command(epilog=more(GUIDE), context_settings={"allow_interspersed_args": False})(
-    run
-)  # what follows is the script's
+# what follows the script's name is the script's
+app.command(epilog=more(GUIDE), context_settings={"allow_interspersed_args": False})(run)
 app.command(epilog=more(DIAGNOSIS))(whatif)
 
 

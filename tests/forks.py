@@ -45,8 +45,8 @@ class Forked:
         return self
 
     def __exit__(self, *error):
+        self.stdin.close()  # first: the process may read it to its end
         self.returncode = self.wait()
-        self.stdin.close()
         self.stdout.close()
 
 

@@ -715,7 +715,7 @@ def leaving(rank, folder, size, how):
     """Trains under a short timeout until the last process leaves in a step; the others write what they get."""
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size, timeout=timedelta(seconds=5)
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size, timeout=timedelta(seconds=10)
     )
     level = "O2" if how.endswith("O2") else "O1"
     in_parts = how in ("sharded", "fewer", "sharded raises", "initialize")
@@ -741,7 +741,7 @@ def leaving(rank, folder, size, how):
             session.backward(loss)
             if leaves:
                 if how == "fewer":
-                    time.sleep(10)  # later than the timeout
+                    time.sleep(20)  # later than the timeout
                 os._exit(0)
             session.step()
         except SessionError as error:

@@ -641,6 +641,14 @@ def normed(level, *, norm, module=nn.LayerNorm, **plan):
         return [*seen, *(p.grad.clone() for p in model.parameters())]
 
 
+class LowStatistics(nn.BatchNorm1d):
+    """The plan's kernel casts the weights to the format of its statistics."""
+
+    def __init__(self, width):
+        super().__init__(width)
+        self.running_mean, self.running_var = self.running_mean.bfloat16(), self.running_var.bfloat16()
+
+
 LOW_NORM = {"rules": [Rule("1", LOW, buffers="low")]}
 
 
@@ -651,6 +659,7 @@ LOW_NORM = {"rules": [Rule("1", LOW, buffers="low")]}
         ("O2", nn.LayerNorm, by_layer_norm, {}),
         ("O2", nn.BatchNorm1d, by_batch_norm, {}),
         ("O2", nn.BatchNorm1d, by_batch_norm, LOW_NORM),
+        ("O2", LowStatistics, by_batch_norm, {}),
     ],
 )
 def test_a_norm_that_a_module_runs_has_the_bits_of_the_operation(level, module, norm, plan):

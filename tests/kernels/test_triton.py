@@ -178,9 +178,8 @@ def test_the_read_pass_names_what_is_not_finite(interpreted, name):
 
 
 def test_norm_skip_and_factor_of_a_step_have_the_bits_of_torch_operations(interpreted):
-    assert interpreted(cases.judged_differ, READS["mixed"]) == []
-    for tensors in (READS["empty"], BAD["infinity"][0], BAD["nan"][0]):  # 5 meets each value, an interpreter is slow
-        assert interpreted(cases.judged_differ, tensors, every=5) == []
+    for tensors in (READS["mixed"], READS["empty"], BAD["infinity"][0], BAD["nan"][0]):
+        assert interpreted(cases.judged_differ, tensors) == []
 
 
 def on_cuda(function, *args):

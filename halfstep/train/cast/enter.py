@@ -52,7 +52,7 @@ from halfstep.train.cast.reading import attributes, noting_grad_mode
 
 F = nn.functional
 _LAYER_NORM, _BATCH_NORM = nn.LayerNorm.forward, nn.BatchNorm1d.forward  # as torch wrote them
-_FUNCTIONS, _UNCAST = (F.layer_norm, F.batch_norm), {torch.float32, torch.int64}
+_FUNCTIONS, _UNCAST = (F.layer_norm, F.batch_norm), {torch.float32, torch.int64}  # of which no kernel casts
 SAVING = ("save", "export", "push_to_hub", "to_onnx")
 """How the names of methods begin that save the model; called outside of its forward, they find fp32 weights."""
 AGAIN = "_halfstep_again"  # makes a class of ours over another one

@@ -352,7 +352,7 @@ class Registry:
             emulated = table.emulate and (name in ALSO_EMULATED or name.partition(".")[0] in EMULATED)
             narrow = table.products != "plan" and name in NARROW
             registers = ":" not in name and (emulated or narrow or _deviates(name, action, own))
-            # MTIA and MAIA have kernels of torch's, which switch the marker off; what they cast is on such devices
+            # torch has kernels at the keys of MTIA and MAIA: they would switch the marker off, and cast nothing here
             if (key != place or not registers) and ":" not in name and _torch_has(f"aten::{name}", key):
                 self._devices[key].library.impl(name, torch.library.fallthrough_kernel, key)  # type: ignore[no-untyped-call]
             if not registers:
