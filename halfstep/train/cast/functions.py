@@ -13,7 +13,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import FunctionType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -52,6 +52,9 @@ def call_as(
         return function(*args, **kwargs)
 
 
+_PLACES: weakref.WeakSet[_Attribute] = weakref.WeakSet()  # that a session patches, or somebody's wrapper keeps
+
+
 class _Attribute:
     """An attribute of a module or class whose value is a function; a wrapper replaces it while a session patches it."""
 
@@ -69,6 +72,7 @@ class _Attribute:
         self.holder, self.name, self.function, self.wrapper, self.patches = holder, name, function, wrapper, patches
         self.own = vars(holder).get(name)
         wrapper._halfstep_place = self  # type: ignore[attr-defined]
+        _PLACES.add(self)
         bound = isinstance(self.own, (staticmethod, classmethod)) or hasattr(function, "__self__")
         setattr(holder, name, staticmethod(wrapper) if isinstance(holder, type) and bound else wrapper)
 
@@ -85,19 +89,16 @@ class _Attribute:
 
 def patch_functions(changes: OpChanges, engine: OpEngine) -> Undo:
     """Makes Python functions ("module:function") follow their op list in `changes` inside the engine's regions."""
-    # Autocast is off inside the functions. torch's losses that consist of several operations run in fp32, unless
-    # `changes` names them.
+    # Autocast is off inside them. torch's losses of several operations run in fp32, unless `changes` names them.
     asked = _functions(changes)
-    wanted = [(*_find(op), _casting(category, engine.switch)) for category, op in asked]
-    places = [
-        (_place(where, bound, patch), patch)
-        for holder, name, patch in wanted
-        for where, bound in [(holder, name), *_further_names(holder, name)]
+    *patches, full = [
+        _Patch(engine.switch.is_on, functools.partial(call_as, category, engine.switch))
+        for category in (*(category for category, _ in asked), "deny")
     ]
-    full = _casting("deny", engine.switch)
-    for op in LOSSES:
-        if all(op != other for _, other in asked):
-            places.append((_place(*_find(op), full), full))  # by torch's name alone: a look at all modules takes long
+    names = _names_of([_find(op) for _, op in asked])
+    places = [(_place(*at, patch), patch) for each, patch in zip(names, patches, strict=True) for at in each]
+    # By torch's name alone: a look at all modules takes long.
+    places += [(_place(*_find(op), full), full) for op in LOSSES if all(op != other for _, other in asked)]
     return _undo_of(places, engine)
 
 
@@ -105,10 +106,6 @@ def patch_function(holder: Any, name: str, call: Call, *, owner: object) -> Undo
     """Makes `call(function, args, kwargs)` stand for `holder.name(...)`, until this is undone or `owner` is gone."""
     patch = _Patch(lambda: True, call)
     return _undo_of([(_place(holder, name, patch), patch)], owner)
-
-
-def _casting(category: OpList, switch: Switch) -> _Patch:
-    return _Patch(switch.is_on, functools.partial(call_as, category, switch))
 
 
 def _undo_of(places: list[tuple[_Attribute, _Patch]], owner: object) -> Undo:
@@ -127,19 +124,22 @@ def check_functions(changes: OpChanges) -> None:
         _find(op)
 
 
-def _further_names(holder: Any, name: str) -> list[tuple[Any, str]]:
-    """Returns (module, name) for each other name by which an imported module holds the function `holder.name`."""
-    function = _written(getattr(holder, name))
-    if not isinstance(holder, ModuleType):
-        return []
-    modules = [m for m in list(sys.modules.values()) if isinstance(m, ModuleType)]
-    return [
-        (module, bound)
-        for module in modules
+def _names_of(functions: list[tuple[Any, str]]) -> list[list[tuple[Any, str]]]:
+    """Returns each function, a (holder, name), with the other names by which imported modules hold it."""
+    own = [_written(getattr(holder, name)) if isinstance(holder, ModuleType) else None for holder, name in functions]
+    written = {id(each): each for each in own if each is not None}  # by identity: isinstance would wake lazy objects
+    with _LOCK:  # which adds places
+        written |= {id(place.wrapper): place.function for place in _PLACES if id(place.function) in written}
+    found = [
+        (module, bound, written[id(value)])
+        for module in list(sys.modules.values())
+        if written and isinstance(module, ModuleType)
         for bound, value in list(vars(module).items())
-        if type(value) in (FunctionType, type(function))  # isinstance would wake lazy objects
-        and _written(value) is function
-        and (module is not holder or bound != name)
+        if id(value) in written
+    ]
+    return [
+        [(holder, name), *((m, bound) for m, bound, f in found if f is each and (m is not holder or bound != name))]
+        for (holder, name), each in zip(functions, own, strict=True)
     ]
 
 
