@@ -23,7 +23,7 @@ from halfstep.train.session import open as opening
 from halfstep.train.session.session import Session
 
 # The examples of a property are the same in every run, and a busy machine fails none of them.
-settings.register_profile("house", deadline=None, derandomize=True)
+settings.register_profile("house", deadline=None, derandomize=True, max_examples=50)
 settings.load_profile("house")
 
 DATA = Path(os.environ.get("HALFSTEP_DATA") or Path(__file__).resolve().parents[2] / "shared" / "data")
@@ -128,7 +128,7 @@ def pytest_collection_modifyitems(config, items):
 @pytest.fixture(autouse=True, scope="module")
 def imports_frozen():
     """Freezes what the files before this one imported, such as torch's compiler."""
-    if len(gc.get_objects()) > 200_000:
+    if len(gc.get_objects()) > 50_000:
         freeze()
 
 

@@ -80,6 +80,7 @@ def test_what_torch_is_held_to_is_the_class(flags):
     assert processor_of("x86_64", flags, vectors="AVX2", low_products=False) is AVX2
 
 
+@pytest.mark.slow
 def test_a_variable_of_the_environment_that_holds_torch_back_makes_another_class():
     code = "from halfstep.machine import read_processor; print(read_processor().name)"
     if torch.backends.cpu.get_cpu_capability() == "DEFAULT":
@@ -362,6 +363,7 @@ def test_without_git_there_is_no_commit(tmp_path, monkeypatch):
 
 
 @needs_git
+@pytest.mark.slow
 def test_the_run_log_of_an_installed_halfstep_has_not_the_commit_of_the_project_around_it(repository):
     site = repository.parents[1] / ".venv" / "lib"
     shutil.copytree(Path(halfstep.__file__).parent, site / "halfstep", ignore=shutil.ignore_patterns("__pycache__"))
@@ -433,7 +435,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before, asked and int
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc")
-@pytest.mark.slow_but("True-variables0-True")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("emulate", "variables", "kept"), [(True, {}, True), (False, {}, False), (True, {"MALLOC_ARENA_MAX": "8"}, False)]
 )

@@ -50,6 +50,7 @@ def test_each_change_is_named_and_made_alone(code, what, changed):
         assert what in name
 
 
+@pytest.mark.slow
 def test_a_mutant_takes_the_place_of_one_living_function(tmp_path, monkeypatch):
     monkeypatch.setattr(mutants, "HOUSE", tmp_path)
     (tmp_path / "pair.py").write_text(MODULE)

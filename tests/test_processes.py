@@ -355,6 +355,7 @@ def findings(norm, size, bad=(), *, rank=0, losses=(), spoiled=False, stops=Fals
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 8, 255, 1024, 4096])
+@pytest.mark.slow_but("[1]", "[7]", "255")
 def test_what_each_process_packs_is_what_all_unpack(size):
     total = sum(
         findings(

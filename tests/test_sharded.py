@@ -430,7 +430,8 @@ def test_a_checkpoint_that_was_cut_short_is_an_error_in_all_processes_and_change
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch.compile looks at it
-@pytest.mark.parametrize("level", ["O1", pytest.param("O2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.slow
 def test_compiled_blocks_train_alike(level, process_group):
     expected, *_ = sharded.trained(0, level, "bf16", 2)
     assert sharded.trained(0, level, "bf16", 2, compiled="aot_eager")[0] == expected

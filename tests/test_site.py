@@ -75,6 +75,7 @@ def test_a_site_without_pages_is_told(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.skipif(find_browser() is None, reason="no Chromium is installed here")
+@pytest.mark.slow
 def test_a_page_that_logs_asks_another_host_or_is_cut_off_is_told(tmp_path, monkeypatch, capsys):
     for name, body in SHOWN.items():
         (tmp_path / f"{name}.html").write_text(f"<!DOCTYPE html><link rel='icon' href='data:,'>{body}")

@@ -32,6 +32,7 @@ def by_hand(style, *changes):
 
 
 @pytest.mark.parametrize("style", STYLES)
+@pytest.mark.slow_but("gan", "resume", "anew", "by_hand", "closures")
 def test_at_o0_a_script_is_bit_identical_to_python(style, tmp_path):
     found, ran = converted(SCRIPTS / f"{style}.py", tmp_path / "ours.pt", "O0")
     assert differing(found, plainly(SCRIPTS / f"{style}.py", tmp_path / "python.pt")) == []

@@ -153,6 +153,7 @@ class Regions(nn.Module):
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # that torch gives after a graph break
 @pytest.mark.parametrize("breaks", [False, True])
 @pytest.mark.parametrize("level", [None, "O1", "O2"])
+@pytest.mark.slow_but("O2")
 def test_a_compiled_forward_with_regions_of_its_own_is_as_the_eager_one(level, breaks, installed, on_processor):
     on_processor(AVX512_BF16)
     if BEFORE_2_12 and not breaks:

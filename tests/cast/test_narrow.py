@@ -181,6 +181,7 @@ def test_checkpoints_repeat_the_same_bits(products, reentrant):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.slow
 def test_compiled_models_have_no_break_and_the_same_first_loss():
     torch.compiler.reset()
     eager = trained(made(norm=False), "fp8", level="O1")[0]
@@ -508,6 +509,7 @@ def test_a_model_without_such_a_layer_is_refused_with_why_for_each():
 
 
 @pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.slow_but("False")
 def test_rows_of_a_jagged_tensor_are_those_of_a_matrix(compiled):
     parts, found = [batch(step, rows) for step, rows in enumerate((5, 3, 9))], []
     for x in (torch.cat(parts), torch.nested.nested_tensor(parts, layout=torch.jagged)):

@@ -81,7 +81,7 @@ def backward(engine, out, module):
 
 
 @pytest.mark.parametrize(("kind", "table"), [*((kind, "O1") for kind in MODULES), ("block", "O2")])
-@pytest.mark.slow_but("checkpointed-O1", "block-O2", "transformer", "lstm")
+@pytest.mark.slow_but("checkpointed-O1", "lstm")
 def test_a_traced_region_gives_the_eager_dtypes_and_values(kind, table):
     make, whole = MODULES[kind]
     module, x = make(), torch.rand(2, 5, 16)

@@ -243,6 +243,7 @@ COMPILED += [pytest.param(name, marks=COMPILES_COPIES) for name in ("dataclass",
 
 
 @pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.slow_but("tuple", "batch", "nested")
 def test_a_cast_can_be_compiled_whole(name: str) -> None:
     make, get = CONTAINERS[name]
     torch.compiler.reset()

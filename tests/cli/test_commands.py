@@ -396,6 +396,7 @@ LISTENS = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_h
 
 
 @pytest.mark.parametrize("loading", ["torch", "typer"])
+@pytest.mark.slow
 def test_ctrl_c_while_torch_or_commands_are_loaded_is_one_line(tmp_path, loading):
     lost = "import os, signal, time\ntry: os.kill(os.getpid(), signal.SIGINT)\nexcept BaseException: time.sleep(60)"
     (tmp_path / f"{loading}.py").write_text(lost)
@@ -431,6 +432,7 @@ def test_ctrl_c_inside_a_command_is_one_line(monkeypatch):
     "start",
     ["import halfstep_command as c; c.main()", "import runpy; runpy.run_module('halfstep', run_name='__main__')"],
 )
+@pytest.mark.slow_but("runpy")
 def test_ctrl_c_as_a_command_ends_is_one_line_after_what_it_printed(start):
     late = f"{LISTENS}; import atexit, os; atexit.register(lambda: [os.kill(os.getpid(), signal.SIGINT) for _ in '12'])"
     code = f"{late}; sys.argv = ['halfstep', 'ops', 'mm']; {start}"

@@ -61,7 +61,7 @@ ENDINGS = {
 
 
 @pytest.mark.parametrize(
-    "ending", [pytest.param(each, marks=[pytest.mark.slow] * (each != "interrupted")) for each in ENDINGS]
+    "ending", [pytest.param(each, marks=[pytest.mark.slow] * (each != "raises")) for each in ENDINGS]
 )
 def test_what_ends_a_script_ends_it_as_python_would(ending, tmp_path):
     (tmp_path / "train.py").write_text(TRAINING.format(ending=ENDINGS[ending]), encoding="utf-8")
@@ -92,6 +92,7 @@ def test_a_module_is_run_as_python_m_does_and_gets_all_that_follows(tmp_path):
     assert "no model was trained in this process" in ours[2]
 
 
+@pytest.mark.slow
 def test_a_script_finds_what_python_gives_it(tmp_path):
     text = """
 import __main__, inspect, pickle, sys
@@ -110,6 +111,7 @@ print(pickle.loads(pickle.dumps(Here())), inspect.getsource(Here))
     assert (ours[0], ours[2]) == (code, err)
 
 
+@pytest.mark.slow
 def test_spawned_processes_and_workers_come_and_go(tmp_path):
     code, _, err = ends(
         "-m", "halfstep", "run", "--low", "bf16", SCRIPTS / "workers.py", tmp_path / "out.pt", cwd=tmp_path

@@ -156,6 +156,7 @@ def test_checkpointing_gives_the_same_gradients_bit_for_bit(name, low, reentrant
 
 @pytest.mark.parametrize(("name", "low"), [("O1", "bf16"), ("O2", "bf16")])
 @pytest.mark.parametrize("when", ["after", "before", "submodule", "in place"])
+@pytest.mark.slow_but("before", "in place")
 def test_compiled_models_compute_as_eager_ones(name, low, when, on_processor):
     on_processor(AVX512_BF16)
     x = torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(1))
@@ -245,6 +246,7 @@ def test_no_op_of_a_model_mixes_floating_dtypes(name, low):
 
 @pytest.mark.parametrize("row", [AMX_FP16, AVX2], ids=lambda row: row.name)
 @pytest.mark.parametrize("name", ["O1", "O2"])
+@pytest.mark.slow_but("O2-x86 AVX2")
 def test_an_emulated_model_compiles_whole(name, row, on_processor):
     on_processor(row)
     torch._dynamo.reset()

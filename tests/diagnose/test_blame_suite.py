@@ -77,7 +77,7 @@ def repeated():
         (fault, {*(row or [fault.host])[:2], fault.expect and fault.expect[1:], (fault.plan, fault.low)})
         for row, fault in rows
     ]
-    return {fault.name for fault in more_than_each_value(shown)}
+    return {fault.name for fault in more_than_each_value(shown)} | {fault.name for fault in COMPILED}
 
 
 COMPILED = [fault for fault in FAULTS if fault.compiled]

@@ -225,6 +225,7 @@ def test_where_it_is_not_known_that_fp32_has_a_value_no_cure_is_named(plant):
     assert "no edit was tried, so no cure is known: halfstep.blame(session, closure) tries edits" in verdict.advice
 
 
+@pytest.mark.slow
 def test_a_compiled_model_is_recorded_uncompiled():
     model = Cnn(LogOfZero())
     session, optimizer = session_on(model, "O2", "bf16")

@@ -256,6 +256,7 @@ def test_a_step_after_a_rollout_is_explained_in_the_end(before, steps):
 
 
 @pytest.mark.parametrize("before", [with_gradients(5), mixed(1), without_gradients(70)])
+@pytest.mark.slow_but("lambda")
 def test_patience_grows_until_it_is_enough(before, monkeypatch):
     monkeypatch.setattr(guardian, "_PATIENCE", 8)
     alarm(rollouts, before, 12 * WINDOW)

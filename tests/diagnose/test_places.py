@@ -79,6 +79,7 @@ class Merged(nn.Module):
 
 
 @PLANS
+@pytest.mark.slow_but("O2")
 def test_a_recurrence_that_explodes_in_fp32_too_gets_advice_and_no_edit(plan):
     torch.manual_seed(0)
     model = Repeats(1.5, 100)  # 1.5**100 is 4e17, which fp32 has
@@ -103,6 +104,7 @@ def test_what_a_recurrence_that_explodes_makes_overflow_in_fp32_is_no_second_fau
 
 @PLANS
 @pytest.mark.parametrize("times", [50, 90], ids=["loss", "itself"])
+@pytest.mark.slow_but("loss-O1")
 def test_a_recurrence_is_known_whatever_its_method_calls_the_module(plan, times):
     # in fp32: (3**50)**2 is 5e47; 3**90 is 9e42
     torch.manual_seed(0)

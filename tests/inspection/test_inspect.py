@@ -85,6 +85,7 @@ def gains(monkeypatch, share=0.5):
 
 
 @pytest.mark.parametrize(("level", "low"), LEVELS)
+@pytest.mark.slow_but("O1-fp16", "O2-bf16")
 def test_operators_and_casts_are_those_of_an_independent_count(level, low):
     model, x = Net(), torch.randn(2, 3, 8, 8)
     native = {} if level == "O0" else {"emulate": False, "loss_scale": 1.0}
@@ -116,7 +117,7 @@ UNCOUNTED = [  # by torch's counter, which knows attention on a CPU from 2.15 on
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
 @pytest.mark.parametrize("task", TASKS)
-@pytest.mark.slow_but("O2", "ResNet")
+@pytest.mark.slow_but("rotary buffers-O2", "diffusion-O2", "LSTM-O2", "ResNet-O1")
 def test_every_operator_cast_and_flop_of_six_models_is_counted(task, level, monkeypatch, on_processor):
     """Convolutions, both attentions, an LSTM, embeddings, tied weights and norms, as they are written ordinarily."""
     if task == "LSTM" and level != "O0" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
@@ -144,6 +145,7 @@ def test_every_operator_cast_and_flop_of_six_models_is_counted(task, level, monk
 
 
 @pytest.mark.parametrize(("level", "low"), LEVELS)
+@pytest.mark.slow_but("O1-bf16", "O3")
 def test_flops_are_those_of_torchs_counter(level, low):
     model, x = Net(), torch.randn(2, 3, 8, 8)
     found = inspected(lambda: model(x).square().mean(), model, level, low)
@@ -488,6 +490,7 @@ def test_a_change_of_shapes_keeps_their_layout():
 
 
 @pytest.mark.parametrize(("level", "low"), LEVELS)
+@pytest.mark.slow_but("O1", "O2-fp16")
 def test_nothing_of_the_model_has_changed_afterwards(level, low):
     model, x = Net(), torch.randn(2, 3, 8, 8)
     model.norm = nn.BatchNorm1d(8)

@@ -294,6 +294,7 @@ def test_checkpoints_inside_checkpoints_are_counted_once(outer, inner):
         *((name, "compile") for name in ("O0", "O2", "O3")),
     ],
 )
+@pytest.mark.slow_but("O1-fullgraph", "O2-compile", "O1-a part")
 def test_compiled_models_are_seen_uncompiled_and_compile_only_once(name, how, on_processor):
     on_processor(AVX512_BF16)
     torch._dynamo.reset()

@@ -116,8 +116,7 @@ def test_what_the_format_does_not_harm_is_left_in_peace(name):
 
 
 @pytest.mark.slow_but(
-    "log_returns-root", "spread-six layers", "hashed-often", "log_returns-loss", "spread-reentrant",
-    "hashed-lstm", "hashed-transformer", "log_returns-transformer", "log_returns-cnn",
+    "log_returns-root", "log_returns-loss", "spread-reentrant", "hashed-lstm", "log_returns-transformer",
 )  # fmt: skip
 @pytest.mark.parametrize("host", HOSTS)
 @pytest.mark.parametrize("name", ["log_returns", "spread", "hashed"])

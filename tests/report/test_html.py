@@ -14,7 +14,6 @@ from docs.browser import find_browser
 from halfstep import FULL, Rule
 from halfstep.explain.report.html import page_html
 from halfstep.explain.report.run import read_log
-from halfstep.later import COLUMNS
 from halfstep.records import Finding, Verdict
 from tests.report.logs import START, seen, step, write
 
@@ -196,6 +195,7 @@ def test_the_loss_can_be_drawn_on_a_log_scale_and_the_window_resized_then(run_pa
 
 
 @pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.slow_but("390")
 def test_charts_follow_the_readers_colors_and_fit_the_window(show, browser, width, request):
     request.addfinalizer(lambda: browser.call("Emulation.setEmulatedMedia", features=[]))
     request.addfinalizer(lambda: browser.resize(1280))
@@ -210,6 +210,7 @@ def test_charts_follow_the_readers_colors_and_fit_the_window(show, browser, widt
     assert browser.errors == []
 
 
+@pytest.mark.slow
 def test_a_page_is_below_two_megabytes_whichever_plotly_there_is(show, tmp_path, monkeypatch):
     monkeypatch.setattr(halfstep.explain.report.html, "_PLOTLY", None)
     monkeypatch.setattr(halfstep.explain.report.html, "get_plotlyjs", get_plotlyjs, raising=False)
@@ -226,14 +227,7 @@ def test_a_page_says_where_a_browser_is_too_old(browser, tmp_path):
     assert "They need a browser of 2023 or later" in words_of(browser, ".notes")[0]
 
 
-def test_a_number_of_the_steps_that_has_no_chart_gets_one_below_the_others(show, monkeypatch):
-    monkeypatch.setattr(halfstep.explain.report.html, "COLUMNS", (*COLUMNS, "step"))
-    browser = show(START, *(step(number, loss=1.0) for number in (1, 2)))
-    assert browser.errors == []
-    assert words_of(browser, ".g-y4title") == ["step"]
-    assert browser.run("document.getElementById('timeline').layout.yaxis4.domain[0]") == 0
-
-
+@pytest.mark.slow
 def test_half_the_smallest_subnormal_is_lost_where_no_value_is_larger(show):
     browser = show(START, step(1), seen(1, "body", {-25: 3}))
     for name in ("timeline", "small-map", "saturated-map"):  # nothing is marked without a verdict
@@ -245,12 +239,14 @@ def test_half_the_smallest_subnormal_is_lost_where_no_value_is_larger(show):
 
 
 @pytest.mark.parametrize(("power", "text"), [(-2, "2^-2 = 0.250"), (30, "2^30 = 1,073,741,824")])
+@pytest.mark.slow_but("30")
 def test_the_page_opens_at_the_scale_of_the_run_whatever_it_is(show, power, text):
     browser = show(START, step(1, scale=2.0**power), seen(1, "body", {-20: 3}, scale=2.0**power))
     assert words(browser, "shift-value") == text
     assert browser.run("document.getElementById('histogram').data[1].x[0]") == -20 + 0.5
 
 
+@pytest.mark.slow
 def test_one_value_beyond_the_largest_counts_as_one(show):
     one = seen(1, "body", {0: 3, 15: 1})
     browser = show(START, step(1), replace(one, stats=replace(one.stats, amax=65520.0)))
@@ -326,29 +322,14 @@ def test_paper_has_what_is_folded(stopped_page):
     assert browser.run("document.querySelector('details').open") is True
 
 
-def test_a_label_in_a_map_of_many_modules_is_there_for_the_one_in_focus(show):
-    modules = [f"h.{number}" for number in range(150)]
-    some = [seen(4, name, {-30: 3}, kind="activation") for name in modules]
-    given = Verdict("h.100", "mul", "forward", "overflow", None, (), "inf", "do")
-    browser = show(START, step(4, skipped=True), *some, given)
-    labels = browser.run("document.getElementById('small-map').layout.yaxis.tickvals")
-    assert "h.100" in labels
-    assert len(labels) == 50 + 1  # every third of 150, which "h.100" is not
-
-
 def test_the_page_lets_no_script_reach_a_network(show):
     browser = show(START, step(1))
     browser.run("fetch('https://example.org/').catch(() => null)")
     assert any("Content Security Policy" in error for error in browser.errors)
 
 
-def test_a_column_of_a_map_is_what_was_observed_and_no_steps_between(show):
-    browser = show(START, *(seen(number, "m", {-30: 1}) for number in (1, 5000, 5001)))
-    cells = browser.run("document.querySelector('#small-map .xaxislayer-above').textContent")
-    assert cells == "150005001"
-
-
 @pytest.mark.parametrize("width", [400, 1240])
+@pytest.mark.slow_but("400")
 def test_nothing_is_cut_or_written_over_in_a_narrow_window(browser, tmp_path, width):
     verdict = Verdict("blocks.0.mlp", "mul", "backward", "scale too high", "a.py:3", (), "words " * 30, "words " * 30)
     browser.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
@@ -370,6 +351,7 @@ def test_nothing_is_cut_or_written_over_in_a_narrow_window(browser, tmp_path, wi
         assert a["right"] <= b["left"] or b["right"] <= a["left"] or abs(a["top"] - b["top"]) >= 14
 
 
+@pytest.mark.slow
 def test_a_tensor_that_is_stored_low_is_said_to_hide_what_it_lost(show):
     browser = show(START, step(1), seen(1, "body", {-20: 1}, fmt="fp16", zeros=3))
     assert browser.run("document.getElementById('map-measure').value") == "small"
@@ -377,6 +359,7 @@ def test_a_tensor_that_is_stored_low_is_said_to_hide_what_it_lost(show):
     assert "stored in fp16" in words(browser, "histogram-words")
 
 
+@pytest.mark.slow
 def test_updates_are_judged_by_what_the_stored_weight_can_follow(show):
     browser = show(START, step(1), seen(1, "body", {-2: 3, -1: 1}, kind="update", fmt="bf16"))
     assert "75% lie left of the red line, half a unit in the last place" in words(browser, "histogram-words")
@@ -400,6 +383,7 @@ def test_names_and_texts_cannot_become_part_of_the_page(show):
     [((), 3), ((START, step(1)), 2), ((seen(1, "m", {0: 1}),), 1), ((START, seen(1, "m", {}, zeros=4), step(1)), 0)],
     ids=["nothing", "no observations", "no steps", "zeros only"],
 )
+@pytest.mark.slow_but("no observations")
 def test_a_log_that_lacks_something_is_a_page_that_says_so(show, records, hidden):
     browser = show(*records)
     assert count(browser, "section[hidden]") == hidden
@@ -407,6 +391,7 @@ def test_a_log_that_lacks_something_is_a_page_that_says_so(show, records, hidden
     assert (count(browser, ".notes li") > 0) == (hidden > 0)
 
 
+@pytest.mark.slow
 def test_a_run_of_one_step_whose_loss_is_not_finite(show):
     browser = show(START, step(1, loss=math.nan, norm=math.nan, skipped=True, scale=2))
     assert "not finite" in words(browser, "timeline-words")
@@ -423,18 +408,3 @@ def test_a_single_step_is_a_point_and_so_is_a_value_between_two_that_are_not_fin
         [4],
         [3, 5],
     ]
-
-
-@pytest.mark.parametrize("scales", [[1] * 9, [2.0**n for n in range(16)]])
-def test_each_label_of_the_loss_scale_is_a_power_of_its_own(show, scales):
-    browser = show(START, *(step(number, scale=scale) for number, scale in enumerate(scales, start=1)))
-    labels = browser.run("[...document.querySelectorAll('#timeline .y3tick text')].map(each => each.textContent)")
-    assert len(set(labels)) == len(labels) > 0
-
-
-def test_a_map_of_values_that_were_not_there_says_so(show):
-    browser = show(START, *(step(number) for number in (1, 2)), *(seen(number, "m", {}, zeros=4) for number in (1, 2)))
-    titles = browser.run("[...document.querySelectorAll('figcaption')].map(each => each.textContent)")
-    assert titles[0].endswith("rounds to zero: no such value was observed")
-    assert titles[1].endswith("or not finite: none")
-    assert browser.run("document.getElementById('small-map').layout.xaxis.range") == [-0.5, 1.5]

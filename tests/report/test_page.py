@@ -70,6 +70,7 @@ def test_the_timeline_has_loss_norm_and_the_changes_of_the_scale(tmp_path):
     assert found.charts["shift"] == 2
 
 
+@pytest.mark.slow
 def test_a_long_run_is_thinned(tmp_path):
     found = page(tmp_path, *(step(number, loss=number, skipped=number % 2 == 0) for number in range(1, 4_201)))
     assert len(line(found, "loss")) <= POINTS

@@ -145,6 +145,7 @@ def test_the_charts_hold_the_figures():
 
 
 @pytest.mark.skipif(find_browser() is None, reason="no Chromium is installed here")
+@pytest.mark.slow
 def test_the_page_draws_every_chart_and_asks_the_network_for_nothing(browser, tmp_path):
     named = replace(SWEEP.points[0], model="</script><b>")
     sweep = replace(SWEEP, points=(*SWEEP.points, named))

@@ -31,6 +31,7 @@ def test_every_script_is_run():
 
 
 @pytest.mark.parametrize(("style", "level"), CASES)
+@pytest.mark.slow_but("seq2seq-O2", "bert-O1", "imagenet-O3", "imagenet-O0", "dcgan-O1", "resume-O2")
 def test_a_script_trains_as_its_fp32_twin(style, level, tmp_path):
     found = ran(style, tmp_path, "--opt-level", level)
     plain = ran(style, tmp_path, "--fp32", out="plain.pt")
