@@ -25,6 +25,12 @@ class Scale(torch.autograd.Function):
         return gradient * 2
 
 
+class Twice:
+    @staticmethod
+    def of(x):
+        return x.mm(x)
+
+
 @pytest.fixture
 def my_ops():
     module = types.ModuleType("my_ops_of_test_functions")
@@ -35,7 +41,7 @@ def my_ops():
         return torch.mm(a, b["b"])
 
     module.pair = pair
-    module.Scale = Scale
+    module.Scale, module.Twice = Scale, Twice
     sys.modules[module.__name__] = module
     yield module
     del sys.modules[module.__name__]
@@ -121,6 +127,15 @@ def test_a_method_of_a_class_can_be_named(my_ops):
     assert x.grad.tolist() == [2, 2]
     assert "apply" not in vars(Scale)
     assert Scale.apply(torch.ones(1)).dtype == FP32
+
+
+def test_a_static_method_is_called_by_its_class_and_by_an_object(my_ops):
+    with opened(allow=("my_ops_of_test_functions:Twice.of",)) as engine:
+        undo = patched(engine, allow=("Twice.of",))
+        with engine.region():
+            assert Twice.of(torch.eye(2)).dtype == Twice().of(torch.eye(2)).dtype == BF16
+        undo()
+    assert Twice().of(torch.eye(2)).dtype == FP32
 
 
 def test_functions_of_torch_can_be_named():

@@ -270,6 +270,7 @@ def test_what_is_saved_goes_before_the_table(quick, config, monkeypatch, caplog)
     said = (attention.used, attention.measured, attention.agrees)
     assert said == (", ".join(f"16 at head width {width}" for width in (32, 64, 128)), "never", False)
     assert attention.table == doctor._said(before)[-1][1]
+    assert [doctor._said(row)[0][1] for row in (machine.AMX_FP16, machine.AVX2)] == ["native", "emulated"]
     lines = [str(part) for part in doctor_report(again).renderables]
     assert any(f"{attention.used} (by the table: {attention.table}); measured here: never" in line for line in lines)
 

@@ -252,6 +252,8 @@ class TestState:
             dynamic().load_state_dict(state)
 
     def test_another_static_scale_is_refused(self):
-        state = make_scale(Scaling("static", init=64.0), CPU).state_dict()
+        scale, state = (make_scale(Scaling("static", init=init), CPU) for init in (128.0, 64.0))
         with pytest.raises(StateError, match=r"64.*128"):
-            make_scale(Scaling("static", init=128.0), CPU).load_state_dict(state)
+            scale.load_state_dict(state.state_dict())
+        with pytest.raises(StateError, match="'dynamic' loss scale, but this plan has 'static'"):
+            scale.load_state_dict(dynamic().state_dict())
