@@ -306,18 +306,25 @@ def test_patched_calls_are_otherwise_torchs(level):
 
 EXPORTS = {
     "jit.trace": lambda model: torch.jit.trace(model, X),
+    "jit.script": lambda model: torch.jit.script(nn.Sequential(*model)),
     "export": lambda model: torch.export.export(nn.Sequential(*model), (X,)).module(),
 }
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.trace")
+@pytest.mark.filterwarnings("ignore:`torch.jit.")
+@pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("how", EXPORTS)
-def test_an_exported_program_is_that_of_plain_python_and_training_goes_on(how):
+def test_an_exported_program_is_that_of_plain_python_and_training_goes_on(how, training):
     with under_run("O2", "bf16") as run:
         model, optimizer = trained()
-        program = EXPORTS[how](model)
+        program = EXPORTS[how](model.eval())
+        with torch.no_grad():
+            model.train()(X)  # an evaluation leaves the weights that both share in fp32
+        assert torch.equal(program(X), model.eval()(X))
         assert {p.dtype for p in program.parameters()} == {torch.float32}
         assert torch.equal(program(X), nn.Sequential(*copy.deepcopy(model))(X))
+        model.train(training)
         fit(model, optimizer)
+        model(X)
         assert model[0].weight.dtype is torch.bfloat16
-    assert run.trained.steps == 2
+    assert run.trained.steps == 1 + training  # in eval mode the first pass is what tells training

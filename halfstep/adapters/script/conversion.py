@@ -94,7 +94,7 @@ class Conversion:
         self._by_hand: ByHand | None = None
         self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # what a session without an optimizer has
         self._refused: str | None = None  # a model that is trained by hand where it cannot be
-        self._inside = self._said = False
+        self._inside = self._said = self._rests = False
         self._thread = threading.get_ident()
         self._skipped: Tensor | None = None  # of the last step
         self.trained: Status | None = None
@@ -184,7 +184,9 @@ class Conversion:
 
     def _called(self, module: nn.Module) -> None:
         """Opens the session if the script trains `module`, which is about to be called, and no session has it yet."""
-        if not self._may_change() or module in self.programs:
+        if module in self.programs or not self._may_change():
+            return
+        if self._rests and not (module.training and torch.is_grad_enabled()):
             return
         own = list(module.parameters())
         if any(isinstance(p, nn.parameter.UninitializedParameter) for p in own):
@@ -310,7 +312,7 @@ class Conversion:
 
     def backward(self, original: Callable[..., Any], tensors: Any, grad_tensors: Any, kwargs: dict[str, Any]) -> None:
         """Runs torch's `original` backward at the session's loss scale; all leaves get unscaled gradients."""
-        session = self._current()
+        session, self._rests = self._current(), False  # what is trained in eval mode goes on with the next forward
         outputs, directions = paired(tensors, grad_tensors)
         own = self._opened_ids()
         if outputs is not None and self.brings is None:
@@ -423,11 +425,11 @@ class Conversion:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Makes the models ordinary ones inside the context, and until the next call of one that the script trains."""
+        """Makes the models ordinary ones inside the context, and until one is called to train."""
         was_on = self.watch.on
         if self._session is not None and self._may_change():
             self.close()
-            was_on = True
+            was_on = self._rests = True
         self.watch.stop()
         try:
             yield

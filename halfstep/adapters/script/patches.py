@@ -61,6 +61,7 @@ EXPORTS = (  # what writes a model as a program, with the formats that it finds
     (torch.onnx, "export"),
     (torch.export, "export"),
     (torch.jit, "trace"),
+    (torch.jit, "script"),
 )
 
 
@@ -255,11 +256,12 @@ def _may_be_weight(t: torch.Tensor) -> bool:
 def _on_plain_models(run: Any, listener: Conversion) -> Any:
     @functools.wraps(run)
     def export(*args: Any, **kwargs: Any) -> Any:
+        if run.__name__ == "script" and not isinstance((*args, *kwargs.values(), None)[0], nn.Module):
+            return run(*args, **kwargs)  # a function, most often as a decorator
         with listener.paused():
             program = run(*args, **kwargs)
         gc.collect()  # of modules around the model that torch made, in cycles
-        if isinstance(program, nn.Module):
-            listener.programs.add(program)
+        listener.programs.update([program] if isinstance(program, nn.Module) else [])
         return program
 
     return export
