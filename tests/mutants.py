@@ -187,7 +187,7 @@ class Mutants:
         known = self._known()
         items = {each.nodeid: each for each in session.items}
         killed = [each for each in known["mutants"] if each["killed_by"]]
-        orphans = [each for each in killed if each["killed_by"] not in ("time", *items)]
+        orphans = [each for each in killed if each["killed_by"] not in ("time", "crash", *items)]
         print(f"{len(orphans)} of {len(killed)} mutants lost the test that killed them", file=sys.stderr)
         for each in orphans:
             tests = [name for name in known["lines"][f"{each['file']}:{each['line']}"] if name in items]
@@ -231,7 +231,7 @@ class Mutants:
         return lines, took["seconds"]
 
     def _meet(self, mutant: Mutant, items: list[pytest.Item]) -> str:
-        """Returns the first test that fails under a mutant, "time" if none ended in time, "" if none noticed."""
+        """Returns the first test that fails under a mutant, "time" or "crash" if it ends so, "" if none noticed."""
 
         def run(answer: Callable[[str], None]) -> None:
             if not apply(mutant):
@@ -258,14 +258,15 @@ def _forked(run: Callable[[Callable[[str], None]], None], limit: float) -> str:
             if "MUTANTS_LOUD" not in os.environ:
                 os.dup2(silent, 2)
             run(lambda word: os.write(write, word.encode()) and None)
+            os.write(write, b"\n")
         except BaseException as error:
             os.write(write, f"!{type(error).__name__}: {error}"[:200].encode())
         finally:
             os._exit(0)
     os.close(write)
-    answer = b"time"
+    answer = b"time"  # without a word the process has crashed
     if select.select([read], [], [], limit)[0]:
-        answer = os.read(read, 4096)
+        answer = os.read(read, 4096) or b"crash"
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child, signal.SIGKILL)
     os.waitpid(child, 0)
@@ -273,7 +274,7 @@ def _forked(run: Callable[[Callable[[str], None]], None], limit: float) -> str:
     if answer.startswith(b"!"):
         print(answer.decode()[1:], file=sys.stderr)
         return ""
-    return answer.decode()
+    return answer.decode().strip()
 
 
 def _say(head: str, mutant: Mutant) -> None:
