@@ -23,7 +23,7 @@ from halfstep.train.session import open as opening
 from halfstep.train.session.session import Session
 
 # The examples of a property are the same in every run, and a busy machine fails none of them.
-settings.register_profile("house", deadline=None, derandomize=True, max_examples=50)
+settings.register_profile("house", deadline=None, derandomize=True)
 settings.load_profile("house")
 
 DATA = Path(os.environ.get("HALFSTEP_DATA") or Path(__file__).resolve().parents[2] / "shared" / "data")

@@ -1,6 +1,7 @@
 """The op engine's regions: what they cast, where they end, and that nothing of them is left."""
 
 import math
+import subprocess
 import sys
 import threading
 from contextlib import nullcontext
@@ -462,6 +463,14 @@ def test_vmap_and_functional_gradients_go_through_the_kernels():
         assert torch.vmap(torch.exp)(low(2, 3)).dtype == FP32
         gradient = torch.func.grad(lambda x: torch.softmax(x, -1)[0])(low(3))
         assert gradient.dtype == BF16
+
+
+def test_overriding_torchs_kernels_warns_nobody():
+    code = "import tests.cast.engines as e\nwith e.opened('O2', deny=('linear',)) as engine: pass"
+    run_strict = [sys.executable, "-W", "error::UserWarning", "-c", code]
+    done = subprocess.run(run_strict, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr, done.stderr
 
 
 def test_a_session_that_is_collected_while_the_markers_are_read_disturbs_nobody():

@@ -14,6 +14,7 @@ from docs.browser import find_browser
 from halfstep import FULL, Rule
 from halfstep.explain.report.html import page_html
 from halfstep.explain.report.run import read_log
+from halfstep.later import COLUMNS
 from halfstep.records import Finding, Verdict
 from tests.report.logs import START, seen, step, write
 
@@ -228,6 +229,15 @@ def test_a_page_says_where_a_browser_is_too_old(browser, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_number_of_the_steps_that_has_no_chart_gets_one_below_the_others(show, monkeypatch):
+    monkeypatch.setattr(halfstep.explain.report.html, "COLUMNS", (*COLUMNS, "step"))
+    browser = show(START, *(step(number, loss=1.0) for number in (1, 2)))
+    assert browser.errors == []
+    assert words_of(browser, ".g-y4title") == ["step"]
+    assert browser.run("document.getElementById('timeline').layout.yaxis4.domain[0]") == 0
+
+
+@pytest.mark.slow
 def test_half_the_smallest_subnormal_is_lost_where_no_value_is_larger(show):
     browser = show(START, step(1), seen(1, "body", {-25: 3}))
     for name in ("timeline", "small-map", "saturated-map"):  # nothing is marked without a verdict
@@ -322,10 +332,28 @@ def test_paper_has_what_is_folded(stopped_page):
     assert browser.run("document.querySelector('details').open") is True
 
 
+@pytest.mark.slow
+def test_a_label_in_a_map_of_many_modules_is_there_for_the_one_in_focus(show):
+    modules = [f"h.{number}" for number in range(150)]
+    some = [seen(4, name, {-30: 3}, kind="activation") for name in modules]
+    given = Verdict("h.100", "mul", "forward", "overflow", None, (), "inf", "do")
+    browser = show(START, step(4, skipped=True), *some, given)
+    labels = browser.run("document.getElementById('small-map').layout.yaxis.tickvals")
+    assert "h.100" in labels
+    assert len(labels) == 50 + 1  # every third of 150, which "h.100" is not
+
+
 def test_the_page_lets_no_script_reach_a_network(show):
     browser = show(START, step(1))
     browser.run("fetch('https://example.org/').catch(() => null)")
     assert any("Content Security Policy" in error for error in browser.errors)
+
+
+@pytest.mark.slow
+def test_a_column_of_a_map_is_what_was_observed_and_no_steps_between(show):
+    browser = show(START, *(seen(number, "m", {-30: 1}) for number in (1, 5000, 5001)))
+    cells = browser.run("document.querySelector('#small-map .xaxislayer-above').textContent")
+    assert cells == "150005001"
 
 
 @pytest.mark.parametrize("width", [400, 1240])
@@ -408,3 +436,20 @@ def test_a_single_step_is_a_point_and_so_is_a_value_between_two_that_are_not_fin
         [4],
         [3, 5],
     ]
+
+
+@pytest.mark.parametrize("scales", [[1] * 9, [2.0**n for n in range(16)]])
+@pytest.mark.slow
+def test_each_label_of_the_loss_scale_is_a_power_of_its_own(show, scales):
+    browser = show(START, *(step(number, scale=scale) for number, scale in enumerate(scales, start=1)))
+    labels = browser.run("[...document.querySelectorAll('#timeline .y3tick text')].map(each => each.textContent)")
+    assert len(set(labels)) == len(labels) > 0
+
+
+@pytest.mark.slow
+def test_a_map_of_values_that_were_not_there_says_so(show):
+    browser = show(START, *(step(number) for number in (1, 2)), *(seen(number, "m", {}, zeros=4) for number in (1, 2)))
+    titles = browser.run("[...document.querySelectorAll('figcaption')].map(each => each.textContent)")
+    assert titles[0].endswith("rounds to zero: no such value was observed")
+    assert titles[1].endswith("or not finite: none")
+    assert browser.run("document.getElementById('small-map').layout.xaxis.range") == [-0.5, 1.5]

@@ -110,8 +110,7 @@ def theirs():
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
-@pytest.mark.slow_but("fp16-O1", "fp16-O2", "bf16-O0", "bf16-O3")
-@pytest.mark.slow_but("O2")
+@pytest.mark.slow_but("fp16-O2")
 def test_uninstall_leaves_every_object_as_it_was(low, level, theirs):
     """Of all of torch, of the user's module, of the model and of the optimizer; compared one by one."""
     uninstall()
