@@ -264,9 +264,9 @@ def _forked(run: Callable[[Callable[[str], None]], None], limit: float) -> str:
         finally:
             os._exit(0)
     os.close(write)
-    answer = b"time"  # without a word the process has crashed
+    answer = b"time"
     if select.select([read], [], [], limit)[0]:
-        answer = os.read(read, 4096) or b"crash"
+        answer = os.read(read, 4096) or b"crash"  # a process that ends well says so
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child, signal.SIGKILL)
     os.waitpid(child, 0)

@@ -69,6 +69,7 @@ def test_a_mutant_takes_the_place_of_one_living_function(tmp_path, monkeypatch):
 def test_a_fork_answers_in_silence_and_is_killed_with_all_that_it_started(capfd):
     assert mutants._forked(lambda answer: answer("test_a") or os.write(1, b"loud"), 30) == "test_a"
     assert mutants._forked(lambda answer: None, 30) == ""
+    assert mutants._forked(lambda answer: os._exit(3), 30) == "crash"
     assert capfd.readouterr() == ("", "")
     assert mutants._forked(lambda answer: answer.lost, 30) == ""
     assert "AttributeError" in capfd.readouterr().err

@@ -294,6 +294,7 @@ def test_patched_calls_are_otherwise_torchs(level):
         assert torch.allclose(input=X, other=X)
         assert nn.utils.parameters_to_vector(parameters=model.parameters()).dtype is torch.float32
         assert torch.jit.script(close)(X, X)
+        assert (model[0].weight.dtype is torch.bfloat16) == (level == "O2")  # a function ends no session
         assert torch.compile(arithmetic, backend="eager", fullgraph=True)(X.clone(), X).equal(2 * X)
         sparse = torch.eye(4).bfloat16().to_sparse()
         assert sparse.clone().to(torch.float32).to_dense().equal(torch.eye(4))
@@ -327,3 +328,12 @@ def test_an_exported_program_is_that_of_plain_python_and_training_goes_on(how, t
         model(X)
         assert model[0].weight.dtype is torch.bfloat16
     assert run.trained.steps == 1 + training  # in eval mode the first pass is what tells training
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.")
+def test_a_traced_model_that_is_trained_trains_as_written():
+    with under_run("O2", "bf16") as run:
+        program = torch.jit.trace(nn.Linear(4, 1), X)
+        fit(program, torch.optim.SGD(program.parameters(), lr=0.1))
+    assert run.trained is None
+    assert not program.weight.grad.eq(0).all()
