@@ -109,7 +109,7 @@ def run(name, arguments, data, monkeypatch, capsys, *more):
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
 @pytest.mark.parametrize("name", OWN)
-@pytest.mark.slow_but("O2")
+@pytest.mark.slow_but("halfstep_linear_regression-O2", "halfstep_char_gpt-O2")
 def test_the_two_lines_train_at_every_level(name, level, data, monkeypatch, capsys):
     assert 0 < run(name, OWN[name], data, monkeypatch, capsys, "--level", level) < 10
 
@@ -124,6 +124,7 @@ def torch_has_an_lstm_in_bf16():
     return True
 
 
+@pytest.mark.slow_but("torch_amp_sentiment")
 @pytest.mark.parametrize("name", TORCH_AMP)
 def test_a_torch_amp_loop_and_the_two_lines_train_alike(name, data, monkeypatch, capsys):
     if name == "torch_amp_sentiment" and not torch_has_an_lstm_in_bf16():
@@ -145,6 +146,7 @@ def test_an_apex_loop_runs_on_the_stand_in_and_the_two_lines_train_alike(name, l
     assert run(own, OWN[own], data, monkeypatch, capsys, "--level", level) == pytest.approx(theirs, rel=0.02)
 
 
+@pytest.mark.slow_but("torch_amp_sentiment", "apex_linear_regression")
 @pytest.mark.parametrize(
     ("name", "brings", "level"),
     [

@@ -69,7 +69,7 @@ CASES |= {f"parts by {name}": (sharded.parts_cast, (name,)) for name in RECIPES}
 CASES |= {f"muon {dims}": (sharded.coded, ("muon", *dims)) for dims in CODED}
 CASES |= {f"{level} summed": (sharded.summed, (level,)) for level in LEVELS}
 CASES |= {f"unfrozen {what}": (sharded.unfrozen, ("O2", what == "group")) for what in ("weight", "group")}
-SLOW_CASES = ("O1 bf16", "O2 fp16", "O3 bf16", "O1 fp16 full", "truncated")
+SLOW_CASES = ("O1 bf16", "O2 fp16", "O3 bf16", "O3 fp16", "O1 fp16 full", "truncated", "gathered blame")
 SAVED = [("O1", "fp16"), ("O2", "bf16"), ("O3", "bf16")]
 FORMS = ("dcp", "full")
 CUT = ("missing", "truncated")
@@ -105,7 +105,7 @@ def pooled(folder, slow):
 
 @pytest.mark.parametrize("low", LOWS)
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.slow_but("O1-fp16", "O2-bf16", "O3-bf16")
+@pytest.mark.slow_but("O1-fp16")
 def test_one_process_trains_as_an_unsharded_model_that_reads_low_rounded_weights(
     level, low, process_group, monkeypatch
 ):
@@ -117,7 +117,7 @@ def test_one_process_trains_as_an_unsharded_model_that_reads_low_rounded_weights
     assert (losses, norms, weights) == sharded.plain(level, low, STEPS, optimizer=optimizer)
 
 
-@pytest.mark.slow_but("O1-fp16", "O2-bf16", "O3-fp16")
+@pytest.mark.slow_but("O2-bf16")
 @pytest.mark.parametrize("low", LOWS)
 @pytest.mark.parametrize("level", LEVELS)
 def test_two_processes_train_as_one_with_two_micro_batches(level, low, found, process_group):
@@ -227,7 +227,7 @@ KINDS = [  # but O3 unsharded, which keeps no fp32 values
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("level", "low", "kind"), KINDS)
-@pytest.mark.slow_but("O2-bf16")
+@pytest.mark.slow_but("bf16-plain-dcp", "O2-bf16-torch-full")
 def test_a_checkpoint_of_two_processes_is_one_of_one_with_and_without_shards_and_halfstep(
     level, low, form, kind, found, pool_folder, process_group
 ):
@@ -339,6 +339,7 @@ def test_what_needs_a_copy_of_the_model_says_so_in_all_processes(what, found):
         assert f"halfstep.on_gathered_copy(session, build, lambda whole, model: halfstep.{what}(" in each[what]
 
 
+@pytest.mark.slow_but("[check")
 @pytest.mark.parametrize("what", sharded.ASKS)
 def test_blame_and_check_say_of_a_gathered_copy_what_they_say_of_an_unsharded_model(what, found):
     net = sharded.overflowing()

@@ -42,7 +42,7 @@ def test_at_o0_a_script_is_bit_identical_to_python(style, tmp_path):
 
 @pytest.mark.parametrize(("level", "low"), LEVELS)
 @pytest.mark.parametrize("style", STYLES)
-@pytest.mark.slow_but("O1-fp16", "O2-bf16")
+@pytest.mark.slow_but("by_hand-O1-fp16", "by_hand-O2-bf16", "clipping-O1-fp16", "closures-O2-bf16", "guarded-O1-fp16")
 def test_a_script_trains_close_to_fp32_and_writes_fp32(style, level, low, tmp_path):
     path = SCRIPTS / f"{style}.py"
     if style == "by_hand" and level != "O1":
@@ -113,7 +113,7 @@ NAMES = {  # of model and optimizer
     + [(style, "O1", "bf16") for style in MORE_CONVERSIONS]
     + [("closures", "O2", low) for low in ("bf16", "fp16")],  # whose first step begins before there is a session
 )
-@pytest.mark.slow_but("O1-bf16", "O2-fp16")
+@pytest.mark.slow_but("accumulation-O1-bf16", "guarded-O1-bf16", "schedulers-O1-bf16", "closures-O2-fp16")
 def test_a_script_equals_its_hand_converted_form_bit_for_bit(style, level, low, tmp_path):
     model, optimizer = NAMES.get(style, ("model", "optimizer"))
     chosen = {**CONVERSIONS, **MORE_CONVERSIONS}[style]
@@ -430,7 +430,7 @@ torch.save({"losses": losses, "model": model.state_dict()}, sys.argv[1])
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.slow_but("O2")
+@pytest.mark.slow
 def test_a_compiled_model_equals_its_hand_converted_form(level, tmp_path, on_processor):
     on_processor(AVX512_BF16)
     text = COMPILED

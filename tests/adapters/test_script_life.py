@@ -181,7 +181,7 @@ ORDERS = ["model first", "optimizer first", "parameters first"]
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("how", COPIES)
 @pytest.mark.parametrize(("level", "low"), SETTINGS)
-@pytest.mark.slow_but("O2-bf16", "O1-fp16-pickle-optimizer", "O2-fp16-deepcopy-parameters")
+@pytest.mark.slow_but("O1-fp16-pickle-optimizer first", "O2-bf16-deepcopy-parameters first")
 def test_a_copy_of_model_and_optimizer_trains_as_the_original_does(level, low, how, order):
     with under_run(level, low) as run:
         trainer = Trainer(order)

@@ -285,6 +285,7 @@ def test_calls_of_tensors_are_patched_only_where_weights_are_low(level):
     assert dict(vars(torch.Tensor)) == before
 
 
+@pytest.mark.slow_but("O2")
 @pytest.mark.filterwarnings("ignore:`torch.jit.script", "ignore:Sparse")
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_patched_calls_are_otherwise_torchs(level):

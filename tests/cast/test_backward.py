@@ -73,6 +73,7 @@ def test_gradients_are_fp32s_rounded_once(length, width, masked):
 LIMITS = [(row, width, longest) for row in (AMX_FP16, AVX512_BF16) for width, longest in row.wide_backward]
 
 
+@pytest.mark.slow_but("FP16 128", "BF16 64")
 @pytest.mark.parametrize(("row", "width", "longest"), LIMITS, ids=[f"{r.name} {w}" for r, w, _ in LIMITS])
 def test_up_to_the_limits_of_the_cpu_it_is_wide_and_beyond_torchs_own(row, width, longest, on_processor):
     on_processor(row)

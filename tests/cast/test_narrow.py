@@ -681,6 +681,7 @@ class Masked(nn.Module):
         return self.last(self.frozen(torch.cat([h[:9], torch.full_like(h[:1], -torch.inf)]))[:9])
 
 
+@pytest.mark.slow_but("True")
 @pytest.mark.parametrize(("level", "alone"), [("O1", False), ("O2", False), ("O2", True)])
 def test_blame_names_the_operand_and_tries_the_products_of_the_layer_in_bf16(level, alone):
     """Also those of the only layer that multiplies by the recipe."""

@@ -181,6 +181,7 @@ def test_nested_regions_of_two_engines_are_traced_whole():
     assert [t.dtype for t in out] == [FP32, BF16, BF16]
 
 
+@pytest.mark.slow
 def test_a_graph_compiled_for_a_table_does_not_serve_the_next_one_with_its_marker():
     compiled, x = softmax_of_linear()
     names = ("gelu", "silu", "mish", "celu", "selu", "elu")

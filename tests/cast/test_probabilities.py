@@ -365,7 +365,7 @@ def test_a_checkpoint_around_the_model():
 
 @pytest.mark.parametrize("leave", ["itself", "tree", "column", "contiguous", "rows", "cat of what was copied"])
 @pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.slow_but("O2-itself", "O1-rows")
+@pytest.mark.slow_but("O2-itself")
 def test_a_compiled_one(level, leave):
     torch._dynamo.reset()
     with opened(model := Model(torch.sigmoid, LEAVE[leave]), level):

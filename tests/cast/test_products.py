@@ -223,6 +223,7 @@ def test_compiled_code_has_the_bits_of_eager_code(fmt: Format) -> None:
             assert torch.equal(ours, theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_an_overflow_in_compiled_code_is_that_of_the_format() -> None:
     torch.compiler.reset()

@@ -60,9 +60,8 @@ ENDINGS = {
 }
 
 
-@pytest.mark.parametrize(
-    "ending", [pytest.param(each, marks=[pytest.mark.slow] * (each != "raises")) for each in ENDINGS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("ending", ENDINGS)
 def test_what_ends_a_script_ends_it_as_python_would(ending, tmp_path):
     (tmp_path / "train.py").write_text(TRAINING.format(ending=ENDINGS[ending]), encoding="utf-8")
     interrupt = ending == "interrupted"

@@ -254,6 +254,7 @@ def room(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.slow_but("no", "check own.py:mine ", "[levels", "ops gelu", "1.jsonl", "epochs 3", "run train.py")
 @pytest.mark.parametrize("command", sorted(set(SMALL.values())))
 def test_a_command_of_halfstep_ends_well(command, room, halfstep):
     code, out, err = halfstep(*shlex.split(command))
@@ -261,7 +262,7 @@ def test_a_command_of_halfstep_ends_well(command, room, halfstep):
     assert out
 
 
-@pytest.mark.slow_but("accuracy", "check_cost", "loaded_low", "sum_cost", "whatif")  # of a second each
+@pytest.mark.slow_but("accuracy", "sum_cost")
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_ends_well(name, room, monkeypatch, capsys):
     if name == "report_page" and find_browser() is None:

@@ -10,11 +10,23 @@ import halfstep
 
 PLANS = [("O0", "bf16"), *((name, low) for name in ("O1", "O2", "O3") for low in ("bf16", "fp16"))]
 MIXED = PLANS[1:]
-MASTERED = [(name, low) for name, low in MIXED if name != "O3"]
 
 every_plan = pytest.mark.parametrize(("name", "low"), PLANS, ids=["-".join(p) for p in PLANS])
 mixed_plans = pytest.mark.parametrize(("name", "low"), MIXED, ids=["-".join(p) for p in MIXED])
-mastered_plans = pytest.mark.parametrize(("name", "low"), MASTERED, ids=["-".join(p) for p in MASTERED])
+
+
+class Same(torch.autograd.Function):
+    """Returns a copy of its input; what its gradient becomes is for subclasses to say."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+
+class Refuses(Same):
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ValueError("no")
 
 
 class Net(nn.Module):

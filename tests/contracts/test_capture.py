@@ -77,6 +77,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.slow_but("AdamW-O1-bf16", "SGD-O1-fp16")
 @mixed_plans
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_replayed_operations_do_what_the_steps_would(name, low, optimizer):

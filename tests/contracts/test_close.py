@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import halfstep
-from tests.contracts.cases import backward_and_step, batch, every_plan, make, start, train
+from tests.contracts.cases import Same, backward_and_step, batch, every_plan, make, start, train
 
 HOOKS = [
     "_forward_hooks",
@@ -125,11 +125,7 @@ def test_a_session_goes_on_after_an_exception_in_forward(name, low):
     backward_and_step(session, model(torch.randn(2, 4)).square().mean())
 
 
-class Interrupts(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
+class Interrupts(Same):
     @staticmethod
     def backward(ctx, g):
         raise KeyboardInterrupt

@@ -151,6 +151,7 @@ def test_another_thread_sees_the_class_of_a_model_that_is_being_pickled():
     session.close()
 
 
+@pytest.mark.slow_but("O2")
 @pytest.mark.parametrize("name", ["O1", "O2"])
 def test_a_compiled_model_that_asks_for_its_class_goes_as_before(name):
     model = Named()
@@ -182,6 +183,7 @@ def test_a_part_of_a_model_can_be_saved_by_itself():
     session.close()
 
 
+@pytest.mark.slow_but("O0", "O1-fp16", "O2-bf16")
 @every_plan
 def test_initialize_again_ends_the_session_before_with_a_notice(name, low, caplog):
     model, opt = make()
@@ -304,6 +306,7 @@ def one_of_each():
     return nn.Sequential(*norms, *plain, *lists, *layers, nn.Linear(4, 4).double())
 
 
+@pytest.mark.slow_but("O1", "O3")
 @pytest.mark.parametrize("name", ["O0", "O1", "O2", "O3"])
 def test_each_part_of_a_model_is_saved_as_torch_saves_it_and_loads_with_weights_only(name):
     model = one_of_each()

@@ -102,6 +102,7 @@ def count(task, level):
     }
 
 
+@pytest.mark.slow_but("GPT with rotary buffers-O1", "LSTM-O1")
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("task", TASKS)
 def test_a_step_costs_no_more_than_was_counted(task, level):

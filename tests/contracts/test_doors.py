@@ -96,6 +96,7 @@ def test_inside_the_models_forward_nothing_is_entered_twice(name, low):
     session.close()
 
 
+@pytest.mark.slow_but("O1-fp16-False", "O2-bf16-True")
 @pytest.mark.parametrize("reentrant", [True, False])
 @mixed_plans
 def test_a_checkpoint_of_a_module_called_first_computes_again_what_it_did(name, low, reentrant):
@@ -537,6 +538,7 @@ class Doubled(Head):
     forward = doubled
 
 
+@pytest.mark.slow_but("method-O3-bf16", "closure-O1-fp16")
 @mixed_plans
 @pytest.mark.parametrize("kind", ["method", "closure"])
 def test_a_forward_that_is_set_on_the_instance_runs_under_the_plan_as_that_of_a_class(name, low, kind):

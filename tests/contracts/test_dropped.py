@@ -72,7 +72,7 @@ USES = [nothing, a_probe, two_probes_in_mid_step, a_recorded_step, blame_and_che
 
 @pytest.mark.parametrize("use", USES, ids=[use.__name__ for use in USES])
 @every_plan
-@pytest.mark.slow_but("O0", "O1-fp16", "O2-bf16")
+@pytest.mark.slow_but("O0-bf16-a_", "O1-fp16-nothing", "O1-fp16-two", "O2-bf16-nothing", "O2-bf16-two")
 def test_what_a_dropped_session_held_of_the_process_goes_with_it(name, low, use):
     before = process()
     model, optimizer, session = start(name, low, loss_scale=1.0 if low == "fp16" else None)

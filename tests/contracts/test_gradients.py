@@ -171,7 +171,7 @@ def test_gradient_penalty_equals_fp32():
 @pytest.mark.parametrize("low", ["bf16", "fp16"])
 @pytest.mark.parametrize("name", ["O1", "O2", "O3"])
 @pytest.mark.parametrize("story", ["accumulated", "zeroed in place", "left over", "unscaled between", "two losses"])
-@pytest.mark.slow_but("O1-fp16", "O2-bf16")
+@pytest.mark.slow_but("accumulated-O2-bf16", "zeroed in place-O2-bf16", "left over-O1-fp16")
 def test_ddp_takes_part_in_every_way_to_add_up(story, name, low):
     trained = []
     for wrap in (lambda model: model, nn.parallel.DistributedDataParallel):

@@ -343,7 +343,7 @@ def in_fp32():
     return {}
 
 
-@pytest.mark.slow_but("O2")
+@pytest.mark.slow_but("Replaced-O2", "ThroughData-O2", "Counter-O2", "Temperature-O2", "Centre-O2")
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("habit", HABITS, ids=lambda habit: habit.__name__)
 def test_state_goes_where_it_goes_in_fp32(habit, level, in_fp32):

@@ -69,7 +69,7 @@ def state_of_thread():
     )
 
 
-@pytest.mark.slow_but("every-third-of-casting-native-O2", "modes-watched-O2")
+@pytest.mark.slow_but("casting-native-O2")
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("how", ["native", "emulated", "watched"])
 @pytest.mark.parametrize(

@@ -48,6 +48,7 @@ def train(net, name, low, steps=20):
     return session, skipped
 
 
+@pytest.mark.slow_but("cayley-fp16-O3", "weight_norm-bf16-O2")
 @LEVELS
 @LOWS
 @pytest.mark.parametrize("kind", KINDS)
@@ -147,6 +148,7 @@ def hooked(wrap, inside):
     return nn.Sequential(layer) if inside else layer
 
 
+@pytest.mark.slow_but("O3-False-bf16-spectral_norm")
 @OLDER
 @LOWS
 @pytest.mark.parametrize("compiled", [False, True])

@@ -156,7 +156,7 @@ def test_checkpointing_gives_the_same_gradients_bit_for_bit(name, low, reentrant
 
 @pytest.mark.parametrize(("name", "low"), [("O1", "bf16"), ("O2", "bf16")])
 @pytest.mark.parametrize("when", ["after", "before", "submodule", "in place"])
-@pytest.mark.slow_but("before", "in place")
+@pytest.mark.slow_but("before-O2", "in place-O1")
 def test_compiled_models_compute_as_eager_ones(name, low, when, on_processor):
     on_processor(AVX512_BF16)
     x = torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(1))

@@ -40,7 +40,7 @@ def resumed(file, name, low, order, optimizer=torch.optim.AdamW):
 @mixed_plans
 @pytest.mark.parametrize("order", ORDERS, ids=["-".join(order) for order in ORDERS])
 @pytest.mark.parametrize("poison", [(), (2,)], ids=["", "right after a skip"])
-@pytest.mark.slow_but("O2-bf16", "session-optimizer-model")
+@pytest.mark.slow_but("[-session-optimizer-model", "right after a skip-session-optimizer-model")
 def test_every_load_order_goes_on_bit_identically(name, low, order, poison):
     model, opt, session = start(name, low)
     train(session, model, opt, range(3), poison=poison)
@@ -54,6 +54,7 @@ def test_every_load_order_goes_on_bit_identically(name, low, order, poison):
     other[2].close()
 
 
+@pytest.mark.slow_but("O0", "O1-bf16")
 @every_plan
 def test_states_loaded_before_initialize_go_on_bit_identically(name, low):
     model, opt, session = start(name, low)

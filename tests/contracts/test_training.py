@@ -38,6 +38,7 @@ def train_faint(plan, low="fp16", **options):
     return first, last
 
 
+@pytest.mark.slow_but("O1")
 @pytest.mark.parametrize("plan", ["O1", "O2"])
 def test_gradients_below_the_smallest_fp16_number_need_loss_scaling(plan):
     _, reference = train_faint("O0", low="fp16")
@@ -50,6 +51,7 @@ def test_gradients_below_the_smallest_fp16_number_need_loss_scaling(plan):
     assert constant < 0.25 * first
 
 
+@pytest.mark.slow_but("stochastic-500", "split-500")
 @pytest.mark.parametrize("steps", [500, pytest.param(10_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("master", ["none", "none-stochastic", "copy", "split"])
 def test_updates_of_relative_size_2_to_the_minus_13(master, steps):

@@ -15,6 +15,7 @@ from tests.diagnose.faults.hosts import Cnn, Stacked, images, rows, targets
 from tests.diagnose.faults.plants import Gain, SqrtOfZero
 
 
+@pytest.mark.slow_but("O2")
 @pytest.mark.parametrize("plan", ["O1", "O2", "O3"])
 def test_a_forward_overflow_is_found_at_its_operation_and_line(plan):
     model, _, session, closure = tower(plan)
@@ -28,6 +29,7 @@ def test_a_forward_overflow_is_found_at_its_operation_and_line(plan):
     assert verdict.call.output_formats == ("float16",)
 
 
+@pytest.mark.slow_but("O1-bf16", "O2-fp16")
 @mixed_plans
 def test_blame_leaves_everything_as_it_was(name, low):
     model, optimizer, session = start(name, low)
@@ -258,6 +260,7 @@ class Mixture(nn.Module):
         return self.norm(torch.stack(parts).sum(0))
 
 
+@pytest.mark.slow_but("O1")
 @pytest.mark.parametrize("plan", ["O1", "O2", "O3"])
 def test_the_models_own_code_is_cured_and_its_parts_stay_low(plan):
     model = Mixture()

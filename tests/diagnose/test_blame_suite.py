@@ -90,6 +90,9 @@ ROWS = [
 ]
 
 
+@pytest.mark.slow_but(
+    "1e9", "steep", "encoder", "LSTM", "torch's", "no zero_grad", "power a", "of one row", "that", "row"
+)
 @pytest.mark.filterwarnings("ignore:.*degrees of freedom")  # torch knows one of the faults itself
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what the default backend imports
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's, of an LSTM

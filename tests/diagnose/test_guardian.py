@@ -32,6 +32,7 @@ from tests.diagnose.faults.plants import (
 from tests.preflight.planted import product
 
 
+@pytest.mark.slow_but("Cnn")
 @pytest.mark.parametrize(
     ("host", "plan", "low", "plant", "operator"),
     [
@@ -92,7 +93,7 @@ def as_it_is(inputs):
         (Cnn, "O3", nn.Identity, loud, "overflow", "conv2d"),
     ],
 )
-@pytest.mark.slow_but("Gain", "Squares", "CustomBackward", "Cnn-O1-Eps", "O3")
+@pytest.mark.slow_but("CustomBackward", "O1-Eps")
 def test_a_named_cure_makes_the_run_train(host, plan, plant, change, kind, operator):
     model = host(plant())
     session, optimizer = session_on(model, plan)
@@ -106,6 +107,7 @@ def test_a_named_cure_makes_the_run_train(host, plan, plant, change, kind, opera
     assert not any(bool(record.skipped) for record in run(session, optimizer, model, 2 * WINDOW, inputs)[-WINDOW:])
 
 
+@pytest.mark.slow_but("O2")
 @pytest.mark.parametrize("plan", ["O1", "O2"])
 def test_the_cure_of_a_layer_whose_results_do_not_fit_trains(plan):
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 4))
@@ -217,6 +219,7 @@ def test_a_cure_that_the_plan_has_is_none():
     assert untried_cure(plan.edit(*first, *WHOLE), found, [model]) == ()
 
 
+@pytest.mark.slow_but("SqrtOfZero", "CustomDivide")
 @pytest.mark.parametrize("plant", [LogOfZero, WhereTrap, SqrtOfZero, CustomDivide])
 def test_where_it_is_not_known_that_fp32_has_a_value_no_cure_is_named(plant):
     model = Cnn(plant())

@@ -36,7 +36,7 @@ def steep(plan, scaling):
 
 @PLANS
 @pytest.mark.parametrize("interval", [1, 2, 7, 15])
-@pytest.mark.slow_but("O2")
+@pytest.mark.slow_but("1-O2", "2-O2")
 def test_a_scale_that_keeps_going_back_to_its_floor_is_an_alarm_and_the_cure_trains(plan, interval):
     scaling = Scaling("dynamic", init=1 / 8, min=1 / 8, growth_interval=interval)  # 1/4 is skipped, 1/8 never
     train = steep(plan, scaling)
@@ -49,6 +49,7 @@ def test_a_scale_that_keeps_going_back_to_its_floor_is_an_alarm_and_the_cure_tra
     assert steep(plan, *verdict.cure)(40) == 0
 
 
+@pytest.mark.slow_but("above-O2")
 @PLANS
 @pytest.mark.parametrize(
     "scaling",

@@ -51,7 +51,7 @@ def test_watching_reads_nothing_on_the_host(name, low):
 
 
 @mixed_plans
-@pytest.mark.slow_but("O1-bf16", "O2-fp16")
+@pytest.mark.slow_but("O2-fp16")
 def test_watching_runs_no_operation(name, low):
     counts = []
     for watched in (False, True):
@@ -240,6 +240,7 @@ def mixed(count):
     return lambda model, inputs: [model(inputs), without_gradients(count)(model, inputs)]
 
 
+@pytest.mark.slow_but("16_1")
 @pytest.mark.parametrize(
     ("before", "steps"),
     [

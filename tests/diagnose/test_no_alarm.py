@@ -41,14 +41,14 @@ def assert_healthy(workload, level, low, steps, caplog):
 
 @pytest.mark.parametrize("name", ["char_lm", "regression"])
 @pytest.mark.parametrize(("level", "low"), LEVELS, ids=["-".join(pair) for pair in LEVELS])
-@pytest.mark.slow_but("O1-fp16", "O2-bf16")
+@pytest.mark.slow_but("O1-fp16-regression", "O2-bf16-char_lm")
 def test_a_few_healthy_steps_get_no_verdict(name, level, low, caplog):
     assert_healthy(SMALL[name](None), level, low, 12, caplog)
 
 
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize(("level", "low"), [("O1", "fp16"), ("O2", "bf16"), ("O3", "fp16")])
-@pytest.mark.slow_but("O1-fp16", "O2-bf16")
+@pytest.mark.slow_but("O1-fp16-GPT with rotary buffers", "O1-fp16-diffusion", "bf16-LSTM")
 def test_common_models_get_no_verdict(task, level, low, caplog):
     model = TASKS[task].build()
     optimizer = TASKS[task].optimizer(model.parameters())

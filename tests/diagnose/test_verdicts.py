@@ -203,6 +203,7 @@ MASKS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow_but("full of ", "too large for every format behind a mask")
 @parametrize(MASKS)
 def test_masks(row):
     check(row)
@@ -337,6 +338,9 @@ PLACES = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow_but(
+    "forward by 0", "backward by 0.0", "two faults, of which one is in fp32 too", "vmap", "checkpoint, reentrant False"
+)
 @parametrize(PLACES)
 def test_the_place(row):
     check(row)

@@ -63,6 +63,7 @@ def predicted(model, x, products=RECIPES, **options):
     return halfstep.whatif(lambda: model(x).square().mean(), model, ("fp16",), steps=1, products=products, **options)
 
 
+@pytest.mark.slow_but("O2-True", "masked")
 @pytest.mark.parametrize(
     ("plan", "reentrant", "call"),
     [

@@ -479,6 +479,7 @@ SMALL = [
 ]
 
 
+@pytest.mark.slow_but("O1-1.0", "bf16-O2")
 @pytest.mark.parametrize(("job", "low", "plan", "scale"), SMALL, ids=lambda value: getattr(value, "name", str(value)))
 def test_predictions_hold_in_the_low_run(job, low, plan, scale):
     compared = compare(job, low, plan, scale=scale, steps=2)
@@ -488,6 +489,7 @@ def test_predictions_hold_in_the_low_run(job, low, plan, scale):
         assert compared.lost > 0, "a comparison in which nothing is lost shows nothing"
 
 
+@pytest.mark.slow_but("regression")
 @pytest.mark.parametrize("job", [SMALL[0][0], SMALL[3][0]], ids=lambda job: job.name)
 def test_predictions_hold_where_a_scale_is_too_high(job):
     compared = compare(job, "fp16", "O2", scale=2.0**27, steps=1)
@@ -496,6 +498,7 @@ def test_predictions_hold_where_a_scale_is_too_high(job):
     assert compared.most <= ALLOWED
 
 
+@pytest.mark.slow_but("regression")
 @pytest.mark.parametrize("job", [SMALL[0][0], SMALL[3][0]], ids=lambda job: job.name)
 def test_the_largest_safe_scale_is_where_steps_begin_to_be_skipped(job):
     largest = compare(job, "fp16", "O2", steps=1).largest

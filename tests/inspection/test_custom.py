@@ -100,6 +100,7 @@ def half(monkeypatch):
     monkeypatch.setattr(savings, "gain_of_casts", lambda call, low: 0.5 * (call.autocast is under[call.note.phase]))
 
 
+@pytest.mark.slow_but("O2")
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_custom_operation_in_fp32_is_named_with_its_share_and_the_edit_that_lowers_it(level, inspected, half):
     found = inspected(lambda x, w: product(x, w), level)
@@ -121,6 +122,7 @@ def test_a_custom_operation_in_fp32_is_named_with_its_share_and_the_edit_that_lo
     assert [each.seconds for each in both] == [1.5, 1.0]  # the backward pass of picky has two products
 
 
+@pytest.mark.slow_but("0.5", "0.0_0")
 @pytest.mark.parametrize(
     ("do", "level", "heavy"),
     [

@@ -117,7 +117,7 @@ UNCOUNTED = [  # by torch's counter, which knows attention on a CPU from 2.15 on
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
 @pytest.mark.parametrize("task", TASKS)
-@pytest.mark.slow_but("rotary buffers-O2", "diffusion-O2", "LSTM-O2", "ResNet-O1")
+@pytest.mark.slow_but("ResNet-O1", "LSTM-O2")
 def test_every_operator_cast_and_flop_of_six_models_is_counted(task, level, monkeypatch, on_processor):
     """Convolutions, both attentions, an LSTM, embeddings, tied weights and norms, as they are written ordinarily."""
     if task == "LSTM" and level != "O0" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
@@ -189,6 +189,7 @@ def test_a_model_without_a_fault_has_no_saving(monkeypatch):
         assert codes == (["ran full"] if level == "O1" else [])
 
 
+@pytest.mark.slow_but("O2")
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_rule_that_keeps_products_full_is_named_with_the_edit_that_undoes_it(level, monkeypatch):
     gains(monkeypatch)
@@ -490,7 +491,7 @@ def test_a_change_of_shapes_keeps_their_layout():
 
 
 @pytest.mark.parametrize(("level", "low"), LEVELS)
-@pytest.mark.slow_but("O1", "O2-fp16")
+@pytest.mark.slow_but("O2-fp16")
 def test_nothing_of_the_model_has_changed_afterwards(level, low):
     model, x = Net(), torch.randn(2, 3, 8, 8)
     model.norm = nn.BatchNorm1d(8)

@@ -258,6 +258,7 @@ class TestFp16:
         values = fp16_borders()
         assert_same_bits([self.stored(torch.zeros(values.shape), -values)], [values.half()])
 
+    @pytest.mark.slow_but("AVX2")
     def test_every_border_is_rounded_alike_at_the_end_of_a_block(self):
         values = fp16_borders()[7::97]
         assert_same_bits([self.stored(torch.zeros(values.shape), -values, apart=True)], [values.half()])

@@ -74,12 +74,14 @@ def distance(run: Run, other: Run) -> float:
     return sum(gaps) / sum(other.losses)
 
 
+@pytest.mark.slow_but("LSTM", "diffusion")
 @every_task
 def test_the_task_can_be_learned(task: str) -> None:
     losses = train_plain(task, frozenset()).losses
     assert max(losses[-5:]) < losses[0] / 3
 
 
+@pytest.mark.slow_but("LSTM", "diffusion")
 @every_task
 def test_o0_is_plain_training(task: str) -> None:
     assert train(task, "O0", "bf16").losses == train_plain(task, frozenset()).losses
@@ -87,9 +89,7 @@ def test_o0_is_plain_training(task: str) -> None:
 
 @every_task
 @every_plan
-@pytest.mark.slow_but(
-    "O1-bf16-LSTM", "O1-bf16-ResNet", "O2-fp16-T5", "O2-fp16-LSTM", "O3-bf16-diffusion", "O3-bf16-GPT with a"
-)
+@pytest.mark.slow_but("O2-fp16-LSTM", "O3-bf16-diffusion")
 def test_it_trains_as_in_fp32(task: str, level: str, low: str) -> None:
     run = train(task, level, low)
     assert distance(run, train_plain(task, run.skipped)) < (0.05 if low == "bf16" else 0.01)
@@ -97,7 +97,7 @@ def test_it_trains_as_in_fp32(task: str, level: str, low: str) -> None:
 
 @every_task
 @every_plan
-@pytest.mark.slow_but("O1-bf16", "O2-fp16", "O3-bf16")
+@pytest.mark.slow_but("O1-bf16-ResNet", "O1-bf16-LSTM", "O2-fp16-T5", "O2-fp16-LSTM", "O3-bf16-GPT with a")
 def test_few_steps_are_skipped(task: str, level: str, low: str) -> None:
     skipped = train(task, level, low).skipped
     assert len(skipped) <= (2 if low == "fp16" and level != "O3" else 0)

@@ -211,6 +211,7 @@ def test_ctrl_c_while_a_probe_is_attached_leaves_nothing_behind(calls, monkeypat
     assert {o.step for o in probe.flush()} == {1}
 
 
+@pytest.mark.slow_but("O1-bf16", "O2-fp16")
 @mixed_plans
 def test_observed_steps_train_to_the_same_bits(name, low):
     results = []
@@ -227,7 +228,7 @@ def test_observed_steps_train_to_the_same_bits(name, low):
 
 @mixed_plans
 @pytest.mark.parametrize("native", [True, False])
-@pytest.mark.slow_but("O1-fp16", "O2-bf16")
+@pytest.mark.slow_but("True-O1-fp16", "True-O2-bf16")
 def test_an_observed_step_does_not_wait_for_the_device(name, low, native, monkeypatch):
     if not native:
         monkeypatch.setattr(kernel, "loops", lambda: None)
@@ -294,7 +295,7 @@ def test_checkpoints_inside_checkpoints_are_counted_once(outer, inner):
         *((name, "compile") for name in ("O0", "O2", "O3")),
     ],
 )
-@pytest.mark.slow_but("O1-fullgraph", "O2-compile", "O1-a part")
+@pytest.mark.slow_but("a part")
 def test_compiled_models_are_seen_uncompiled_and_compile_only_once(name, how, on_processor):
     on_processor(AVX512_BF16)
     torch._dynamo.reset()
@@ -327,6 +328,7 @@ def test_compiled_models_are_seen_uncompiled_and_compile_only_once(name, how, on
         assert steps == {1: count, 3: count, 6: count}
 
 
+@pytest.mark.slow_but("O1", "O3")
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("name", ["O0", "O1", "O2", "O3"])
 def test_a_model_in_ddp_is_seen_under_its_own_names(name):

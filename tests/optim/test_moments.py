@@ -213,6 +213,7 @@ def compared(steps, gradient, kept, lr=0.0, eps=1e-8, implementation="eager"):
 both = pytest.mark.parametrize("kept", ["bf16", "8bit"])
 
 
+@pytest.mark.slow_but("8bit")
 @both
 def test_a_second_moment_follows_gradients_that_jump(kept):
     jump = torch.where(torch.arange(64) % 2 == 0, 10.0, 0.1)
@@ -224,6 +225,7 @@ def test_a_second_moment_follows_gradients_that_jump(kept):
     assert all(0.95 <= float(part.median()) <= 1.05 for part in (ratios[:, ::2], ratios[:, 1::2]))
 
 
+@pytest.mark.slow_but("bf16")
 @both
 def test_no_update_grows_beside_elements_that_are_nearly_dead(kept):
     hot, worst = torch.exp(torch.randn(64, 64)) * (torch.rand(64, 64) < 0.5), 0.0

@@ -33,6 +33,7 @@ def test_its_own_step_is_that_of_a_session_on_full_weights(cls, options):
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.slow_but("O1-fp16-NovoGrad", "O3-bf16-Lion")
 @pytest.mark.parametrize(
     ("cls", "options"), [(Lion, {"weight_decay": 0.1}), (Lamb, {}), (NovoGrad, {"weight_decay": 0.01})]
 )

@@ -228,6 +228,7 @@ def trained(plan):
         return float(loss().detach())
 
 
+@pytest.mark.slow_but("O2")
 @pytest.mark.parametrize("plan", ["O1", "O2"])
 def test_a_run_that_learns_nothing_is_named_before_and_its_cure_trains(plan):
     model, loss = classifier()

@@ -209,6 +209,7 @@ def attention(own, x):
     return own(x, x, x)[0]
 
 
+@pytest.mark.slow_but("weights vanish-own parameter-O1", "None-ConvTranspose1d-O1")
 @pytest.mark.parametrize("plan", ["O1", "O2"])
 @pytest.mark.parametrize(
     ("name", "make", "function"),

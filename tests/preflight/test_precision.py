@@ -16,7 +16,7 @@ from halfstep import FULL, OpChange, Rule
 from halfstep.explain.diagnose.rehearsal import Rehearsal
 from halfstep.explain.preflight.precision import Damage, StepResult, damage_of
 from halfstep.records import COMPARED
-from tests.contracts.cases import differing, snapshot
+from tests.contracts.cases import Same, differing, snapshot
 from tests.diagnose.faults import quiet
 from tests.diagnose.faults.hosts import CLASSES, WIDTH, Cnn, Lstm, Transformer, images, sequences, words
 from tests.preflight.planted import Does
@@ -99,6 +99,7 @@ def is_named_and_cured(build, place, name="O2", low="bf16", given=rows):
     return found
 
 
+@pytest.mark.slow_but("hour", "margins", "pixels", "ranks", "returns", "spread", "cents", "surprise", "td_error")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LONG)) for name in sorted(PLANTS.keys() - KEPT)]
 )
@@ -107,6 +108,7 @@ def test_a_plant_is_named_and_its_cure_cures(name):
     assert found.cure == (Rule("1", FULL),)
 
 
+@pytest.mark.slow_but("log_power")
 @pytest.mark.parametrize("name", sorted(KEPT))
 def test_what_the_format_does_not_harm_is_left_in_peace(name):
     build = lambda: quiet.sequential(PLANTS[name])  # noqa: E731
@@ -115,9 +117,7 @@ def test_what_the_format_does_not_harm_is_left_in_peace(name):
     assert "makes values that fp16 has only every 5.96e-08" in found.evidence
 
 
-@pytest.mark.slow_but(
-    "log_returns-root", "log_returns-loss", "spread-reentrant", "hashed-lstm", "log_returns-transformer",
-)  # fmt: skip
+@pytest.mark.slow_but("log_returns-transformer", "hashed-lstm")
 @pytest.mark.parametrize("host", HOSTS)
 @pytest.mark.parametrize("name", ["log_returns", "spread", "hashed"])
 def test_wherever_it_stands(name, host):
@@ -141,6 +141,7 @@ def test_at_other_levels_and_formats(plant, name, low):
     is_named_and_cured(lambda: quiet.sequential(plant), "1, .* in spread", name, low)
 
 
+@pytest.mark.slow_but("spread")
 @pytest.mark.parametrize("other", ["spread", "hashed"])
 def test_two_plants_are_both_kept_full(other):
     build = lambda: quiet.Layers(PLANTS[other], other=quiet.log_returns)  # noqa: E731
@@ -175,6 +176,7 @@ ODD = {  # the model's own code, a plant, and the place
 }  # fmt: skip
 
 
+@pytest.mark.slow_but("choices", "a format given")
 @pytest.mark.parametrize("name", ODD)
 def test_odd_forms_are_named_and_cured(name):
     own, plant, place = ODD[name]
@@ -254,11 +256,7 @@ def test_a_plant_costs_at_most_twelve_steps():
     assert told(lambda model: loss_of(model, x, targets), made(lambda: quiet.Root(quiet.spread)))[1] <= 12
 
 
-class Backward(torch.autograd.Function):  # as far off as those of BatchNorm in a batch of 4
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
+class Backward(Same):  # as far off as those of BatchNorm in a batch of 4
     @staticmethod
     def backward(ctx, grad):
         return grad if grad.dtype is torch.float32 else grad * 2
@@ -643,6 +641,7 @@ def test_without_memory_for_a_copy_the_suspects_are_notes(monkeypatch):
     assert calls == 2
 
 
+@pytest.mark.slow_but("1000000000.0", "10000.0")
 @pytest.mark.parametrize("how", [-math.inf, -1e9, -100.0, 1e4, "min"])
 def test_a_mask_in_what_a_model_returns_hides_no_loss_and_is_none(how):
     masked = torch.rand(quiet.MANY, WIDTH) < 0.3

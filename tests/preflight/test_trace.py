@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import halfstep
 from halfstep import FULL, OpChange, Rule, Scaling
+from tests.contracts.cases import Same
 from tests.preflight.planted import Does, Two, checked, loss_of, only, opened, product, steps
 
 
@@ -239,11 +240,7 @@ def added_product(x):
     return (torch.zeros(4, 8) + 0).addmm_(x, x[:1].expand(8, 8))
 
 
-class Bad(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
+class Bad(Same):
     @staticmethod
     def backward(ctx, grad):
         if grad.dtype != torch.float32:
@@ -294,6 +291,7 @@ FAILING = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow_but("histogram", "backward")
 @parametrize(FAILING)
 def test_what_fails_is_named_and_its_cure_cures(row):
     check_row(row)
@@ -314,6 +312,7 @@ def test_what_has_no_derivative_is_at_its_own_line_not_at_one_of_pythons_modules
 RIGHT = torch.ones(8, 8)
 
 
+@pytest.mark.slow_but("O2-bf16-False")
 @pytest.mark.parametrize("emulate", [True, False])
 @pytest.mark.parametrize("low", ["fp16", "bf16"])
 @pytest.mark.parametrize("plan", ["O1", "O2"])

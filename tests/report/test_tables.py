@@ -72,6 +72,7 @@ def test_an_op_has_its_row_of_the_table_and_what_the_plan_does_to_it():
     ]  # fmt: skip
 
 
+@pytest.mark.slow_but("O2", "O3")
 @pytest.mark.parametrize("name", ["O0", "O1", "O2", "O3"])
 def test_every_op_that_a_level_does_not_run_as_written_is_listed_with_what_it_does(name):
     plan = level(name, FP16)

@@ -13,21 +13,12 @@ from halfstep.edits import Scaling
 from halfstep.train.processes.collectives import NOT_FINITE
 from halfstep.train.scale.accumulator import GradientAccumulator
 from halfstep.train.scale.scaling import make_scale
+from tests.contracts.cases import Refuses
 from tests.scale.reads import global_norm
 from tests.scale.sync import NoSync
 
 CPU = torch.device("cpu")
 LOW = [torch.bfloat16, torch.float16]
-
-
-class Refuses(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise ValueError("no")
 
 
 class Twin:

@@ -13,6 +13,7 @@ NORMS = torch.cat(
 )
 
 
+@pytest.mark.slow_but("30", "inf")
 @pytest.mark.parametrize("max_norm", [1.0, 0.1, 1e-30, 5, 1e39, float("inf")])
 def test_equals_torch(max_norm: float) -> None:
     clip = Clip(torch.device("cpu"))

@@ -149,6 +149,7 @@ class TestFound:
         values = torch.tensor([60000.0, 60000.0], dtype=torch.float16)
         assert not found(torch.sparse_coo_tensor([[1, 1]], values, (4,), check_invariants=True))
 
+    @pytest.mark.slow_but("native")
     @settings(max_examples=100)
     @given(st.lists(st.floats(width=32), min_size=1, max_size=6))
     def test_equals_a_loop_in_python(self, numbers):

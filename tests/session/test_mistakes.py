@@ -201,6 +201,7 @@ def test_words_of_ones_own_about_formats_stay_as_they_are():
         model(ONES.bool())
 
 
+@pytest.mark.slow_but("O1-bf16")
 @pytest.mark.parametrize("low", ["bf16", "fp16"])
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_a_format_that_no_plan_casts_is_named_with_where_it_came_from(level, low):

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import halfstep
+from tests.contracts.cases import Refuses
 from tests.scale.sync import NoSync
 
 X = torch.linspace(-1, 1, 32).view(4, 8)
@@ -133,16 +134,6 @@ def alternate(self):
     self.session.unscale_()
     self.optimizer.zero_grad(set_to_none=False)
     self.session.backward(self.loss())
-
-
-class Refuses(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        raise ValueError("no")
 
 
 def fails(self):

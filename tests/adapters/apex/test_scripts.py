@@ -31,7 +31,7 @@ def test_every_script_is_run():
 
 
 @pytest.mark.parametrize(("style", "level"), CASES)
-@pytest.mark.slow_but("seq2seq-O2", "bert-O1", "imagenet-O3", "imagenet-O0", "dcgan-O1", "resume-O2")
+@pytest.mark.slow_but("fp16-imagenet-O0", "fp16-dcgan-O1", "fp16-resume-O2")
 def test_a_script_trains_as_its_fp32_twin(style, level, tmp_path):
     found = ran(style, tmp_path, "--opt-level", level)
     plain = ran(style, tmp_path, "--fp32", out="plain.pt")
@@ -47,6 +47,7 @@ def test_a_script_trains_as_its_fp32_twin(style, level, tmp_path):
         assert level == "O0" or not torch.equal(losses, expected)
 
 
+@pytest.mark.slow_but("fp16-O2")
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
 def test_a_resumed_script_is_bit_identical_to_one_that_was_not_stopped(level, tmp_path):
     whole = ran("resume", tmp_path, "--opt-level", level, out="whole.pt")
