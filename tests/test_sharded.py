@@ -396,18 +396,17 @@ def test_a_process_that_is_gone_or_late_ends_the_step_of_the_others_with_an_erro
 
 
 @pytest.mark.slow
-def test_a_process_that_does_not_come_to_initialize_is_named(tmp_path):
-    forks.start(sharded.leaving, (str(tmp_path), 2, "initialize"), 2)
+@pytest.mark.parametrize(
+    ("run", "arguments", "where"),
+    [
+        (sharded.leaving, (2, "initialize"), "halfstep.initialize"),
+        (sharded.unopened, (), "DistributedDataParallel(model), where the sessions of all"),
+    ],
+)
+def test_a_process_that_does_not_come_is_named_where_the_others_wait(run, arguments, where, tmp_path):
+    forks.start(run, (str(tmp_path), *arguments), 2)
     message = json.loads((tmp_path / "0.json").read_text())
-    assert "SessionError: process 0 got no answer in halfstep.initialize" in message
-    assert "process 1 has ended, has raised, or is late" in message
-
-
-@pytest.mark.slow
-def test_a_process_without_a_session_is_named_where_the_model_is_wrapped(tmp_path):
-    forks.start(sharded.unopened, (str(tmp_path),), 2)
-    message = json.loads((tmp_path / "0.json").read_text())
-    assert "process 0 got no answer in DistributedDataParallel(model), where the sessions of all" in message
+    assert f"SessionError: process 0 got no answer in {where}" in message
     assert "process 1 has ended, has raised, or is late" in message
 
 

@@ -1,9 +1,9 @@
 import pytest
-import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
 from halfstep.plan.matching import has_running_stats, norm_kind
+from tests.plan.test_resolve import OwnNorm
 
 TORCH = [
     nn.BatchNorm1d(2),
@@ -29,13 +29,8 @@ class LayerNorm2d(nn.LayerNorm):
         return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
 
-class T5LayerNorm(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(2))
-
-    def forward(self, x):
-        return x * self.weight
+class T5LayerNorm(OwnNorm):
+    pass
 
 
 class LlamaRMSNorm(T5LayerNorm):

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import multiprocessing
 import os
 import re
 import subprocess
@@ -29,12 +30,14 @@ from accelerate.utils import FullyShardedDataParallelPlugin  # noqa: E402
 import halfstep  # noqa: E402
 from halfstep.adapters.accelerate import prepare, session_of  # noqa: E402
 from halfstep.errors import HalfstepError  # noqa: E402
+from tests import forks  # noqa: E402
 from tests.replicas import digest  # noqa: E402
 from tests.trainers import loops, test_transformers, test_trl  # noqa: E402
 from tests.trainers.loops import ACCUMULATE, MAX_NORM  # noqa: E402
 from tests.trainers.test_processes import sharded, whole  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
+multiprocessing.set_forkserver_preload([*forks.COSTLY, __name__])  # with Transformers and TRL
 SETTINGS = [("O0", "bf16"), ("O1", "bf16"), ("O2", "bf16"), ("O2", "fp16"), ("O3", "bf16")]
 BAD = 8  # the infinite batch of the first process
 STATE = AcceleratorState.__init__
@@ -195,7 +198,7 @@ def work(rank, size, path, cases):
 
 
 def run(path, size, cases):
-    torch.multiprocessing.spawn(work, (size, path, cases), nprocs=size)
+    forks.start(work, (size, path, cases), size)
     return [json.loads((path / f"{rank}.json").read_text()) for rank in range(size)]
 
 

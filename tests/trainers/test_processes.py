@@ -24,6 +24,7 @@ import halfstep  # noqa: E402
 from halfstep.adapters.accelerate import session_of  # noqa: E402
 from halfstep.adapters.lightning import Halfstep  # noqa: E402
 from halfstep.errors import HalfstepError  # noqa: E402
+from tests import forks  # noqa: E402
 from tests.replicas import digest  # noqa: E402
 from tests.trainers import loops, test_accelerate, test_lightning, test_transformers  # noqa: E402
 from tests.trainers.loops import ACCUMULATE, MAX_NORM, PROCESSES, SETTINGS, Trained  # noqa: E402
@@ -194,7 +195,7 @@ def work(rank, path):
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     path = tmp_path_factory.mktemp("processes")
-    torch.multiprocessing.spawn(work, (path,), nprocs=PROCESSES)
+    forks.start(work, (path,), PROCESSES)
     return [json.loads((path / f"{rank}.json").read_text()) for rank in range(PROCESSES)]
 
 
