@@ -226,3 +226,19 @@ def test_what_a_plain_backward_has_made_before_counts_in_full(level):
     alone = weights("O0")
     found = weights(level, backward=lambda self: (stray(self), Loop.backward(self)))
     assert (found - both).norm() < 0.05 * (alone - both).norm()
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize(("times", "scale"), [(1e4, 2.0**15), (torch.inf, 2.0**16)])
+def test_a_loss_that_cleared_gradients_made_infinite_lowers_the_scale_if_theirs_was_finite(times, scale, to_none):
+    model = nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with halfstep.initialize(model, optimizer, "O1", low="fp16") as session:
+        session.backward((model(X).float() * times).mean())
+        session.unscale_()
+        with torch.no_grad():
+            model.weight.add_(model.weight.grad)  # as sharpness-aware minimization does
+        optimizer.zero_grad(set_to_none=to_none)
+        session.backward(model(X).float().mean())
+        assert bool(session.step().skipped)
+        assert session.status().scales == {0: scale}

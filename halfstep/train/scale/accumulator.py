@@ -15,6 +15,7 @@ from torch.utils.weak import TensorWeakRef
 from halfstep.formats import is_low
 from halfstep.torch_internals import foreach_mul_, version_of
 from halfstep.train.kernels.batch import Alike, Scratch, resolved
+from halfstep.train.processes.collectives import NOT_FINITE
 from halfstep.train.processes.shards import local, part_of
 from halfstep.train.processes.wrappers import WideSums
 from halfstep.train.scale.norm import read
@@ -105,23 +106,28 @@ class GradientAccumulator:
                 param.grad_dtype = param.dtype
                 self._named.add(param)
 
-    def before_backward(self, loss_id: int, scale: Tensor) -> None:
-        """Prepares `p.grad` for a backward pass of loss `loss_id` times `scale` (0-dim fp32 tensor)."""
+    def before_backward(self, loss_id: int, scale: Tensor) -> Tensor | None:
+        """Prepares `p.grad` for a backward pass of loss `loss_id` times `scale` (0-dim fp32 tensor).
+
+        Returns whether gradients of finite losses overflowed and were cleared before a step; None if nobody read them.
+        """
         self._present = self.parameters()
+        lost = None
         self._left = None
         held = [param for param in self._present if param.grad is not None]
         self.left_over = bool(held) and self._stale and self._mark == _mark_of(held)
         if held and self._first is not None and self._stale and self._first() is not held[0].grad:
             self._forget()  # code made it that scales no loss
         if not held:
+            lost = self._overflowed() if self._flags else None
             self._narrow(self._widened)
             self._forget()
             self._carry(scale)
         elif self._stale or (self._carries and self._is_copied(scale)) or self._reduced():
-            self._drop_cleared_flags(held)
+            lost = self._drop_cleared_flags(held)
             self._join(held, scale)
         else:
-            self._drop_cleared_flags(held)
+            lost = self._drop_cleared_flags(held)
             if not self._true:
                 self._make_true(held)
             for param in held:
@@ -132,6 +138,7 @@ class GradientAccumulator:
         self._losses_before = self._losses
         if loss_id not in self._losses:
             self._losses += (loss_id,)
+        return lost
 
     def after_backward(
         self, loss_id: int, scale: Tensor, noted: Mapping[int, Tensor] | None = None, *, watch: bool = False
@@ -325,15 +332,24 @@ class GradientAccumulator:
         old = self._flags.get(loss_id)
         self._flags[loss_id] = found if old is None else old | found.to(old.device, non_blocking=True)
 
-    def _drop_cleared_flags(self, held: list[Parameter]) -> None:
-        """Forgets noted overflows if all gradients are zero now, as after `zero_grad(set_to_none=False)`."""
+    def _overflowed(self) -> Tensor | None:
+        """Returns whether gradients that were read overflowed though no loss did; None if none were."""
+        found = [self._flags[loss] for loss in self._losses if loss in self._flags]
+        bad = self._flags.get(NOT_FINITE)
+        lost = torch.stack([each.to(found[0].device) for each in found]).any() if found else None
+        return lost if lost is None or bad is None else lost > bad.to(lost.device)
+
+    def _drop_cleared_flags(self, held: list[Parameter]) -> Tensor | None:
+        """Forgets overflows if all gradients are zero now, as after `zero_grad(set_to_none=False)`; returns them."""
         if not self._flags or self._mark == _mark_of(self._params()):
-            return
+            return None
         norm = read(
             [resolved(local(param.grad)) for param in held if param.grad is not None], scratch=self._scratch
         ).norm
+        lost = self._overflowed()
         for loss, flag in self._flags.items():
             self._flags[loss] = flag & (norm != 0).to(flag.device, non_blocking=True)
+        return None if lost is None else lost & (norm == 0).to(lost.device, non_blocking=True)
 
 
 def _first_gradient(params: Iterable[Parameter]) -> Tensor | None:

@@ -209,14 +209,16 @@ class MixedTraining:
         self.replicas.sums.before_backward()
         if self.scales.active and not self._knows_hooks:
             self._look_at_hooks()
+        penalty = self.scales.penalties.pop(loss_id, None)
         for part in self.parts:
-            part.accumulator.before_backward(loss_id, scale.value)
+            cleared = part.accumulator.before_backward(loss_id, scale.value)
+            if cleared is not None:
+                penalty = cleared if penalty is None else penalty | cleared.to(penalty.device, non_blocking=True)
         if not losses and self.scales.active:
             self.replicas.refuse_a_stage_alone()
         bad = [overflowed(loss) for loss in losses]
         found = bad[0] if len(bad) == 1 else torch.stack(bad).any() if bad else None
         noted = None if found is None else {NOT_FINITE: found}
-        penalty = self.scales.penalties.pop(loss_id, None)
         if found is not None and penalty is not None:  # then the loss scale may have made it infinite
             penalty = penalty.to(found.device, non_blocking=True)
             noted = {loss_id: found & penalty, NOT_FINITE: found > penalty}
