@@ -242,3 +242,20 @@ def test_a_loss_that_cleared_gradients_made_infinite_lowers_the_scale_if_theirs_
         session.backward(model(X).float().mean())
         assert bool(session.step().skipped)
         assert session.status().scales == {0: scale}
+
+
+@pytest.mark.parametrize("low", ["bf16", "fp16"])
+def test_code_may_assign_gradients_made_of_true_ones_to_weights_that_the_last_pass_left_without(low):
+    model, head = nn.Linear(8, 4), nn.Linear(4, 1)
+    optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], 0.1)
+    start = head.bias.detach().clone()
+    with halfstep.initialize([model, head], optimizer, "O2", low=low) as session:
+        for _ in range(2):  # as gradient surgery does
+            for out in (head, nn.Identity()):
+                optimizer.zero_grad()
+                session.backward(out(model(X)).float().mean())
+                session.unscale_()
+            for p in head.parameters():
+                p.grad = torch.ones(p.shape)
+            assert not bool(session.step().skipped)
+    torch.testing.assert_close(head.bias, start - 0.2)

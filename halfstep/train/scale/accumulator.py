@@ -85,6 +85,7 @@ class GradientAccumulator:
         self._stash: dict[Parameter, Tensor] = {}
         self._widened: set[Parameter] = set()
         self._named: set[Parameter] = set()  # whose gradients have their dtype by name
+        self._opened: list[Parameter] = []  # of them, those that `unscale_` found without a gradient
         self._flags: dict[int, Tensor] = {}
         self._losses: tuple[int, ...] = ()
         self._losses_before: tuple[int, ...] = ()
@@ -112,6 +113,8 @@ class GradientAccumulator:
         Returns whether gradients of finite losses overflowed and were cleared before a step; None if nobody read them.
         """
         self._present = self.parameters()
+        if self._opened:
+            self._end_opened()
         lost = None
         self._left = None
         held = [param for param in self._present if param.grad is not None]
@@ -179,10 +182,23 @@ class GradientAccumulator:
 
     def unscale_(self) -> None:
         """Turns `p.grad` into the true gradients: unscaled, and in fp32 for parameters in low precision."""
-        held = self._held()
+        params = self.parameters()
+        held = [param for param in params if param.grad is not None]
         if held and not self._true:
             self._make_true(held)
-        self._mark = _mark_of(self._params())
+        if len(held) < len(params):  # code that makes gradients of its own from the true ones may assign fp32
+            self._opened = [param for param in self._named.intersection(params) if param.grad is None]
+            for param in self._opened:
+                param.grad_dtype = None
+        self._mark = _mark_of(params)
+
+    def _end_opened(self) -> None:
+        for param in self._opened:
+            if param.grad is None:
+                param.grad_dtype = param.dtype
+            else:
+                self._widened.add(param)
+        self._opened = []
 
     def collect(self) -> Collected:
         """Returns the gradients for one step, with their scales and the overflows noted so far."""
