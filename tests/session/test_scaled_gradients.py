@@ -259,3 +259,20 @@ def test_code_may_assign_gradients_made_of_true_ones_to_weights_that_the_last_pa
                 p.grad = torch.ones(p.shape)
             assert not bool(session.step().skipped)
     torch.testing.assert_close(head.bias, start - 0.2)
+
+
+@pytest.mark.parametrize("assigned", [False, True])
+@pytest.mark.parametrize(("level", "open_to"), [("O1", torch.float32), ("O2", None)])
+def test_weights_without_a_gradient_are_open_to_fp32_until_the_next_pass(level, open_to, assigned):
+    model, head = nn.Linear(8, 4), nn.Linear(4, 1)
+    optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], 0.1)
+    with halfstep.initialize([model, head], optimizer, level, low="fp16") as session:
+        session.backward(model(X).float().mean())
+        session.unscale_()
+        assert [p.grad_dtype for p in head.parameters()] == [open_to] * 2
+        for p in head.parameters() if assigned else ():
+            p.grad = torch.ones(p.shape)
+        session.backward(model(X).float().mean())
+        optimizer.zero_grad()
+        session.backward(head(model(X)).float().mean())
+        assert [p.grad_dtype for p in head.parameters()] == [p.dtype for p in head.parameters()]

@@ -85,7 +85,7 @@ class GradientAccumulator:
         self._stash: dict[Parameter, Tensor] = {}
         self._widened: set[Parameter] = set()
         self._named: set[Parameter] = set()  # whose gradients have their dtype by name
-        self._opened: list[Parameter] = []  # of them, those that `unscale_` found without a gradient
+        self._opened: list[Parameter] = []  # low ones that `unscale_` found without a gradient
         self._flags: dict[int, Tensor] = {}
         self._losses: tuple[int, ...] = ()
         self._losses_before: tuple[int, ...] = ()
@@ -187,7 +187,7 @@ class GradientAccumulator:
         if held and not self._true:
             self._make_true(held)
         if len(held) < len(params):  # code that makes gradients of its own from the true ones may assign fp32
-            self._opened = [param for param in self._named.intersection(params) if param.grad is None]
+            self._opened = [param for param in params if param.grad is None and is_low(param.dtype)]
             for param in self._opened:
                 param.grad_dtype = None
         self._mark = _mark_of(params)
@@ -196,6 +196,7 @@ class GradientAccumulator:
         for param in self._opened:
             if param.grad is None:
                 param.grad_dtype = param.dtype
+                self._named.add(param)
             else:
                 self._widened.add(param)
         self._opened = []
