@@ -15,7 +15,7 @@ import os
 import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import fields
 from types import CodeType, FrameType
@@ -29,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.optim import Optimizer
+from torch.utils.checkpoint import CheckpointPolicy
 
 WORKS_WITH = "2.13"
 """The release of torch that the whole test suite passes on; docs/support.md says what was tried on others."""
@@ -277,6 +278,23 @@ def compiled_inside(function: Function) -> Function:
     """Has torch.compile trace a function only inside its caller; where that breaks, it runs as is."""
     _set_strategy(function.__code__, _FRAME_STRATEGY(_FRAME_ACTION.SKIP, _FRAME_ACTION.DEFAULT))
     return function
+
+
+_node_meta: Callable[[], dict[str, Any]] = _name("torch.fx.traceback.get_current_meta")
+
+
+@contextmanager
+def recomputed() -> Iterator[None]:
+    """Has compiled code compute again in its backward pass, rather than keep, what is traced in this context."""
+    meta = _node_meta()  # of the nodes that are made; torch's checkpoints mark theirs so
+    if "recompute" in meta:
+        yield  # inside a checkpoint
+        return
+    meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
+    try:
+        yield
+    finally:
+        del meta["recompute"]
 
 
 def marked_constant(function: Function) -> Function:

@@ -223,6 +223,21 @@ def test_compiled_code_has_the_bits_of_eager_code(fmt: Format) -> None:
             assert torch.equal(ours, theirs)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("fmt", [FP16, BF16], ids=str)
+def test_compiled_code_keeps_low_operands_for_its_backward_pass(fmt: Format) -> None:
+    torch.compiler.reset()
+    x, w = operands([(24, 16), (16, 16)], fmt.dtype)
+
+    @torch.compile(backend="aot_eager_decomp_partition", fullgraph=True)  # which keeps what Inductor keeps
+    def function(x: Tensor) -> Tensor:
+        return F.linear(F.linear(x, w).relu(), w)
+
+    with emulating(fmt) as engine, engine.region():
+        node: Any = function(x).grad_fn
+    assert {t.dtype for t in node.saved_tensors if t.is_floating_point()} == {fmt.dtype}
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_an_overflow_in_compiled_code_is_that_of_the_format() -> None:

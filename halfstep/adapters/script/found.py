@@ -60,7 +60,7 @@ class ByHand(Optimizer):
     """A placeholder optimizer for a script that updates weights by hand; its step changes nothing."""
 
     def __init__(self, params: Iterable[Tensor]) -> None:
-        super().__init__(list(params), {})
+        super().__init__(list(dict.fromkeys(params)), {})  # roots may share some
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Does nothing: the script itself makes the update."""

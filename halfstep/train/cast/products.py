@@ -38,6 +38,7 @@ from halfstep.torch_internals import (
     keys_excluded_here,
     keys_included_here,
     mode_stack,
+    recomputed,
     saved_tensor_hooks,
     version_of,
 )
@@ -308,7 +309,10 @@ class _Widened:
         return [self(item) for item in value] if isinstance(value, (list, tuple)) else value
 
     def widen(self, operand: Tensor) -> Tensor:
-        return self._round(operand.float())
+        if self.traced is None:
+            return operand.float()
+        with recomputed():  # so that compiled code keeps the low form for its backward pass
+            return self._round(operand.float())
 
     def rounded(self, wide: Tensor) -> Tensor:
         return self._round(wide).to(self._low)
