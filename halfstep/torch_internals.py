@@ -314,6 +314,11 @@ def makes_weights(module: nn.Module) -> bool:
     return any(isinstance(hook, (SpectralNorm, WeightNorm)) for hook in forward_pre_hooks_of(module).values())
 
 
+def called_from_above(named: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns keywords of `torch.jit.script` with which it looks up a class's names one frame further up."""
+    return {**named, "_frames_up": named.get("_frames_up", 0) + 1}
+
+
 def compiled_module(module: nn.Module) -> nn.Module | None:
     """Returns the module inside the wrapper of torch.compile, None if `module` is not such a wrapper."""
     below = modules_of(module)

@@ -429,3 +429,10 @@ def test_a_task_of_reptile_collects_no_garbage(monkeypatch):
         assert len(outer.param_groups) == 1
         monkeypatch.undo()
     assert run.trained.steps == 5
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_module_that_is_called_before_any_optimizer_may_share_its_parameters_with_others():
+    with under_run("O1", "bf16"):
+        layer = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 1))  # calls a module that has the weight twice
+        assert layer(X).shape == (8, 1)

@@ -306,6 +306,21 @@ def test_patched_calls_are_otherwise_torchs(level):
         assert tangent.eq(1).all()
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.")
+def test_a_scripted_class_finds_the_names_of_its_file():  # as those of torch.distributed.optim need
+    with under_run("O1", "bf16"):
+
+        @torch.jit.script
+        class Comparing:
+            def __init__(self, x: torch.Tensor):
+                self.x = x
+
+            def holds(self) -> bool:
+                return close(self.x, self.x)
+
+    assert Comparing(X).holds()
+
+
 EXPORTS = {
     "jit.trace": lambda model: torch.jit.trace(model, X),
     "jit.script": lambda model: torch.jit.script(nn.Sequential(*model)),

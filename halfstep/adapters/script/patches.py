@@ -25,7 +25,15 @@ from halfstep.adapters.apex.install import uninstall as uninstall_apex
 from halfstep.adapters.script.conversion import Conversion
 from halfstep.formats import Format
 from halfstep.initialize import initialize
-from halfstep.torch_internals import FOLDER, frames_of, in_backward, in_functorch, is_compiling_here, scripts_builtins
+from halfstep.torch_internals import (
+    FOLDER,
+    called_from_above,
+    frames_of,
+    in_backward,
+    in_functorch,
+    is_compiling_here,
+    scripts_builtins,
+)
 from halfstep.train.cast.ops import autocast
 from halfstep.train.session.open import open_session
 from halfstep.train.session.session import Session
@@ -256,8 +264,9 @@ def _may_be_weight(t: torch.Tensor) -> bool:
 def _on_plain_models(run: Any, listener: Conversion) -> Any:
     @functools.wraps(run)
     def export(*args: Any, **kwargs: Any) -> Any:
-        if run.__name__ == "script" and not isinstance((*args, *kwargs.values(), None)[0], nn.Module):
-            return run(*args, **kwargs)  # a function, most often as a decorator
+        given = (*args, *kwargs.values(), None)[0]
+        if run.__name__ == "script" and not isinstance(given, nn.Module):  # most often as a decorator
+            return run(*args, **(called_from_above(kwargs) if isinstance(given, type) else kwargs))
         with listener.paused():
             program = run(*args, **kwargs)
         gc.collect()  # of modules around the model that torch made, in cycles
