@@ -141,7 +141,7 @@ _TABLE: tuple[tuple[Source, OpList, str, str], ...] = (
         "formats must agree",
         "linalg_cross inner lerp.Scalar lerp.Tensor heaviside meshgrid meshgrid.indexing embedding_bag "
         "embedding_bag.padding_idx searchsorted.Tensor bucketize.Tensor index_add index_reduce scatter.src "
-        "scatter.reduce scatter_reduce.two masked_scatter put isclose _sparse_mm",
+        "scatter.reduce scatter_reduce.two masked_scatter put isclose _sparse_mm _weight_norm",
     ),
     (
         "halfstep",

@@ -206,6 +206,7 @@ DENY = {name: sample for name, sample in DENY.items() if find_overload(name)}  #
 PROMOTE = {
     "isclose": lambda o, t: o(t(3, 4), t(3, 4)),
     "_sparse_mm": lambda o, t: o(t(3, 3).to_sparse(), t(3, 4)),
+    "_weight_norm": lambda o, t: o(t(3, 4), t(3, 1)),
     **dict.fromkeys(("addcdiv", "addcmul"), lambda o, t: o(t(3, 4), t(3, 4), t(3, 4))),
     **_pair("atan2"),
     "heaviside": lambda o, t: o(t(3).detach(), t(3).detach()),

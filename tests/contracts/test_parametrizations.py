@@ -171,6 +171,23 @@ def test_the_older_hooks_of_a_model_compute_under_the_plan_as_those_of_its_layer
     assert torch.equal(*outs)
 
 
+@LOWS
+@pytest.mark.parametrize("name", ["O2", "O3"])
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm:FutureWarning")
+def test_the_older_weight_norm_trains_where_its_lengths_are_frozen(name, low):  # as in DINO's head: they stay fp32
+    plain, net = hooked(nn.utils.weight_norm, inside=True), hooked(nn.utils.weight_norm, inside=True)
+    net[0].weight_g.requires_grad_(False)
+    optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.1)
+    with halfstep.initialize(net, optimizer, name, low=low) as session:
+        out = net(torch.ones(2, 8))
+        session.backward(out.float().square().mean())
+        session.unscale_()
+        assert torch.allclose(out.float(), plain(torch.ones(2, 8)), rtol=0, atol=2**-6)
+        plain(torch.ones(2, 8)).square().mean().backward()
+        assert torch.allclose(net[0].weight_v.grad.float(), plain[0].weight_v.grad, rtol=0, atol=2**-6)
+        assert not bool(session.step(optimizer).skipped)
+
+
 @OLDER
 @pytest.mark.parametrize("called", ["model", "layer"])
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm:FutureWarning")

@@ -276,3 +276,33 @@ def test_weights_without_a_gradient_are_open_to_fp32_until_the_next_pass(level, 
         optimizer.zero_grad()
         session.backward(head(model(X)).float().mean())
         assert [p.grad_dtype for p in head.parameters()] == [p.dtype for p in head.parameters()]
+
+
+class SecondOrder(torch.optim.Optimizer):
+    """Differentiates gradients, as AdaHessian does."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+        self.products = []
+
+    def step(self, closure=None):
+        (weight,) = self.param_groups[0]["params"]
+        (product,) = torch.autograd.grad(weight.grad, weight, torch.ones_like(weight))
+        self.products.append(product)
+        with torch.no_grad():
+            weight.sub_(weight.grad / product)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
+@pytest.mark.parametrize("low", ["bf16", "fp16"])
+def test_an_optimizer_can_differentiate_the_gradients_of_o1(low):
+    model = nn.Linear(4, 1, bias=False)
+    model.weight.data.copy_(torch.tensor([[0.5, 0.25, -0.5, 1.0]]))
+    optimizer = SecondOrder(model.parameters())
+    with halfstep.initialize(model, optimizer, "O1", low=low) as session:
+        while not optimizer.products:  # the first loss scales of fp16 overflow
+            session.backward(model(torch.ones(1, 4)).float().square().sum(), create_graph=True)
+            session.step()
+            optimizer.zero_grad()  # the graph of the gradients holds the weight
+    assert optimizer.products[0].eq(8.0).all()  # the Hessian of (w1 + .. + w4)^2 has 2 everywhere
+    assert model.weight.equal(torch.tensor([[0.5, 0.25, -0.5, 1.0]]) - 2.5 / 8)

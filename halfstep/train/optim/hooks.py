@@ -261,8 +261,9 @@ def _unscaled(grad: Tensor, dtype: torch.dtype, factor: Tensor | None) -> Tensor
         return torch.sparse_coo_tensor(
             indices, values, grad.shape, device=grad.device, is_coalesced=coalesced, check_invariants=False
         )
-    full = grad.detach().to(dtype)
-    return full if local is None else full * local
+    with torch.set_grad_enabled(grad.requires_grad):  # kept for what differentiates gradients, as AdaHessian does
+        full = (grad if grad.requires_grad else grad.detach()).to(dtype)
+        return full if local is None else full * local
 
 
 def widened(grad: Tensor) -> Tensor:
