@@ -306,6 +306,31 @@ def test_patched_calls_are_otherwise_torchs(level):
         assert tangent.eq(1).all()
 
 
+WAYS_TO_WRITE = {
+    "data.copy_": lambda p, s: p.data.copy_(s),  # as of diffusers' EMAModel
+    "lerp_": lambda p, s: p.lerp_(s, 0.5),
+    "add_": lambda p, s: p.data.add_(s, alpha=0.001),
+    "a row": lambda p, s: p.data.__setitem__(0, s[0]),
+    "foreach": lambda p, s: torch._foreach_copy_([p.data, p.data[:1]], [s, s[1:2]]),
+}
+
+
+@pytest.mark.parametrize("low", ["bf16", "fp16"])
+@pytest.mark.parametrize("write", WAYS_TO_WRITE.values(), ids=WAYS_TO_WRITE)
+def test_what_a_script_writes_into_weights_is_kept_in_fp32(write, low):
+    with under_run("O2", low):
+        model, optimizer = trained()
+        weight, source = model[0].weight, torch.randn(4, 4)
+        plain = weight.detach().clone()
+        with torch.no_grad():
+            write(plain, source)
+            write(weight, source)
+        assert weight.dtype is not torch.float32
+        assert torch.equal(model.state_dict()["0.weight"], plain)
+        fit(model, optimizer)
+        assert 0 < (model.state_dict()["0.weight"] - plain).abs().max() < 0.02  # a step of Adam from there
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit.")
 def test_a_scripted_class_finds_the_names_of_its_file():  # as those of torch.distributed.optim need
     with under_run("O1", "bf16"):

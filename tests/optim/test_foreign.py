@@ -202,3 +202,28 @@ def test_between_steps_only_the_store_holds_masters():
     params, _, _, stepper = run_of("RMSprop", "split")
     stepper.step(params, gradients(params, 0), None, FALSE)
     assert all(stand_in.numel() == 0 and stand_in.grad is None for stand_in in stepper._stand_ins.values())
+
+
+class Around(optim.Optimizer):
+    """Wraps an optimizer, as Lookahead does."""
+
+    def __init__(self, inner):
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+
+    def step(self, closure=None):
+        return self.inner.step(closure)
+
+
+@EACH_STORE
+def test_an_optimizer_inside_a_wrapper_steps_as_alone_and_has_its_state_by_the_parameters(kind, low):
+    full = []
+    for wrap in (Around, lambda inner: inner):
+        params, inner, store, _ = run_of("AdamW", kind, low)
+        stepper = ForeignStepper(wrap(inner), store)
+        for seed in range(2):
+            stepper.step(params, gradients(params, seed), None, FALSE)
+        assert set(map(id, inner.state)) == set(map(id, params))
+        assert list(map(id, inner.param_groups[0]["params"])) == list(map(id, params))
+        full.append([store.full(p) for p in params])
+    assert_same_bits(*full)

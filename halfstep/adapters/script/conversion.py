@@ -7,7 +7,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -408,6 +408,11 @@ class Conversion:
         """Returns the fp32 values of a tensor that shares the memory of a low weight, None if it shares none's."""
         session = self._storing_low()
         return None if session is None else session.full_value(t)
+
+    def writing_full(self, tensors: Sequence[Tensor]) -> AbstractContextManager[Sequence[Tensor]]:
+        """A context with the fp32 values of those tensors that share the memory of low weights, to be written."""
+        session = self._storing_low()
+        return nullcontext(tensors) if session is None else session.writing_full(tensors)
 
     def look_at_saved(self, t: Tensor) -> None:
         """Says once that the script saves a low tensor that may have been computed from weights."""

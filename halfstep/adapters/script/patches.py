@@ -75,6 +75,12 @@ EXPORTS = (  # what writes a model as a program, with the formats that it finds
 
 def install(listener: Conversion, apex_low: Format | str) -> Callable[[], None]:
     """Patches torch to call `listener`, and apex with the format `apex_low`; returns a function that undoes this."""
+    full: tuple[Any, ...] = (  # what gives the script its weights in fp32
+        *((torch.Tensor, name, lambda read: _reads_full(read, listener)) for name in READS),
+        *((torch.Tensor, name, lambda copy: _copies_full(copy, listener)) for name in COPIES),
+        *((owner, name, lambda run: _takes_full(run, listener, 1)) for owner, name in WRITES),
+        *((owner, name, lambda run: _takes_full(run, listener, 0)) for owner, name in TAKES),
+    )
     with ExitStack() as stack:
         stack.callback(torch_amp.install())
         stack.callback(_put(amp, "initialize", lambda run: _before_apex_amp(run, listener)))
@@ -89,19 +95,7 @@ def install(listener: Conversion, apex_low: Format | str) -> Callable[[], None]:
             (torch.autograd, "backward", lambda run: _backward(run, listener)),
             (torch.autograd, "grad", lambda run: _grad(run, listener)),
             *((owner, name, lambda run: _on_plain_models(run, listener)) for owner, name in EXPORTS),
-            # What gives the script its weights in fp32; where they are stored so, no call of a tensor takes longer.
-            *((torch.Tensor, name, lambda read: _reads_full(read, listener)) for name in READS if listener.stores_low),
-            *(
-                (torch.Tensor, name, lambda copy: _copies_full(copy, listener))
-                for name in COPIES
-                if listener.stores_low
-            ),
-            *(
-                (owner, name, lambda run: _takes_full(run, listener, 1))
-                for owner, name in WRITES
-                if listener.stores_low
-            ),
-            *((owner, name, lambda run: _takes_full(run, listener, 0)) for owner, name in TAKES if listener.stores_low),
+            *(full if listener.stores_low else ()),  # else no call of a tensor takes longer
         ):
             stack.callback(_put(owner, name, make))
         return stack.pop_all().close
@@ -222,7 +216,7 @@ def _copies_full(copy: Any, listener: Conversion) -> Any:
 
 
 def _takes_full(run: Any, listener: Conversion, written: int) -> Any:
-    """Returns a patch that gives `run` fp32 copies of the weights among its arguments, but for those it writes."""
+    """Returns a patch that gives `run` the weights among its arguments in fp32, and keeps what it writes into them."""
 
     def full(given: Any) -> Any:
         if isinstance(given, torch.Tensor):
@@ -234,21 +228,28 @@ def _takes_full(run: Any, listener: Conversion, written: int) -> Any:
 
     @functools.wraps(run)
     def take(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or not any(map(_may_be_low, (*args, *kwargs.values()))):
             return run(*args, **kwargs)
-        for given in (*args[written:], *kwargs.values()):
-            if given.dtype in LOW if isinstance(given, torch.Tensor) else isinstance(given, HOLDERS):
-                break
-        else:
+        caller = sys._getframe(1)
+        if not listener.lends_full() or caller.f_code.co_filename.startswith(HALFSTEP):
             return run(*args, **kwargs)
-        if not listener.lends_full() or sys._getframe(1).f_code.co_filename.startswith(HALFSTEP):
-            return run(*args, **kwargs)
-        kept = args[:written]  # which stay the tensors that they are
-        if any(t.dtype in LOW for each in kept for t in ([each] if isinstance(each, torch.Tensor) else each)):
-            return run(*args, **kwargs)
-        return run(*kept, *map(full, args[written:]), **full(kwargs))
+        into = [t for each in args[:written] for t in ([each] if isinstance(each, torch.Tensor) else each)]
+        if any(t.dtype in LOW for t in into) and (any(map(_refuses_writes, into)) or _is_ours(caller)):
+            return run(*args, **kwargs)  # torch, where it loads a state
+        with listener.writing_full(into) as values:
+            first = values if not into or isinstance(args[0], torch.Tensor) else [values]
+            out = run(*first, *map(full, args[written:]), **full(kwargs))
+        return args[0] if into and isinstance(out, torch.Tensor) else out
 
     return take
+
+
+def _may_be_low(given: Any) -> bool:
+    return given.dtype in LOW if isinstance(given, torch.Tensor) else isinstance(given, HOLDERS)
+
+
+def _refuses_writes(t: torch.Tensor) -> bool:
+    return t.requires_grad and t.is_leaf and torch.is_grad_enabled()
 
 
 def _copied(t: torch.Tensor, listener: Conversion) -> torch.Tensor:

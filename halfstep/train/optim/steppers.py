@@ -130,13 +130,21 @@ class ForeignStepper(PlainStepper):
 
     def _exchange(self, by: dict[Parameter, Parameter]) -> None:
         """Replaces each parameter `p` in `by` with `by[p]`, in the same param groups and state dict."""
-        optimizer = self._optimizer
-        for group in optimizer.param_groups:
-            group["params"][:] = [by.get(p, p) for p in group["params"]]
-        items = list(optimizer.state.items())
-        optimizer.state.clear()
-        for key, value in items:
-            optimizer.state[by.get(key, key) if isinstance(key, Parameter) else key] = value
+        for optimizer in _with_inner(self._optimizer):
+            for group in optimizer.param_groups:
+                group["params"][:] = [by.get(p, p) for p in group["params"]]
+            items = list(optimizer.state.items())
+            optimizer.state.clear()
+            for key, value in items:
+                optimizer.state[by.get(key, key) if isinstance(key, Parameter) else key] = value
+
+
+def _with_inner(optimizer: Optimizer) -> list[Optimizer]:
+    """Returns an optimizer and those that it wraps, as Lookahead does."""
+    found = [optimizer]
+    for each in found:
+        found += [v for v in vars(each).values() if isinstance(v, Optimizer) and all(v is not f for f in found)]
+    return found
 
 
 Stepper = PlainStepper | OnePassStepper

@@ -785,14 +785,34 @@ class Session:
 
     def full_value(self, t: Tensor) -> Tensor | None:
         """Returns the fp32 values of a tensor that shares the memory of a low parameter, None if it shares none's."""
+        found = self._full_of(t)
+        return None if found is None else found[2]
+
+    @contextmanager
+    def writing_full(self, tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+        """Gives tensors, with the fp32 values of those that share a low parameter's memory; keeps what is written."""
+        made: dict[nn.Parameter, Tensor] = {}
+        found = [self._full_of(t, made) for t in tensors]
+        yield [t if each is None else each[2] for t, each in zip(tensors, found, strict=True)]
+        for p, full, _ in filter(None, found):
+            self._store.write(p, full)
+        self._casting.weights_changed()
+
+    def _full_of(
+        self, t: Tensor, made: dict[nn.Parameter, Tensor] | None = None
+    ) -> tuple[nn.Parameter, Tensor, Tensor] | None:
         start = t.untyped_storage().data_ptr()
         p = next((p for p in self._store if p.untyped_storage().data_ptr() == start), None)
         if p is None or t.dtype is not p.dtype:
             return None
-        self._store.adopt(p)
-        full = self._store.full(p)
+        full = None if made is None else made.get(p)
+        if full is None:
+            self._store.adopt(p)
+            full = self._store.full(p)
+            if made is not None:
+                made[p] = full
         offset = full.storage_offset() + t.storage_offset() - p.storage_offset()
-        return full.as_strided(t.shape, t.stride(), offset) if full.stride() == p.stride() else None
+        return (p, full, full.as_strided(t.shape, t.stride(), offset)) if full.stride() == p.stride() else None
 
     def state_dict(self) -> dict[str, Any]:
         """Returns scales, counters and plan as plain Python values; weights are in `model.state_dict()`, in fp32."""
