@@ -306,6 +306,32 @@ def test_patched_calls_are_otherwise_torchs(level):
         assert tangent.eq(1).all()
 
 
+class Tied(nn.Module):
+    """Has its head in a closure, as x-transformers does, so that a copy of it multiplies by the weight of the first."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.head = lambda x: x @ self.first.weight.t()
+
+    def forward(self, x):
+        return self.head(self.first(x))
+
+
+@pytest.mark.parametrize("low", ["bf16", "fp16"])
+def test_a_copy_multiplies_by_a_weight_of_the_model_in_fp32(low):
+    with under_run("O2", low):
+        torch.manual_seed(0)
+        model = Tied()
+        average = copy.deepcopy(model).requires_grad_(False)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        fit(model, optimizer)
+        out, weight = average(X), model.state_dict()["first.weight"]
+        assert torch.equal(out, average.first(X) @ weight.t())
+        (given,) = torch.autograd.grad((X @ model.first.weight.t()).sum(), model.first.weight)
+    assert torch.allclose(given.float(), X.sum(0).expand(4, 4), rtol=0, atol=2**-8)
+
+
 WAYS_TO_WRITE = {
     "data.copy_": lambda p, s: p.data.copy_(s),  # as of diffusers' EMAModel
     "lerp_": lambda p, s: p.lerp_(s, 0.5),

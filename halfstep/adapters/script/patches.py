@@ -60,7 +60,7 @@ WRITES = (  # into their first argument
 )
 COMPARES = ("eq", "ne", "__eq__", "__ne__", "sub", "__sub__", "equal", "allclose", "isclose", "lerp")
 TAKES = (  # copies of the weights among the arguments
-    *((torch.Tensor, name) for name in COMPARES),
+    *((torch.Tensor, name) for name in (*COMPARES, "matmul", "__matmul__", "mm")),
     *((torch, name) for name in ("equal", "allclose")),  # torch.compile breaks a graph at both; at no other patch
     (nn.utils, "parameters_to_vector"),
     *((safetensors, name) for name in ("save", "save_file") if safetensors is not None),
