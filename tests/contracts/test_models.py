@@ -1,6 +1,7 @@
 """What real models and training loops bring along: adapters on frozen weights, sparse gradients, custom batches."""
 
 import dataclasses
+import math
 from typing import ClassVar
 
 import pytest
@@ -286,6 +287,26 @@ def test_status_names_what_is_not_finite_and_counts_bytes():
         model.bias[0] = torch.nan
     assert session.status().nonfinite_parameters == ("bias",)
     assert "non-finite parameters: bias" in str(session.status())
+
+
+class Contrast(nn.Module):
+    """Holds the model and writes a contrastive loss out, as sentence-transformers' MultipleNegativesRankingLoss."""
+
+    def __init__(self):
+        super().__init__()
+        self.scores = nn.Linear(4, 4, bias=False)
+        nn.init.eye_(self.scores.weight)
+
+    def forward(self, x):
+        scores = self.scores(x)
+        return torch.logsumexp(scores, 1) - scores.diagonal()
+
+
+@pytest.mark.parametrize("low", ["bf16", "fp16"])
+def test_a_contrastive_loss_inside_forward_is_computed_in_fp32_at_low_weights(low):
+    model, x = Contrast(), 4 * torch.eye(4)
+    with halfstep.initialize(model, torch.optim.SGD(model.parameters(), 0.1), "O2", low=low):
+        assert torch.allclose(model(x), torch.tensor(1 + 3 * math.exp(-4)).log(), rtol=0, atol=1e-6)  # bf16: 0.0625
 
 
 def test_a_class_weighted_loss_inside_forward_trains_at_low_weights():
