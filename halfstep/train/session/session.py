@@ -796,7 +796,7 @@ class Session:
         yield [t if each is None else each[2] for t, each in zip(tensors, found, strict=True)]
         for p, full, _ in filter(None, found):
             self._store.write(p, full)
-        self._casting.weights_changed()
+            self._casting.weights_changed()
 
     def _full_of(
         self, t: Tensor, made: dict[nn.Parameter, Tensor] | None = None
