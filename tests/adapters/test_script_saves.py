@@ -357,6 +357,18 @@ def test_what_a_script_writes_into_weights_is_kept_in_fp32(write, low):
         assert 0 < (model.state_dict()["0.weight"] - plain).abs().max() < 0.02  # a step of Adam from there
 
 
+@pytest.mark.parametrize("write", WAYS_TO_WRITE.values(), ids=WAYS_TO_WRITE)
+def test_weights_are_written_into_a_low_tensor_of_the_script_as_they_are_stored(write):
+    with under_run("O2", "bf16"):
+        model, _optimizer = trained()
+        weight = model[0].weight
+        kept, expected = torch.zeros_like(weight.data), torch.zeros(4, 4, dtype=torch.bfloat16)
+        with torch.no_grad():
+            write(kept, weight)
+            write(expected, weight.data.view(torch.int16).clone().view(torch.bfloat16))
+    assert torch.equal(kept, expected)
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit.")
 def test_a_scripted_class_finds_the_names_of_its_file():  # as those of torch.distributed.optim need
     with under_run("O1", "bf16"):

@@ -234,8 +234,10 @@ def _takes_full(run: Any, listener: Conversion, written: int) -> Any:
         if not listener.lends_full() or caller.f_code.co_filename.startswith(HALFSTEP):
             return run(*args, **kwargs)
         into = [t for each in args[:written] for t in ([each] if isinstance(each, torch.Tensor) else each)]
-        if any(t.dtype in LOW for t in into) and (any(map(_refuses_writes, into)) or _is_ours(caller)):
-            return run(*args, **kwargs)  # torch, where it loads a state
+        low = [t for t in into if t.dtype in LOW]
+        refused = torch.is_grad_enabled() and any(t.requires_grad and t.is_leaf for t in low)
+        if low and (refused or _is_ours(caller) or all(listener.full_value(t) is None for t in low)):
+            return run(*args, **kwargs)  # ours is also torch, where it loads a state
         with listener.writing_full(into) as values:
             first = values if not into or isinstance(args[0], torch.Tensor) else [values]
             out = run(*first, *map(full, args[written:]), **full(kwargs))
@@ -246,10 +248,6 @@ def _takes_full(run: Any, listener: Conversion, written: int) -> Any:
 
 def _may_be_low(given: Any) -> bool:
     return given.dtype in LOW if isinstance(given, torch.Tensor) else isinstance(given, HOLDERS)
-
-
-def _refuses_writes(t: torch.Tensor) -> bool:
-    return t.requires_grad and t.is_leaf and torch.is_grad_enabled()
 
 
 def _copied(t: torch.Tensor, listener: Conversion) -> torch.Tensor:
