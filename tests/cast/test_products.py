@@ -234,7 +234,8 @@ def test_compiled_code_keeps_low_operands_for_its_backward_pass(fmt: Format) -> 
         return F.linear(F.linear(x, w).relu(), w)
 
     with emulating(fmt) as engine, engine.region():
-        node: Any = function(x).grad_fn
+        out = function(x)
+    node: Any = out.grad_fn
     assert {t.dtype for t in node.saved_tensors if t.is_floating_point()} == {fmt.dtype}
 
 
