@@ -239,7 +239,7 @@ def _takes_full(run: Any, listener: Conversion, written: int) -> Any:
         if low and (refused or _is_ours(caller) or all(listener.full_value(t) is None for t in low)):
             return run(*args, **kwargs)  # ours is also torch, where it loads a state
         with listener.writing_full(into) as values:
-            first = values if not into or isinstance(args[0], torch.Tensor) else [values]
+            first = [values] if args[:written] and isinstance(args[0], HOLDERS) else values
             out = run(*first, *map(full, args[written:]), **full(kwargs))
         return args[0] if into and isinstance(out, torch.Tensor) else out
 
