@@ -201,6 +201,29 @@ def test_groups_that_stay_in_registers_have_the_bits_of_the_reference():
         assert_same_bits(runs[0].everything(), runs[1].everything())
 
 
+# Roots in units of their last place, each the only one that two parts of the inverse round to the wrong side at its step.
+ROOTS = [(0.999, 24, 9075466), (0.999, 51, 15150409), (0.95, 1, 10528750), (0.95, 33, 12512468), (0.95, 2, 12345678)]
+
+
+@pytest.mark.usefixtures("processor")
+@pytest.mark.parametrize("kept", ["full", "8bit"])
+@pytest.mark.parametrize(("beta2", "step", "root"), ROOTS)
+def test_a_root_is_divided_by_its_correction_to_the_bit(beta2, step, root, kept):
+    squares = torch.tensor(root**2 / beta2).view(torch.int32) + torch.arange(-62, 62, dtype=torch.int32)
+    squares = torch.cat([squares.view(torch.float32), torch.tensor([0.0, 1e-45, math.inf, math.nan])])
+    runs = []
+    for name in ("native", "eager"):
+        weight = torch.nn.Parameter(torch.zeros(64, 128))
+        options = {"lr": 1.0, "betas": (0.9, beta2), "eps": 0.0, "weight_decay": 0.0}
+        run = own_run(AdamW, options, implementation=name, params=[weight], kept=kept)
+        means = torch.linspace(1, 2, 64)[:, None].expand(64, 128).clone()
+        state = {"step": torch.tensor(step - 1.0), "exp_avg": means, "exp_avg_sq": squares.expand(64, 128).clone()}
+        run.optimizer.state[weight] = state
+        run.step([torch.zeros(64, 128)])
+        runs.append(run.everything())
+    assert_same_bits(*runs)
+
+
 @pytest.mark.parametrize(("cls", "options"), [ADAMS[0], (SGD, {"lr": 0.1, "momentum": 0.9})])
 def test_threads_do_not_change_a_bit(cls, options, two_threads):
     runs = []

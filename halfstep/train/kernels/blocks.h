@@ -99,12 +99,12 @@ inline uint32_t widened(Float16 x) {
 
 // ---- blocks in ---------------------------------------------------------------------------------------------------
 
-template <typename T>
+template <bool kApart = false, typename T>
 void load(const T* __restrict from, float factor, float* __restrict to, int64_t n) {
   int64_t i = 0;
 #if defined(__AVX2__)
   if (std::is_same_v<T, BFloat16>)
-    for (; i + kWords <= n; i += kWords) widen_words(from + i, factor, to + i);
+    for (; i + kWords <= n; i += kWords) widen_words<kApart>(from + i, factor, to + i);
 #endif
   for (; i < n; i++) to[i] = number(widened(from[i])) * factor;
 }
@@ -128,11 +128,12 @@ inline void load(int32_t format, const void* base, int64_t at, float* to, int64_
   in_format(format, base, at, [&](auto* from) { load(from, 1, to, n); });
 }
 
+template <bool kApart = false>
 __attribute__((always_inline)) inline void join(const uint16_t* __restrict high, const int16_t* __restrict low,
                                                 float* __restrict to, int64_t n) {
   int64_t i = 0;
 #if defined(__AVX2__)
-  for (; i + kWords <= n; i += kWords) join_words(high + i, low + i, to + i);
+  for (; i + kWords <= n; i += kWords) join_words<kApart>(high + i, low + i, to + i);
 #endif
   for (; i < n; i++) {
     const int32_t rest = (high[i] & 0x7fff) == 0 && low[i] < 0 ? 0 : low[i];  // a zero that was written past it

@@ -9,7 +9,7 @@
 namespace {
 
 // Asks for what a group will read when some more are done.
-constexpr int64_t kGroupsAhead = 8;
+constexpr int64_t kGroupsAhead = 4;
 
 template <typename T>
 inline void ask_for(const T* group) {
@@ -17,10 +17,17 @@ inline void ask_for(const T* group) {
     __builtin_prefetch((const char*)(group + kGroupsAhead * kGroup) + byte, 1);
 }
 
+// Whether the numbers of a group stand apart (words.h) in the arrays of the functions below; the first keeps its place.
+#if defined(__AVX512BW__)
+constexpr bool kGroupsApart = true;
+#else
+constexpr bool kGroupsApart = false;
+#endif
+
 struct Steps {
   alignas(64) uint32_t at[kGroup] = {};
   constexpr Steps() {
-    for (int k = 0; k < kGroup; k++) at[k] = uint32_t(k) * kSpread;
+    for (int k = 0; k < kGroup; k++) at[k] = uint32_t(kGroupsApart ? k / 32 * 32 + k % 16 * 2 + k / 16 % 2 : k) * kSpread;
   }
 };
 
@@ -38,20 +45,28 @@ inline int32_t greatest_of(__m512i x, __m512i y) {
   x = _mm512_max_epu16(x, y);
   const __m256i half = _mm256_max_epu16(_mm512_castsi512_si256(x), _mm512_extracti64x4_epi64(x, 1));
   const __m128i last = _mm_max_epu16(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
-  return 0xFFFF - _mm_extract_epi16(_mm_minpos_epu16(_mm_xor_si128(last, _mm_set1_epi16(-1))), 0);
+  return uint16_t(~_mm_cvtsi128_si32(_mm_minpos_epu16(_mm_xor_si128(last, _mm_set1_epi16(-1)))));
 }
+
+// A register full of one of two words. They come from memory, in pairs, since such a broadcast is a load and no more.
+inline __m512i one_of(const uint32_t (&words)[2], bool second) { return _mm512_set1_epi32(int(words[second])); }
+
+constexpr uint32_t twice(uint32_t word) { return word << 16 | word; }
+constexpr uint32_t kDropped[] = {twice(1 << (kFine - 16)), twice(1 << (kCoarse - 16))};
+constexpr uint32_t kUnits[2][2] = {{twice(1 << 12), twice(1 << 11)}, {twice(1 << 13), twice(1 << 12)}};
+constexpr uint32_t kMore[2][2] = {{0, twice(4)}, {0, twice(8)}};
 
 template <bool kSigned>
 __attribute__((always_inline)) inline void decode_group(const uint8_t* from, int32_t base, float* to) {
   const __m512i least = _mm512_set1_epi16(base >= 0 ? base : -1 - base);
-  const __m512i unit = _mm512_set1_epi16(base >= 0 ? 1 << (kFine - 16) : 1 << (kCoarse - 16));
+  const __m512i unit = one_of(kDropped, base < 0);
   for (int i = 0; i < kGroup; i += 32) {
     const __m256i bytes = _mm256_loadu_si256((const __m256i*)(from + i));
     const __m512i code = kSigned ? _mm512_cvtepi8_epi16(bytes) : _mm512_cvtepu8_epi16(bytes);
     const __m512i size = kSigned ? _mm512_abs_epi16(code) : code;
     __m512i value = _mm512_maskz_mullo_epi16(_mm512_test_epi16_mask(code, code), _mm512_add_epi16(size, least), unit);
     if (kSigned) value = _mm512_ternarylogic_epi32(value, code, _mm512_set1_epi16(int16_t(0x8000)), 0xF8);  // a | b & c
-    for (int half = 0; half < 2; half++) _mm512_storeu_si512(to + i + 16 * half, widened(value, half));
+    put<true>(widened(value), to + i);
   }
 }
 
@@ -89,7 +104,6 @@ inline void round_group(const float* from, const uint32_t* random, uint16_t* to)
 template <int kState, bool kSigned, bool kStochastic>
 __attribute__((always_inline)) inline int16_t encode_group(const float* from, const uint32_t* random, uint8_t* to) {
   constexpr int32_t kMost = kSigned ? 127 : 255, kHalf = kStochastic ? 0 : 4;
-  const __m512i counted = _mm512_set1_epi32(kSigned ? 0x7FFF0000 : -1);
   __m512i values[2], sizes[2];  // the upper halves of numbers and of magnitudes, with the noise for 4 bits of the fraction
   __mmask32 some[2];
   for (int i = 0; i < 2; i++) {
@@ -97,7 +111,9 @@ __attribute__((always_inline)) inline int16_t encode_group(const float* from, co
     if (kSigned) values[i] = upper_halves(x, y);
     if (kStochastic) {
       const __m512i lower = magnitudes<kSigned>(x), upper = magnitudes<kSigned>(y);
-      some[i] = _mm512_kunpackw(_mm512_test_epi32_mask(upper, counted), _mm512_test_epi32_mask(lower, counted));
+      const __m512i counted = kSigned ? upper_halves(lower, upper)
+                                      : _mm512_shuffle_epi8(_mm512_packus_epi32(lower, upper), kZipWords);
+      some[i] = _mm512_test_epi16_mask(counted, counted);
       sizes[i] = upper_halves(noisy<kState>(lower, random + 32 * i), noisy<kState>(upper, random + 32 * i + 16));
     } else {
       sizes[i] = _mm512_and_si512(values[i], _mm512_set1_epi16(0x7FFF));
@@ -111,13 +127,13 @@ __attribute__((always_inline)) inline int16_t encode_group(const float* from, co
                       _mm512_mask_cmplt_epu16_mask(some[1], sizes[1], bound));
   const int32_t more = near ? 0 : kStochastic ? (random[0] * kLast[kState]) >> 9 & 8 : kHalf;
   const int32_t base = std::max(((top + kHalf + more) >> (near ? 3 : 4)) - kMost, 0);
-  const __m512i unit = _mm512_set1_epi16((near ? 1 << 13 : 1 << 12) >> !kStochastic);
+  const __m512i unit = one_of(kUnits[kStochastic], !near), added = one_of(kMore[kStochastic], more);
+  const __m512i least = _mm512_set1_epi16(int16_t(base));
   __m512i codes[2];
   for (int i = 0; i < 2; i++) {
-    codes[i] = kStochastic ? _mm512_mulhi_epu16(_mm512_add_epi16(sizes[i], _mm512_set1_epi16(int16_t(more))), unit)
-                           : _mm512_mulhrs_epi16(sizes[i], unit);
-    if (!kSigned) codes[i] = _mm512_max_epu16(codes[i], _mm512_set1_epi16(int16_t(base + 1)));
-    codes[i] = _mm512_maskz_subs_epu16(kSigned ? ~0u : some[i], codes[i], _mm512_set1_epi16(int16_t(base)));
+    codes[i] = kStochastic ? _mm512_mulhi_epu16(_mm512_add_epi16(sizes[i], added), unit) : _mm512_mulhrs_epi16(sizes[i], unit);
+    codes[i] = _mm512_subs_epu16(codes[i], least);
+    if (!kSigned) codes[i] = _mm512_maskz_max_epu16(some[i], codes[i], _mm512_set1_epi16(1));
   }
   __m512i bytes = _mm512_packus_epi16(codes[0], codes[1]);
   if (kSigned) {

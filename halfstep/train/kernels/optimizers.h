@@ -24,6 +24,53 @@ struct Block {  // of one tensor: full weights, true gradients with their l2 dec
 
 inline float root_of(float x) { return std::sqrt(x); }
 
+struct Quotient {
+  float by;
+
+  template <typename T>
+  T operator()(T x) const { return x / by; }
+};
+
+// Divides by one number from 2^-60 to 1 with a product and an fma instead: by the two parts of its inverse, as Brisebarre,
+// Muller and Raina (2004) do. The first part is rounded down, and the second positive, so that infinity stays what it is.
+struct Product {
+  float high, low;
+
+  explicit Product(float by) : high(float(1.0 / by)) {
+    if (high > 1.0 / by) high = std::nextafter(high, 0.0f);
+    low = std::max(float(1.0 / by - high), 0x1p-126f);
+  }
+
+  float operator()(float x) const { return std::fma(x, high, x * low); }
+#if defined(__AVX512BW__)
+  Numbers operator()(Numbers x) const { return _mm512_fmadd_ps(x, _mm512_set1_ps(high), x * _mm512_set1_ps(low)); }
+#endif
+};
+
+// Tells whether that is the rounded quotient of every x. It is off by less than 2^-22 of a unit in the last place, so that
+// only quotients can differ that lie so close to the middle of two numbers. With x = X, the divisor D (both from 2^23 to
+// 2^24) and the middle M (odd, to 2^25) as integers, those have X * 2^s = M * D + n with |n| < 8, where s is 24 or 25: one
+// M for each n, modulo a power of two.
+inline bool divides_exactly(float by) {
+  if (!(by >= 0x1p-60f && by <= 1)) return false;
+  const Product quotient(by);
+  int exponent;
+  const uint64_t divisor = uint64_t(std::ldexp(std::frexp(by, &exponent), 24));
+  const int zeros = __builtin_ctzll(divisor);
+  uint64_t inverse = divisor >> zeros;  // modulo 2^64 by Newton's method, which doubles its right bits
+  for (int i = 0; i < 5; i++) inverse *= 2 - (divisor >> zeros) * inverse;
+  for (int s = 24; s <= 25; s++)
+    for (int64_t n = -7; n < 8; n++) {
+      if (n == 0 || __builtin_ctzll(uint64_t(n)) != zeros) continue;
+      const uint64_t period = uint64_t(1) << (s - zeros);
+      for (uint64_t middle = uint64_t(-(n >> zeros)) * inverse % period; middle >> 25 == 0; middle += period) {
+        const uint64_t x = (middle * divisor + uint64_t(n)) >> s;
+        if (middle >> 24 && x >> 23 == 1 && quotient(float(x)) != float(x) / by) return false;
+      }
+    }
+  return true;
+}
+
 // Updates `n` elements. Not inlined, or the compiler forgets that the pointers do not overlap.
 template <typename Rule>
 __attribute__((noinline)) void update(const Rule rule, int64_t n, float* __restrict w, const float* __restrict g,
@@ -47,6 +94,7 @@ struct Adam {
 
   float beta1, take1, beta2, take2, eps, kept;
   std::vector<float> sizes, roots;  // of each tensor
+  std::vector<bool> multiplies;     // whether the root of the correction need not divide
 
   // The update that comes when `ahead` more are counted than now.
   Adam(const Tensors& b, const Common& c, const double* numbers, float ahead)
@@ -58,25 +106,28 @@ struct Adam {
       if (step == last) {
         sizes.push_back(sizes.back());
         roots.push_back(roots.back());
+        multiplies.push_back(multiplies.back());
       } else {
         sizes.push_back(float(c.lr / (1 - std::pow(numbers[0], step))));
         roots.push_back(float(std::sqrt(1 - std::pow(numbers[1], step))));
+        multiplies.push_back(divides_exactly(roots.back()));
       }
       last = step;
     }
   }
 
-  template <bool kPeaks>
+  template <bool kPeaks, typename Corrected>
   struct Rule {
     static constexpr int kUsed = kPeaks ? 3 : 2;
-    float beta1, take1, beta2, take2, eps, kept, size, root;
+    float beta1, take1, beta2, take2, eps, kept, size;
+    Corrected corrected;
 
     template <typename T>  // one number, or many where no peak is kept
     void operator()(T& w, T g, T& m, T& v, T& peak) const {
       m = m * beta1 + g * take1;
       v = v * beta2 + (g * take2) * g;
       if constexpr (kPeaks) peak = v > peak || v != v ? v : peak;
-      w = w * kept - (m / (root_of(kPeaks ? peak : v) / root + eps)) * size;
+      w = w * kept - (m / (corrected(root_of(kPeaks ? peak : v)) + eps)) * size;
     }
   };
 
@@ -84,9 +135,11 @@ struct Adam {
   void with_rule(const Block& x, const Use& use) const {
     const float size = sizes[x.tensor], root = roots[x.tensor];
     if (x.states[2])
-      use(Rule<true>{beta1, take1, beta2, take2, eps, kept, size, root});
+      use(Rule<true, Quotient>{beta1, take1, beta2, take2, eps, kept, size, {root}});
+    else if (multiplies[x.tensor])
+      use(Rule<false, Product>{beta1, take1, beta2, take2, eps, kept, size, Product(root)});
     else
-      use(Rule<false>{beta1, take1, beta2, take2, eps, kept, size, root});
+      use(Rule<false, Quotient>{beta1, take1, beta2, take2, eps, kept, size, {root}});
   }
 };
 

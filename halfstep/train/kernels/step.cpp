@@ -63,11 +63,12 @@ void store_low(int32_t format, const float* __restrict from, void* base, int64_t
   }
 }
 
+template <bool kApart = false>
 __attribute__((always_inline)) inline void split(const float* __restrict from, uint16_t* __restrict high,
                                                  int16_t* __restrict low, int64_t n) {
   int64_t i = 0;
 #if defined(__AVX2__)
-  for (; i + kWords <= n; i += kWords) split_words(from + i, high + i, low + i);
+  for (; i + kWords <= n; i += kWords) split_words<kApart>(from + i, high + i, low + i);
 #endif
   for (; i < n; i++) {
     const uint32_t u = storable(bits(from[i]));
@@ -195,17 +196,42 @@ inline Kept kept_at(const Tensors& b, int64_t t, int64_t at, int64_t group, uint
   return x;
 }
 
-inline void open_group(const float* w, int16_t*, int64_t at, float* to) { std::memcpy(to, w + at, kGroup * sizeof *w); }
-inline void close_group(const float* from, float* w, int16_t*, int64_t at) { std::memcpy(w + at, from, kGroup * sizeof *w); }
-inline void open_group(uint16_t* w, int16_t* rest, int64_t at, float* to) { join(w + at, rest + at, to, kGroup); }
-inline void close_group(const float* from, uint16_t* w, int16_t* rest, int64_t at) { split(from, w + at, rest + at, kGroup); }
+// Copies a group of fp32 numbers that stand in order to where they stand apart, or the other way.
+inline void part_group(const float* from, float* to, bool back) {
+#if defined(__AVX512BW__)
+  for (int k = 0; k < kGroup; k += kWords) back ? put<false>(take<true>(from + k), to + k) : put<true>(take<false>(from + k), to + k);
+#endif
+}
+
+template <bool kApart, typename Grad>
+__attribute__((always_inline)) inline void open_grads(const Grad* from, float factor, float* to) {
+  if constexpr (kApart && std::is_same_v<Grad, float>) {
+    part_group(from, to, false);
+    for (int k = 0; k < kGroup; k++) to[k] *= factor;
+  } else {
+    load<kApart>(from, factor, to, kGroup);
+  }
+}
+
+template <bool kApart>
+inline void open_group(const float* w, const int16_t*, float* to) {
+  kApart ? part_group(w, to, false) : void(std::memcpy(to, w, kGroup * sizeof *w));
+}
+template <bool kApart>
+inline void close_group(const float* from, float* w, int16_t*) {
+  kApart ? part_group(from, w, true) : void(std::memcpy(w, from, kGroup * sizeof *w));
+}
+template <bool kApart>
+inline void open_group(const uint16_t* w, const int16_t* rest, float* to) { join<kApart>(w, rest, to, kGroup); }
+template <bool kApart>
+inline void close_group(const float* from, uint16_t* w, int16_t* rest) { split<kApart>(from, w, rest, kGroup); }
 
 template <Width kWidth, int kState>
 __attribute__((always_inline)) inline void open_states(const Kept& x, int64_t group, float* to) {
   if (kWidth == kWhole)
     std::memcpy(to, (const float*)x.states[kState] + group * kGroup, kGroup * sizeof *to);
   else if (kWidth == kTwoBytes)
-    load((const BFloat16*)x.states[kState] + group * kGroup, 1, to, kGroup);
+    load<kGroupsApart>((const BFloat16*)x.states[kState] + group * kGroup, 1, to, kGroup);
   else
     decode_group<kState == 0>(x.states[kState] + group * kGroup, x.bases[kState][group], to);
 }
@@ -246,7 +272,7 @@ template <Width kWidth, bool kRandom, typename Rule, typename Weight, typename G
 __attribute__((noinline)) void update_groups(const Rule rule, int64_t groups, Weight* __restrict weights,
                                              int16_t* __restrict rest, const Grad* __restrict grads, float factor,
                                              const Kept x, uint32_t key) {
-  constexpr bool kTwo = Rule::kUsed > 1;
+  constexpr bool kTwo = Rule::kUsed > 1, kApart = kGroupsApart && kWidth != kWhole;
   using State = std::conditional_t<kWidth == kWhole, float, std::conditional_t<kWidth == kTwoBytes, uint16_t, uint8_t>>;
   for (int64_t i = 0, at = 0; i < groups; i++, at += kGroup) {
     alignas(64) float w[kGroup], g[kGroup], first[kGroup], second[kGroup];
@@ -254,12 +280,12 @@ __attribute__((noinline)) void update_groups(const Rule rule, int64_t groups, We
     if (kWidth != kWhole) random_group((x.index + uint32_t(at)) * kSpread + key, random);
     open_states<kWidth, 0>(x, i, first);
     if (kTwo) open_states<kWidth, 1>(x, i, second);
-    load(grads + at, factor, g, kGroup);
-    open_group(weights, rest, at, w);
+    open_grads<kApart>(grads + at, factor, g);
+    open_group<kApart>(weights + at, rest + at, w);
     update_group<kWidth == kOneByte>(rule, w, g, first, second);
     close_states<kWidth, 0, kRandom>(first, random, x, i);
     if (kTwo) close_states<kWidth, 1, true>(second, random, x, i);
-    close_group(w, weights, rest, at);
+    close_group<kApart>(w, weights + at, rest + at);
     ask_for(weights + at);
     if (rest) ask_for(rest + at);
     ask_for(grads + at), ask_for((const State*)x.states[0] + at);
