@@ -201,7 +201,7 @@ def test_groups_that_stay_in_registers_have_the_bits_of_the_reference():
         assert_same_bits(runs[0].everything(), runs[1].everything())
 
 
-# Roots in units of their last place, each the only one that two parts of the inverse round to the wrong side at its step.
+# Roots in units of their last place; of the first four each is the only one that the product would round wrongly then.
 ROOTS = [(0.999, 24, 9075466), (0.999, 51, 15150409), (0.95, 1, 10528750), (0.95, 33, 12512468), (0.95, 2, 12345678)]
 
 
