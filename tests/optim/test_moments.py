@@ -195,11 +195,12 @@ def test_bytes_of_a_parameter_between_backward_and_step(level, options, bytes_ea
     assert sum(memory.values()) / sum(p.numel() for p in model.parameters()) == pytest.approx(bytes_each, abs=0.02)
 
 
-def compared(steps, gradient, kept, lr=0.0, eps=1e-8, implementation="eager"):
+def compared(steps, gradient, kept, lr=0.0, eps=1e-8, implementation="eager", beta1=0.9):
     """Yields the states and the updates of the same gradients, with moments kept as asked and exact."""
     weights = [[nn.Parameter(torch.zeros(64, 64))] for _ in range(2)]
+    options = {"lr": lr, "eps": eps, "weight_decay": 0, "betas": (beta1, 0.999)}
     runs = [
-        own_run(AdamW, {"lr": lr, "eps": eps, "weight_decay": 0}, implementation=implementation, params=w, kept=k)
+        own_run(AdamW, options, implementation=implementation, params=w, kept=k)
         for w, k in zip(weights, (kept, None), strict=True)
     ]
     for step in range(steps):
@@ -237,6 +238,24 @@ def test_no_update_grows_beside_elements_that_are_nearly_dead(kept):
         assert step or float(got.abs().max()) <= 1.01
         worst = max(worst, float(got.abs().max() / exact.abs().max()))
     assert worst <= 2.5
+
+
+@pytest.mark.parametrize(
+    ("beta1", "noise", "least"),
+    [(0.9, 0.0, 0.8), (0.9, 0.1, 0.95), (0.9, 0.5, 0.99), (0.95, 0.0, 0.99), (0.98, 0.0, 0.99)],
+)
+def test_gradients_with_little_noise_go_as_far(beta1, noise, least):
+    steady = torch.randn(64, 64)
+    updates = compared(
+        300,
+        lambda _: steady + noise * steady.abs() * torch.randn(64, 64),
+        "8bit",
+        1.0,
+        implementation=None,
+        beta1=beta1,
+    )
+    got, exact = map(sum, zip(*(pair for _, pair in updates), strict=True))
+    assert least <= float((got * exact.sign()).sum() / exact.abs().sum()) <= 1.02
 
 
 @both

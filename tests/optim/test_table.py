@@ -186,7 +186,9 @@ def test_an_option_that_a_row_forgets_is_left_to_the_optimizers_own_step_and_nam
     assert "max_exp_avg_sq" not in trained("O2")
     assert "halfstep has no update" not in caplog.text
     assert "max_exp_avg_sq" in trained("O2", amsgrad=True)
-    assert "halfstep has no update of its own for AdamW with amsgrad=True" in caplog.text
+    assert "AdamW with amsgrad=True: its own step runs, on fp32 copies of low weights, and is waited for" in caplog.text
+    trained("O3", amsgrad=True)
+    assert "on fp32 copies of low weights, rounded to nearest, and is waited for" in caplog.text
 
 
 def test_an_option_that_only_the_own_step_supports_is_refused_in_a_session_that_has_begun(forgetful):

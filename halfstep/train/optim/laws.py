@@ -22,7 +22,7 @@ from halfstep.train.kernels.batch import Batch, Code, Gradients, Options, as_rea
 from halfstep.train.processes.shards import like, local, spread, whole
 
 Number = float | Tensor
-_SLOW = 0.99
+_NOISY = 0.9
 Group = Mapping[str, Any]  # a param group as it is now; schedulers change it
 
 # An optimizer's update: yields, parameter by parameter, the new weight and the new states, in the order of its row. It
@@ -293,7 +293,7 @@ def _orthogonal(matrix: Tensor, group: Group, *, emulate: bool) -> Tensor:
 
 def _signed(beta: float) -> Code:
     """Returns the code of a running mean: to nearest where the gradients' noise moves it by more than a code does."""
-    return Code(signed=True, stochastic=beta >= _SLOW)
+    return Code(signed=True, stochastic=beta > _NOISY)
 
 
 def decayed(batch: Batch, group: Group, *, decoupled: bool) -> Iterator[tuple[Tensor, Tensor, list[Tensor]]]:

@@ -209,11 +209,12 @@ def say_what_stays_full(decision: Decision) -> None:
 def say_what_steps_itself(decision: Decision, optimizers: Sequence[Optimizer]) -> None:
     """Warns about optimizers without an update in halfstep, if their step needs more time or memory than in fp32."""
     if decision.plan.param == "low" or (decision.mixed and decision.device.type != "cpu"):
+        lost = decision.plan.param == "low" and decision.plan.master == "none"
         for optimizer in optimizers:
             if row_of(optimizer) is None:
                 _say(
                     f"halfstep has no update of its own for {_with_options(optimizer)}: its own step runs, on fp32 "
-                    "copies of low weights, and is waited for"
+                    f"copies of low weights{', rounded to nearest' * lost}, and is waited for"
                 )
 
 
