@@ -202,7 +202,8 @@ def test_groups_that_stay_in_registers_have_the_bits_of_the_reference():
 
 
 # Roots in units of their last place; of the first four each is the only one that the product would round wrongly then.
-ROOTS = [(0.999, 24, 9075466), (0.999, 51, 15150409), (0.95, 1, 10528750), (0.95, 33, 12512468), (0.95, 2, 12345678)]
+# The last step divides by 0.5, whose inverse has no second part.
+ROOTS = [(0.999, 24, 9075466), (0.999, 51, 15150409), (0.95, 1, 10528750), (0.95, 33, 12512468), (0.75, 1, 12345678)]
 
 
 @pytest.mark.usefixtures("processor")

@@ -242,10 +242,16 @@ def test_no_update_grows_beside_elements_that_are_nearly_dead(kept, beta2, most)
 
 
 @pytest.mark.parametrize(
-    ("beta1", "noise", "least"),
-    [(0.9, 0.0, 0.8), (0.9, 0.1, 0.95), (0.9, 0.5, 0.99), (0.95, 0.0, 0.99), (0.98, 0.0, 0.99)],
+    ("beta1", "noise", "least", "most"),
+    [
+        (0.9, 0.0, 0.80, 0.90),  # rounded to nearest, whose limits the guide names
+        (0.9, 0.1, 0.95, 0.98),
+        (0.9, 0.5, 0.99, 1.02),
+        (0.95, 0.0, 0.99, 1.01),
+        (0.98, 0.0, 0.99, 1.01),
+    ],
 )
-def test_gradients_with_little_noise_go_as_far(beta1, noise, least):
+def test_gradients_with_little_noise_go_as_far(beta1, noise, least, most):
     steady = torch.randn(64, 64)
     updates = compared(
         300,
@@ -256,7 +262,7 @@ def test_gradients_with_little_noise_go_as_far(beta1, noise, least):
         betas=(beta1, 0.999),
     )
     got, exact = map(sum, zip(*(pair for _, pair in updates), strict=True))
-    assert least <= float((got * exact.sign()).sum() / exact.abs().sum()) <= 1.02
+    assert least <= float((got * exact.sign()).sum() / exact.abs().sum()) <= most
 
 
 @both

@@ -54,7 +54,7 @@ inline __m512i one_of(const uint32_t (&words)[2], bool second) { return _mm512_s
 constexpr uint32_t twice(uint32_t word) { return word << 16 | word; }
 constexpr uint32_t kDropped[] = {twice(1 << (kFine - 16)), twice(1 << (kCoarse - 16))};
 constexpr uint32_t kUnits[2][2] = {{twice(1 << 12), twice(1 << 11)}, {twice(1 << 13), twice(1 << 12)}};
-constexpr uint32_t kMore[2][2] = {{0, twice(4)}, {0, twice(8)}};
+constexpr uint32_t kMore[] = {0, twice(8)};  // of codes that are rounded stochastically
 
 template <bool kSigned>
 __attribute__((always_inline)) inline void decode_group(const uint8_t* from, int32_t base, float* to) {
@@ -127,7 +127,7 @@ __attribute__((always_inline)) inline int16_t encode_group(const float* from, co
                       _mm512_mask_cmplt_epu16_mask(some[1], sizes[1], bound));
   const int32_t more = near ? 0 : kStochastic ? (random[0] * kLast[kState]) >> 9 & 8 : kHalf;
   const int32_t base = std::max(((top + kHalf + more) >> (near ? 3 : 4)) - kMost, 0);
-  const __m512i unit = one_of(kUnits[kStochastic], !near), added = one_of(kMore[kStochastic], more);
+  const __m512i unit = one_of(kUnits[kStochastic], !near), added = one_of(kMore, more);
   const __m512i least = _mm512_set1_epi16(int16_t(base));
   __m512i codes[2];
   for (int i = 0; i < 2; i++) {

@@ -196,31 +196,30 @@ inline Kept kept_at(const Tensors& b, int64_t t, int64_t at, int64_t group, uint
   return x;
 }
 
-// Copies a group of fp32 numbers that stand in order to where they stand apart, or the other way.
-inline void part_group(const float* from, float* to, bool back) {
+// Copies a group of fp32 numbers, which stand apart or in order, to where they stand apart or in order.
+template <bool kFrom, bool kTo>
+__attribute__((always_inline)) inline void copy_group(const float* from, float* to) {
 #if defined(__AVX512BW__)
-  for (int k = 0; k < kGroup; k += kWords) back ? put<false>(take<true>(from + k), to + k) : put<true>(take<false>(from + k), to + k);
-#endif
-}
-
-template <bool kApart, typename Grad>
-__attribute__((always_inline)) inline void open_grads(const Grad* from, float factor, float* to) {
-  if constexpr (kApart && std::is_same_v<Grad, float>) {
-    part_group(from, to, false);
-    for (int k = 0; k < kGroup; k++) to[k] *= factor;
-  } else {
-    load<kApart>(from, factor, to, kGroup);
+  if constexpr (kFrom != kTo) {
+    for (int k = 0; k < kGroup; k += kWords) put<kTo>(take<kFrom>(from + k), to + k);
+    return;
   }
+#endif
+  std::memcpy(to, from, kGroup * sizeof *to);
 }
 
 template <bool kApart>
-inline void open_group(const float* w, const int16_t*, float* to) {
-  kApart ? part_group(w, to, false) : void(std::memcpy(to, w, kGroup * sizeof *w));
+inline void open_grads(const float* from, float factor, float* to) {
+  copy_group<false, kApart>(from, to);
+  for (int k = 0; k < kGroup; k++) to[k] *= factor;
 }
 template <bool kApart>
-inline void close_group(const float* from, float* w, int16_t*) {
-  kApart ? part_group(from, w, true) : void(std::memcpy(w, from, kGroup * sizeof *w));
-}
+inline void open_grads(const BFloat16* from, float factor, float* to) { load<kApart>(from, factor, to, kGroup); }
+
+template <bool kApart>
+inline void open_group(const float* w, const int16_t*, float* to) { copy_group<false, kApart>(w, to); }
+template <bool kApart>
+inline void close_group(const float* from, float* w, int16_t*) { copy_group<kApart, false>(from, w); }
 template <bool kApart>
 inline void open_group(const uint16_t* w, const int16_t* rest, float* to) { join<kApart>(w, rest, to, kGroup); }
 template <bool kApart>
