@@ -131,6 +131,7 @@ class Status(InNotebooks):
         bad_losses: how many of the skipped steps had a loss that was not finite before it was scaled.
         products: the linear layers by how they multiply, where the plan has a recipe: by it, or why not.
         lost: what the recipe lost so far, by layer, product and operand.
+        moments: bytes of those of the optimizer state that are kept in "bf16" or "8bit".
     """
 
     level: str
@@ -145,6 +146,7 @@ class Status(InNotebooks):
     bad_losses: int = 0
     products: dict[str, tuple[str, ...]] = field(default_factory=dict)
     lost: tuple[ProductLoss, ...] = ()
+    moments: dict[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
         scales = ", ".join(
@@ -155,6 +157,8 @@ class Status(InNotebooks):
             self.nonfinite_gradients
         )
         memory = ", ".join(f"{name} {amount(size)}" for name, size in self.memory.items())
+        kept = ", ".join(f"{name} {amount(size)}" for name, size in self.moments.items())
+        memory += f" (moments in {kept})" * bool(kept)
         skips = skips_in_words(f"{self.skipped} skipped", self.bad_losses)
         under = self.level if self.level == "O0" else f"{self.level} in {self.low}"
         return (

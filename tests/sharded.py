@@ -6,6 +6,7 @@ import copy
 import functools
 import itertools
 import json
+import math
 import os
 import time
 from contextlib import nullcontext
@@ -28,8 +29,14 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -593,6 +600,25 @@ def differing(rank, what):
     for session in opened:
         session.close()
     return found
+
+
+def loss_of_parts(rank, level, low):
+    """Returns losses of a head whose logits and loss are DTensors, and the steps skipped; the third loss is inf."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 32))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    parallelize_module(net, mesh, {"2": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)})
+    inputs, targets = torch.randn(4, 8), torch.randint(32, (4,))
+    optimizer, losses = torch.optim.AdamW(net.parameters(), lr=3e-2), []
+    with halfstep.initialize(net, optimizer, level, low=low) as session, loss_parallel():
+        for factor in (1, 1, math.inf, 1):
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(net(inputs).float(), targets) * factor
+            assert isinstance(loss, DTensor)
+            session.backward(loss)
+            session.step()
+            losses.append(loss.full_tensor().item())
+        return [losses, session.status().skipped]
 
 
 def hooked(rank, engine):

@@ -67,6 +67,8 @@ USES = (
 CASES |= {f"recipe {how}": (sharded.by_recipe, how) for how in USES}
 CASES |= {f"parts by {name}": (sharded.parts_cast, (name,)) for name in RECIPES}
 CASES |= {f"muon {dims}": (sharded.coded, ("muon", *dims)) for dims in CODED}
+PARTS = ("O1", "bf16"), ("O2", "fp16")
+CASES |= {f"loss {level} {low}": (sharded.loss_of_parts, (level, low)) for level, low in PARTS}
 CASES |= {f"{level} summed": (sharded.summed, (level,)) for level in LEVELS}
 CASES |= {f"unfrozen {what}": (sharded.unfrozen, ("O2", what == "group")) for what in ("weight", "group")}
 SLOW_CASES = ("O1 bf16", "O2 fp16", "O3 bf16", "O3 fp16", "O1 fp16 full", "truncated", "gathered blame")
@@ -441,6 +443,14 @@ def test_compiled_blocks_train_alike(level, process_group):
 def test_gradients_that_another_mesh_adds_to_are_summed_in_fp32(found, level):
     """As reduce_dtype says, which FSDP2 alone does not (pytorch#190626): it gives 1 here."""
     assert [each[f"{level} summed"] for each in found] == [[1 + 2**-10, 1 + 2**-10, 3 * (1 + 2**-10)]] * len(found)
+
+
+@pytest.mark.parametrize(("level", "low"), PARTS)
+def test_a_loss_that_is_a_dtensor_trains_and_is_skipped_where_it_is_not_finite(level, low, found):
+    (losses, skipped), other = (each[f"loss {level} {low}"] for each in found)
+    assert [losses, skipped] == other
+    first, second, bad, last = losses
+    assert (last < second - 0.05 < first - 0.1, bad, skipped) == (True, math.inf, 1)
 
 
 def test_weights_that_were_frozen_train_later_also_where_all_of_their_group_were(found):

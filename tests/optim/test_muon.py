@@ -7,7 +7,9 @@ from torch.optim import Muon
 
 import halfstep
 from halfstep.errors import SetupError
+from halfstep.train.optim import implementations, moments
 from halfstep.train.optim.masters import MasterStore
+from halfstep.train.optim.moments import random_bits
 from tests.optim.cases import MUONS, TRUE, Run, assert_same_bits, gradients, one_pass
 
 OPTIONS = pytest.mark.parametrize("options", [options for _, options in MUONS], ids=range(len(MUONS)))
@@ -82,8 +84,31 @@ def test_a_session_trains_with_it_without_a_wait(moments):
             assert not session.step().synced
             optimizer.zero_grad()
         assert losses[-1] < 0.7 * losses[0]
-        bytes_of_each = session.status().memory["optimizer"] / sum(p.numel() for p in model.parameters())
-        assert bytes_of_each == pytest.approx(4 if moments == "full" else 2, abs=0.3)
+        status, full = session.status(), moments == "full"
+        assert ("(moments in bf16 13.5 KiB)" in str(status)) is not full
+        assert status.moments == ({} if full else {"bf16": 2 * 96 * (64 + 8)})
+        bytes_of_each = status.memory["optimizer"] / sum(p.numel() for p in model.parameters())
+        assert bytes_of_each == pytest.approx(4 if full else 2, abs=0.3)
+
+
+def test_random_bits_are_drawn_for_parts_of_a_matrix(monkeypatch):
+    found, drawn = [], []
+    for limit in (2**19, 128):
+        monkeypatch.setitem(implementations._CHUNK, "cpu", limit)
+        monkeypatch.setattr(
+            moments, "random_bits", lambda *args, of=random_bits, **kw: drawn.append(args[1]) or of(*args, **kw)
+        )
+        torch.manual_seed(0)
+        model = torch.nn.Linear(64, 96, bias=False)
+        optimizer = Muon(model.parameters(), lr=0.02)
+        options = {"low": "bf16", "moments": "bf16", "rounding": "stochastic"}
+        with halfstep.initialize(model, optimizer, "O3", **options) as session:
+            session.backward(model(torch.ones(2, 64)).sum())
+            session.step()
+            found.append([model.weight.clone(), optimizer.state_dict()["state"][0]["momentum_buffer"]])
+    assert_same_bits(*found)
+    assert {count for count in drawn if count < 6144} == {128}
+    assert len(drawn) == 2 + 2 * 48
 
 
 def test_eight_bits_are_refused():

@@ -128,19 +128,33 @@ def _run_opened(core: Core, batch: Batch, factor: Tensor | None, found: Tensor, 
     """Makes an update by a `core` that supports only full weights and full, unscaled gradients."""
     if batch.steps:  # with lists: the overloads that take one tensor may read it on the host
         foreach_add_(batch.steps, [(~found).to(torch.float32)] * len(batch.steps))
-    for part in chunks(batch, _CHUNK.get(batch.device.type, _CHUNK_ELSEWHERE)):
+    for part in chunks(batch, _limit(batch)):
         full = _open(part, scratch)
         grads = _unscaled(part, factor, scratch)
         coded = part.kept is not None and part.kept.kind != "full"
         states = opened(part) if coded else part.states
         core(replace(part, layout="full", weights=full, extras=[], grads=grads, states=states), found)
-        if part.kept is not None and part.kept.rounds:
-            for weight, value, place, step in zip(part.weights, full, part.kept.places, part.steps, strict=True):
-                weight.copy_(torch.where(found, weight, rounded_weight(value, place, step)))
-        else:
+        if part.kept is None or not part.kept.rounds:
             _store(part, full, scratch)
-        if coded:
-            close(part, states, found)
+        if part.kept is not None:
+            _keep(part, full, states if coded else {}, found)
+
+
+def _limit(batch: Batch) -> int:
+    return _CHUNK.get(batch.device.type, _CHUNK_ELSEWHERE)
+
+
+def _keep(batch: Batch, full: list[Tensor], states: Mapping[str, list[Tensor]], found: Tensor) -> None:
+    """Rounds what is kept in fewer bits; by parts, as random bits take more memory than what they round."""
+    old, new = replace(batch, whole=False), replace(batch, whole=False, weights=full, states=states)
+    for part, values in zip(*(chunks(each, _limit(batch)) for each in (old, new)), strict=True):
+        assert part.kept is not None
+        if part.kept.rounds:
+            for weight, value, place, step in zip(
+                part.weights, values.weights, part.kept.places, part.steps, strict=True
+            ):
+                weight.copy_(torch.where(found, weight, rounded_weight(value, place, step)))
+        close(part, values.states, found)
 
 
 def _open(part: Batch, scratch: Scratch) -> list[Tensor]:

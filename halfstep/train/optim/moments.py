@@ -8,6 +8,7 @@ whose step count is no longer there, as after `optimizer.state.clear()`, starts 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -158,13 +159,13 @@ def _kept_as(values: Tensor, kept: Kept, state: int, place: Place, step: Tensor)
 
 # ---- what a session keeps
 
-LEAST = 4096  # elements of a weight whose moments are not kept in fp32; its dimensions are 2 or more
+LEAST = 4096  # elements of a weight whose moments have 8 bits; its dimensions are 2 or more
 _PART = 2**19  # elements that are converted at a time
 _LOG = logging.getLogger("halfstep")
 
 
 class Moments:
-    """Keeps the moments of an optimizer's large weights in codes of `width`, but for those of the weights `full`."""
+    """Keeps the moments of an optimizer's weights in codes of `width`, small ones in bf16, but for those in `full`."""
 
     def __init__(
         self,
@@ -184,7 +185,8 @@ class Moments:
             optimizer.register_state_dict_post_hook(self._widen).remove,
             put_over(optimizer, "__getstate__", self._pickled),
         ]
-        cut = [name_of(p) for p in updated_by(self._optimizer) if self.kind(p) not in ("full", width)]
+        large = [p for p in updated_by(self._optimizer) if not _is_small(p)]
+        cut = [name_of(p) for p in large if self.kind(p) not in ("full", width)]
         if cut:
             _LOG.warning(
                 "moments of %d weights are kept in bf16, 2 bytes each, as their shards or their memory order cut the "
@@ -194,9 +196,9 @@ class Moments:
     def kind(self, p: Parameter) -> Width:
         """Returns how the moments of a parameter are kept; "full": in fp32, in `optimizer.state`."""
         if p not in self._kinds:
-            small = p.dim() < 2 or p.numel() < LEAST or p.dtype not in (torch.float32, torch.bfloat16, torch.float16)
-            full = small or id(p) in self._full
-            self._kinds[p] = "full" if full or not self.codes else self._width if _keeps_groups(p) else "bf16"
+            full = id(p) in self._full or p.dtype not in (torch.float32, torch.bfloat16, torch.float16)
+            grouped = not _is_small(p) and _keeps_groups(p)
+            self._kinds[p] = "full" if full or not self.codes else self._width if grouped else "bf16"
         return self._kinds[p]
 
     def empty(self, p: Parameter, low: bool, codes: Mapping[str, Code]) -> Kept | None:
@@ -248,10 +250,13 @@ class Moments:
                 out.states[name][0].copy_(tensors[0])
         return {name: t for name, (t,) in values.items()}
 
-    def bytes(self) -> int:
-        """Returns how many bytes the codes and their bases take in this process."""
+    def bytes(self) -> dict[str, int]:
+        """Returns how many bytes the codes and their bases take in this process, by how they are kept."""
         self.forget_removed()
-        return sum(t.nbytes for _, batch in self._held.values() for t in _tensors(batch))
+        found: Counter[str] = Counter()
+        for p, batch in self._held.values():
+            found[self.kind(p)] += sum(t.nbytes for t in _tensors(batch))
+        return dict(found)
 
     def forget_removed(self) -> None:
         """Drops the codes of parameters whose state was taken out of `optimizer.state`."""
@@ -319,6 +324,10 @@ def _fits(batch: Batch, own: Tensor, codes: Mapping[str, Code]) -> bool:
     (first,) = next(iter(batch.states.values()))
     same = (first.device, first.shape, first.stride()) == (own.device, own.shape, own.stride())
     return same and list(batch.states) == list(codes)
+
+
+def _is_small(p: Parameter) -> bool:
+    return p.dim() < 2 or p.numel() < LEAST
 
 
 def _keeps_groups(p: Parameter) -> bool:

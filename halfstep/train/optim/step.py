@@ -150,9 +150,9 @@ class OnePassStepper:
         found = self._sort(list(params), [widened(g).to_dense() if g.is_sparse else resolved(g) for g in grads])
         return list(zip(self._optimizer.param_groups, [dense for dense, _ in found], strict=True))
 
-    def bytes(self) -> int:
-        """Returns how many bytes the moments take that are not kept in fp32."""
-        return 0 if self._moments is None else self._moments.bytes()
+    def bytes(self) -> dict[str, int]:
+        """Returns how many bytes the moments take that are not kept in fp32, by how they are."""
+        return {} if self._moments is None else self._moments.bytes()
 
     def close(self) -> None:
         """Moves step counts to where torch keeps them: the CPU, unless the group is `fused` or `capturable`."""

@@ -54,9 +54,9 @@ class PlainStepper:
         """Makes the optimizer's initial state by calling its `step`; all gradients and learning rates must be zero."""
         original_step(self._optimizer)()
 
-    def bytes(self) -> int:
-        """Returns how many bytes of optimizer state are kept outside of `optimizer.state`."""
-        return 0
+    def bytes(self) -> dict[str, int]:
+        """Returns how many bytes of optimizer state are kept outside of `optimizer.state`, by how they are."""
+        return {}
 
     def close(self) -> None:
         """Removes what the stepper attached to the optimizer."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
@@ -61,7 +62,7 @@ from halfstep.train.optim.state import exact_state_loading, widen_states
 from halfstep.train.optim.steppers import make_stepper, needs_closure
 from halfstep.train.probe.probe import Probe, Probes, make_probe
 from halfstep.train.probe.rows import Overflows, Shadows
-from halfstep.train.processes.shards import local, own_number, reshard
+from halfstep.train.processes.shards import local, own_number, reshard, whole
 from halfstep.train.scale.accumulator import GradientAccumulator
 from halfstep.train.scale.buffers import BufferGuard
 from halfstep.train.scale.loss import (
@@ -418,7 +419,7 @@ class Session:
     @contextmanager
     def _scaling(self, losses: Sequence[Tensor], loss_id: int, *, unscale: bool) -> Iterator[Tensor]:
         self._carry(loss_id, losses)
-        detached = [loss.detach() for loss in losses]
+        detached = [whole(loss.detach()) for loss in losses]
         with self._training.scaling(detached, loss_id, unscale=unscale) as value:
             yield value
         for loss in detached:
@@ -465,7 +466,7 @@ class Session:
         with self._casting.backward():
             found = torch.autograd.grad(outputs, inputs, directions, **kwargs)
         if scale.active:
-            bad = torch.stack([overflowed(out.detach()).to(value.device) for out in outputs]).any()
+            bad = torch.stack([overflowed(local(out.detach())).to(value.device) for out in outputs]).any()
             lost = read([resolved(local(g)) for g in found if g is not None], device=value.device).found > bad
             self._scales.penalties[loss_id] = lost | self._scales.penalties.get(loss_id, lost)
         return tuple(None if g is None else true_gradient(g, value if scale.active else None) for g in found)
@@ -650,6 +651,7 @@ class Session:
         ]
         flags, spoiled = self._stepped.flags, self._stepped.spoiled
         overflowed = {id(p) for ps, bad in flags for p, is_bad in zip(ps, bad.tolist(), strict=True) if is_bad}
+        moments = sum((Counter(part.stepper.bytes()) for part in self._parts), Counter())
         return Status(
             level=self.plan.name,
             low=self.plan.low.name,
@@ -664,8 +666,9 @@ class Session:
                 self.parameters(),
                 self.optimizers,
                 masters=self._store.bytes(),
-                moments=sum(part.stepper.bytes() for part in self._parts),
+                moments=moments.total(),
             ),
+            moments=dict(moments),
             products=self.assignment.by_products(),
             lost=self._casting.layers.losses() if self._casting.layers is not None else (),
         )
