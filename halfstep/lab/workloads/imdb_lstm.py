@@ -68,6 +68,7 @@ class ImdbLSTM(Workload):
     name: ClassVar[str] = "imdb_lstm"
     batch: int = 64
     lr: float = 2e-3
+    beta2: float = 0.999
     max_norm: float | None = 1.0
     length: int = 200
     words: int = 10000
@@ -80,7 +81,7 @@ class ImdbLSTM(Workload):
         return seeded(seed, lambda: SentimentLSTM(count, embedding=self.embedding, hidden=self.hidden))
 
     def optimizer(self, model: nn.Module, *, fused: bool) -> torch.optim.Optimizer:
-        return torch.optim.Adam(model.parameters(), lr=self.lr, fused=fused)
+        return torch.optim.Adam(model.parameters(), lr=self.lr, betas=(0.9, self.beta2), fused=fused)
 
     def lr_factor(self, step: int, steps: int) -> float:
         return 0.05 + 0.475 * (1 + cos(pi * step / steps))
