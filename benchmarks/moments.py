@@ -338,7 +338,7 @@ def shards(name: str, count: int) -> str:
         try:
             multiprocessing.spawn(_as_one_of, (name, count, port, file), nprocs=count)
         except multiprocessing.ProcessRaisedException as e:
-            errors = [line for line in str(e).splitlines() if re.match(r"[\w.]*(Error|Exception)\b", line)]
+            errors = [line for line in str(e).splitlines() if re.match(r"[\w.]*(Error|Exception):", line)]
             return (errors or ["an error"])[-1][:90]
         found = torch.load(file)
     return "yes" if torch.equal(found, whole) else f"no ({error([found], [whole])[0]:.2g})"

@@ -10,6 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._higher_order_ops import map as over_rows
+from torch._higher_order_ops import scan
+from torch.nn.attention import flex_attention as flex
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
 import halfstep
@@ -505,3 +509,47 @@ def test_a_product_that_is_called_by_its_aten_name_is_low_under_every_marker(mar
             out = torch.convolution(x, w, None, (1, 1), (0, 0), (1, 1), False, (0, 0), 1)
             assert torch.is_autocast_enabled(marker)
             assert out.dtype is F.conv2d(x, w).dtype is torch.bfloat16
+
+
+def attended(x):
+    q = x.view(1, 6, 2, 8).transpose(1, 2)
+    return (
+        flex_attention(q, q, q, score_mod=lambda score, b, h, i, j: score + 0.1 * (i - j)).transpose(1, 2).flatten(2)[0]
+    )
+
+
+TAKING_FUNCTIONS = {
+    "cond": lambda x: torch.cond(x.sum() > 0, lambda t: t.sin(), lambda t: t.cos(), (x,)),
+    "scan": lambda x: scan(lambda carry, t: (carry * 0.5 + t, carry + t), x[0] * 0, x)[1],
+    "map": lambda x: over_rows(torch.sin, x),
+    "flex_attention": attended,
+}
+
+
+class Taking(nn.Module):
+    def __init__(self, name):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.name = nn.Linear(16, 16), name
+
+    def forward(self, x):
+        return TAKING_FUNCTIONS[self.name](self.linear(x)).float().square().mean()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("low", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", TAKING_FUNCTIONS)
+@pytest.mark.filterwarnings("ignore")  # torch's, of its own tracing
+def test_operations_that_take_functions_run_and_train_as_under_autocast(name, low, level, monkeypatch):
+    monkeypatch.setattr(flex, "_validate_device", lambda *_: None)  # which refuses to train on a CPU alone
+    (model, twin), x = (Taking(name) for _ in range(2)), torch.randn(6, 16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with halfstep.initialize(model, optimizer, level, low=low) as session:
+        session.backward(model(x))
+        session.unscale_()
+        found = model.linear.weight.grad.float()
+    with torch.autocast("cpu", halfstep.level(level, low).low.dtype):
+        twin(x).backward()
+    exact = twin.linear.weight.grad
+    torch.testing.assert_close(found, exact, rtol=0.05, atol=0.02 * float(exact.abs().max()))
+    torch._dynamo.reset()

@@ -82,7 +82,10 @@ SCRIPTS = {
     "fp8": ("--seeds 1 --set d=32 --set layers=1 --set heads=2", {}),
     "inspect_gains": ("", {"WIDTH": 32, "SECONDS": 0.0}),
     "loaded_low": ("--before 1 --steps 1 --width 12 --rows fp32 'halfstep O2'", {}),
-    "moments": ("--steps 1 --processes 0 --json x.json", {"SETTINGS": {"d": "64", "layers": "1", "heads": "2", "batch": "2"}, "STALL": 502}),
+    "moments": (
+        "--steps 1 --processes 0 --json x.json",
+        {"SETTINGS": {"d": "64", "layers": "1", "heads": "2", "batch": "2"}, "STALL": 502},
+    ),
     "probe_cost": ("--steps 1", {"CharLM": partial(CharLM, **TINY)}),
     "report_page": ("--modules 2 --steps 20 --every 10 --openings 1", {}),
     "small_step": ("--steps 1", {}),

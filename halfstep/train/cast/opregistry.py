@@ -37,6 +37,7 @@ from halfstep.torch_internals import (
     has_kernel_for,
     in_function,
     keyset_after,
+    let_higher_order_pass,
     marked_constant,
     parsed_key,
     saved_tensor_hooks,
@@ -376,6 +377,7 @@ class Registry:
         """Makes operations without a kernel at a marker's key go on to the next key, as at every key of autocast."""
         # This stays when the last engine closes, because a session may be closed inside of its own region, where the
         # key is still on.
+        let_higher_order_pass(_key_of(place))
         if place not in self._passing and not has_fallback(_key_of(place)):
             library = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
             library.fallback(torch.library.fallthrough_kernel, place)  # type: ignore[no-untyped-call]
