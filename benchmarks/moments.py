@@ -217,8 +217,8 @@ def error(own: Sequence[Tensor], exact: Sequence[Tensor]) -> tuple[float, float]
     return float((mine - theirs).norm() / theirs.norm()), float(mine.abs().max() / theirs.abs().max())
 
 
-def gradients(data: Path | None, steps: int) -> Iterator[list[Tensor]]:
-    """Yields the gradients of char_lm's large weights while AdamW trains it in fp32."""
+def gradients(data: Path | None, steps: int, *, flat: bool) -> Iterator[list[Tensor]]:
+    """Yields gradients of char_lm while AdamW trains it in fp32: of its large weights, or of all as rows of 64."""
     workload = load_workload("char_lm", SETTINGS, data=data)
     model = workload.build(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
@@ -229,7 +229,11 @@ def gradients(data: Path | None, steps: int) -> Iterator[list[Tensor]]:
         optimizer.zero_grad()
         workload.loss(model(inputs), targets).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        yield [p.grad.clone() for p in large]
+        if flat:
+            every = torch.cat([p.grad.flatten() for p in model.parameters()])
+            yield [every[: len(every) // 64 * 64].view(-1, 64)]
+        else:
+            yield [p.grad.clone() for p in large]
         optimizer.step()
 
 
@@ -393,13 +397,15 @@ def _off(kept: Callable[[Tensor], Tensor], spread: float, row: int) -> tuple[flo
     return float(ratio.median()), float(ratio.flatten().quantile(0.99))
 
 
-def char_lm(made: dict[str, Any], data: Path | None, steps: int) -> tuple[dict[str, list[float]], dict[str, float]]:
+def char_lm(
+    made: dict[str, Any], data: Path | None, steps: int, *, flat: bool
+) -> tuple[dict[str, list[float]], dict[str, float]]:
     """Returns error and largest update of each at both beta2, and their bytes."""
     errors: dict[str, list[float]] = {name: [] for name in made}
     for beta2 in (0.999, 0.95):
         boxes: dict[str, Box] = {}
         worst = dict.fromkeys(made, 0.0)
-        for grads in gradients(data, steps):
+        for grads in gradients(data, steps, flat=flat):
             shapes = [tuple(g.shape) for g in grads]
             boxes = boxes or {
                 name: Box(make, shapes, beta2, 1e-8) for name, make in [*made.items(), ("exact", torch.optim.AdamW)]
@@ -426,11 +432,14 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="another text than the package has")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--processes", type=int, default=3)
+    parser.add_argument(
+        "--flat", action="store_true", help="one vector of all weights of char_lm, biases and norms too"
+    )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.manual_seed(0)
     made = candidates()
-    errors, sizes = char_lm(made, options.data, options.steps)
+    errors, sizes = char_lm(made, options.data, options.steps, flat=options.flat)
     found: dict[str, dict[str, float | bool | str]] = {}
 
     def rows() -> Iterator[list[str]]:
