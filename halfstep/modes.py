@@ -20,6 +20,7 @@ from torch.overrides import enable_reentrant_dispatch
 from halfstep.formats import is_low
 from halfstep.torch_internals import (
     DispatchKey,
+    HigherOrder,
     OpOverload,
     TorchDispatchMode,
     call_by_key,
@@ -122,6 +123,8 @@ class OpMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's cla
     what the inner entry sees: the operations as the model called them. Operations inside `run` are not passed to it.
     """
 
+    supports_higher_order_operators = sees_parts = True
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.on = True
@@ -152,7 +155,7 @@ class OpMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's cla
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         named, local = {} if kwargs is None else kwargs, self._local
-        inside = getattr(local, "inside", False)
+        inside = getattr(local, "inside", False) or isinstance(func, HigherOrder)
         if inside or func.namespace == "prim" or not self.sees():  # prim: sizes and layouts
             return as_called(func, args, named)
         made: list[Any] = []

@@ -133,17 +133,20 @@ kernels_in_python: Callable[[Any], dict[Any, Any]] = _attribute("torch.ops.aten.
 redispatch_of: Callable[[Any], Callable[..., Any]] = operator.attrgetter("_handle.redispatch_boxed")  # (keys, ...)
 _name("torch.ops.aten.mm.default._handle.redispatch_boxed")
 
-# Operations that take functions, such as `cond`, `scan` and `flex_attention`; the list has the keys that new ones pass.
+# Operations that take functions, such as `cond` and `scan`; the list has the keys that new ones pass.
+HigherOrder: Any = _name("torch._ops.HigherOrderOperator")
 _HIGHER_ORDER: Mapping[str, Any] = _name("torch._ops._higher_order_ops")
 _PASSED_BY_THEM: list[Any] = _name("torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS")
+FLEX_ATTENTION: Any = _name("torch._higher_order_ops.flex_attention")
 
 
-def let_higher_order_pass(key: Any) -> None:
-    """Makes operations that take functions go on to the key after this one, as at the usual keys of autocast."""
+def let_higher_order_pass(key: Any, flex: Callable[..., Any]) -> None:
+    """Makes operations that take functions go on to the next key, as at autocast's; `flex` runs flex_attention."""
     if key not in _PASSED_BY_THEM:
         _PASSED_BY_THEM.append(key)
         for operation in _HIGHER_ORDER.values():
             operation.fallthrough(key)
+        FLEX_ATTENTION.py_impl(key)(flex)
 
 
 # Products and attention that have no public operation; emulation and wide backward passes know them by these.

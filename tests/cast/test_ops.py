@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import halfstep
 from halfstep.errors import OpError, PlanError, SessionError
-from halfstep.train.cast import opregistry
+from halfstep.train.cast import opkernels, opregistry
 from halfstep.train.cast.opkernels import OpSite
 from halfstep.train.cast.opregistry import MARKERS, REGISTRY
 from halfstep.train.cast.ops import Emulators, autocast
@@ -512,10 +512,9 @@ def test_a_product_that_is_called_by_its_aten_name_is_low_under_every_marker(mar
 
 
 def attended(x):
-    q = x.view(1, 6, 2, 8).transpose(1, 2)
-    return (
-        flex_attention(q, q, q, score_mod=lambda score, b, h, i, j: score + 0.1 * (i - j)).transpose(1, 2).flatten(2)[0]
-    )
+    k = x.view(1, 6, 2, 8).transpose(1, 2)
+    out = flex_attention(k.float(), k, k, score_mod=lambda score, b, h, i, j: score + 0.1 * (i - j))
+    return out.transpose(1, 2).flatten(2)[0]
 
 
 TAKING_FUNCTIONS = {
@@ -533,15 +532,24 @@ class Taking(nn.Module):
         self.linear, self.name = nn.Linear(16, 16), name
 
     def forward(self, x):
-        return TAKING_FUNCTIONS[self.name](self.linear(x)).float().square().mean()
+        out = TAKING_FUNCTIONS[self.name](self.linear(x))
+        self.dtype = out.dtype
+        return out.float().square().mean()
+
+
+@pytest.fixture
+def flex_trains(monkeypatch):
+    monkeypatch.setattr(flex, "_validate_device", lambda *_: None)  # which refuses it on a CPU alone
+    monkeypatch.setattr(opkernels._Called, "flex_attention", False)
+    yield
+    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("low", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", TAKING_FUNCTIONS)
 @pytest.mark.filterwarnings("ignore")  # torch's, of its own tracing
-def test_operations_that_take_functions_run_and_train_as_under_autocast(name, low, level, monkeypatch):
-    monkeypatch.setattr(flex, "_validate_device", lambda *_: None)  # which refuses to train on a CPU alone
+def test_operations_that_take_functions_run_and_train_as_under_autocast(name, low, level, flex_trains):
     (model, twin), x = (Taking(name) for _ in range(2)), torch.randn(6, 16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with halfstep.initialize(model, optimizer, level, low=low) as session:
@@ -551,5 +559,36 @@ def test_operations_that_take_functions_run_and_train_as_under_autocast(name, lo
     with torch.autocast("cpu", halfstep.level(level, low).low.dtype):
         twin(x).backward()
     exact = twin.linear.weight.grad
+    assert model.dtype is twin.dtype
     torch.testing.assert_close(found, exact, rtol=0.05, atol=0.02 * float(exact.abs().max()))
-    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("low", ["bf16", "fp16"])
+@pytest.mark.filterwarnings("ignore")
+def test_flex_attention_is_seen_as_the_operations_it_is_made_of(low, flex_trains):
+    model, x = Taking("flex_attention"), torch.randn(6, 16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with halfstep.initialize(model, optimizer, "O2", low=low, emulate=True) as session:
+        probe = session.observe(every=1, absorbed=True, precision=True)
+        session.backward(model(x))
+        session.step()
+        assert {seen.module for seen in probe.flush()} == {"linear", ""}
+        found = halfstep.blame(session, lambda: model(x) * torch.inf)
+        assert found.operator == "mul"
+        assert halfstep.blame(session, lambda: model(x)) is None
+
+
+@pytest.mark.parametrize(("name", "looks"), [("flex_attention", 0), ("scan", 1)])
+@pytest.mark.filterwarnings("ignore")
+def test_overflows_are_looked_for_unasked_but_where_flex_attention_would_keep_all_scores(
+    name, looks, flex_trains, monkeypatch
+):
+    module = sys.modules["halfstep.initialize"]
+    begun, watch = [], module.watch_absorbed
+    monkeypatch.setattr(module, "watch_absorbed", lambda *args: begun.append(1) or watch(*args))
+    model, x = Taking(name), torch.randn(6, 16)
+    with halfstep.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "O2", low="fp16") as session:
+        for _ in range(11):
+            session.backward(model(x))
+            session.step()
+    assert len(begun) == looks

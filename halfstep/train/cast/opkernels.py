@@ -22,13 +22,18 @@ from halfstep.formats import CASTABLE, is_low
 from halfstep.machine import WideBackward
 from halfstep.plan.optable import CARRIED, REFUSED, Action, overload_name
 from halfstep.torch_internals import (
+    FLEX_ATTENTION,
     DispatchKey,
     OpOverload,
     call_by_key,
     direct_call,
+    forced_keys,
     has_kernel_for,
     kernels_in_python,
+    keys_excluded_here,
+    keys_included_here,
     keyset_after,
+    mode_stack,
     redispatch_of,
     schema_of,
     set_key_excluded,
@@ -47,7 +52,7 @@ _LOW_SUMS_ON_CPU = ("layer_norm", "native_layer_norm")
 _WHOLE = ("layer_norm", "native_layer_norm", "group_norm", "batch_norm")
 _TRACING = DispatchKey.PythonDispatcher
 _NUMBERS = (int, float, complex, torch.SymInt, torch.SymFloat)
-_COMPOSITE = DispatchKey.CompositeImplicitAutograd
+_COMPOSITE, _IN_PARTS = DispatchKey.CompositeImplicitAutograd, DispatchKey.CompositeExplicitAutograd
 # A method for each format: `to` takes 1.5 us longer to read its arguments.
 _CASTS: dict[torch.dtype, Callable[[Tensor], Tensor]] = {
     torch.float32: Tensor.float,
@@ -392,6 +397,29 @@ def wide_attention(stock: Any, limits: Callable[[], WideBackward]) -> Callable[.
         return tuple(g.to(low) for g in wide)
 
     return kernel
+
+
+class _Called:
+    flex_attention = False  # in this process, inside of a session's region
+
+
+def called_flex_attention() -> bool:
+    """Tells whether a model has called flex_attention, which keeps all scores in memory where it is not compiled."""
+    return _Called.flex_attention
+
+
+def flex_attention(place: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Runs torch's flex_attention; where a mode of halfstep's is on, as the operations that it is made of."""
+    # Torch's own gradient traces the score function with numbers that nobody has set, which a mode would see.
+    _Called.flex_attention, device_type = True, query.device.type
+    with forced_keys(keys_included_here().remove(place), keys_excluded_here()):
+        if not any(getattr(mode, "sees_parts", False) for mode in mode_stack()):
+            return FLEX_ATTENTION(query, key, value, *args, **kwargs)  # its own kernel for autocast casts
+        low = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else query.dtype
+        with torch.autocast(device_type, enabled=False):
+            return kernels_in_python(FLEX_ATTENTION)[_IN_PARTS](
+                *(t.to(low) for t in (query, key, value)), *args, **kwargs
+            )
 
 
 def goes_wide(limits: WideBackward, width: int, length: int) -> bool:

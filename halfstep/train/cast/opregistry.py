@@ -47,7 +47,7 @@ from halfstep.torch_internals import (
     uncompiled,
 )
 from halfstep.train.cast.narrow import NARROW, Layers, define_products, make_narrow
-from halfstep.train.cast.opkernels import Act, OpSite, is_composite, make_act, wide_attention
+from halfstep.train.cast.opkernels import Act, OpSite, flex_attention, is_composite, make_act, wide_attention
 from halfstep.train.cast.probabilities import define_traced
 from halfstep.train.cast.products import ALSO_EMULATED, EMULATED, make_product
 from halfstep.train.cast.recipes import Units
@@ -377,11 +377,13 @@ class Registry:
         """Makes operations without a kernel at a marker's key go on to the next key, as at every key of autocast."""
         # This stays when the last engine closes, because a session may be closed inside of its own region, where the
         # key is still on.
-        let_higher_order_pass(_key_of(place))
-        if place not in self._passing and not has_fallback(_key_of(place)):
-            library = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
+        if place in self._passing:
+            return
+        key = _key_of(place)
+        let_higher_order_pass(key, partial(flex_attention, key))
+        self._passing[place] = library = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
+        if not has_fallback(key):
             library.fallback(torch.library.fallthrough_kernel, place)  # type: ignore[no-untyped-call]
-            self._passing[place] = library
 
     def _wide_backward(self) -> WideBackward:
         """Returns pairs (head width, length), the limits within which attention runs its backward pass in fp32."""

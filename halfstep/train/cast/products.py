@@ -110,6 +110,8 @@ class Emulation(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
     tensor([[inf]], dtype=torch.float16)
     """
 
+    supports_higher_order_operators = sees_parts = True
+
     def __init__(self, low: Format) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._low = low.dtype

@@ -192,8 +192,8 @@ class OverflowWatch(Protocol):
         """Returns what was found, as observations."""
 
 
-# Begins a watch: adds what ends it to the list, and returns it with the function that leaves the emulation's modes.
-Overflows = Callable[[list[Callable[[], None]]], tuple[OverflowWatch, Callable[[], None]]]
+# Begins a watch, or none: adds what ends it to the list, and returns it with what leaves the emulation's modes.
+Overflows = Callable[[list[Callable[[], None]]], tuple[OverflowWatch, Callable[[], None]] | None]
 # Begins to count what recipes of products lose in some modules; called at a step, the result returns what reads that.
 Operands = Callable[[Container[str]], Callable[[int], Callable[[], Sequence[Observation]]]]
 Errors = Callable[[str, str, Tensor], None]  # takes a module, a place in its output, and the errors there
@@ -238,8 +238,8 @@ class Window:
             )
             undo.append(self.hooks.take_off)
             self.hooks.put_on(modules)
-        if absorbed is not None:
-            self.watch, self._off_emulation = absorbed(undo)
+        if absorbed is not None and (begun := absorbed(undo)) is not None:
+            self.watch, self._off_emulation = begun
         self._operands = None if operands is None or is_capturing() else operands(modules)
         self._shadow: Callable[[bool], None] | None = None
         if shadows is not None:

@@ -53,6 +53,7 @@ from halfstep.train.cast.modules import (
     mark,
 )
 from halfstep.train.cast.narrow import Layers
+from halfstep.train.cast.opkernels import called_flex_attention
 from halfstep.train.cast.reading import read_as_planned
 from halfstep.train.kernels.batch import Scratch, resolved
 from halfstep.train.optim.hooks import forbid_step, lend_weights, send_step, updated_by, watch_steps
@@ -419,7 +420,7 @@ class Session:
     @contextmanager
     def _scaling(self, losses: Sequence[Tensor], loss_id: int, *, unscale: bool) -> Iterator[Tensor]:
         self._carry(loss_id, losses)
-        detached = [whole(loss.detach()) for loss in losses]
+        detached = [loss.detach() if type(loss) is Tensor else whole(loss.detach()) for loss in losses]
         with self._training.scaling(detached, loss_id, unscale=unscale) as value:
             yield value
         for loss in detached:
@@ -750,9 +751,10 @@ class Session:
                 said.add(found.place)
                 _LOG.warning("step %s: %s", f"{seen.step:,}", found)
 
-        first, every = ABSORBED_SAMPLE
+        (first, every), begin = ABSORBED_SAMPLE, self.overflows
+        assert begin is not None
         deliver = [say, *([self.tell] if self._recorders else [])]
-        more = self.overflows, None, None
+        more = (lambda undo: None if called_flex_attention() else begin(undo)), None, None
         rare = Probe({}, frozenset(), every=every, sample=None, deliver=deliver, more=more, wait=first - 1)
         self._probes.add(rare)
         _LOG.info("overflows that a later operation hides are looked for at step %s and at every %sth", first, every)
