@@ -269,7 +269,6 @@ forward_hooks_of: Callable[[nn.Module], MutableMapping[int, Any]] = _attribute("
 forward_pre_hooks_of: Callable[[nn.Module], MutableMapping[int, Any]] = _attribute("torch.nn.Module._forward_pre_hooks")
 COMPILED = "_orig_mod"  # the name of a module inside the wrapper of torch.compile
 CHECKPOINTED = "_checkpoint_wrapped_module"  # and inside that of torch's checkpoint_wrapper, which Accelerate calls
-AVERAGING: CodeType = _name("torch.optim.swa_utils.AveragedModel.update_parameters.__code__")  # asks for parameters
 
 
 def own_parameter(module: nn.Module, name: str) -> nn.Parameter | None:

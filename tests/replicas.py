@@ -9,9 +9,11 @@ import hashlib
 import json
 import logging
 import pickle
+import warnings
 from contextlib import ExitStack
 from unittest.mock import patch
 
+import pytest
 import torch
 from filelock import FileLock  # which torch needs
 from torch import nn
@@ -171,6 +173,41 @@ def several(rank, setting):
     found = [weights(model) for model in models], session.status().scales, session.status().skipped
     session.close()
     return found
+
+
+def sparse(rank, low):
+    """Returns the gradient of an embedding whose row 1 gets 1 of process 0 and 2**-10 of process 1, at O2."""
+    table = torch.nn.Embedding(4, 2, sparse=True)
+    optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
+    with halfstep.initialize(table, optimizer, "O2", low=low, loss_scale=1.0) as session:
+        wrapped = DDP(table)
+        session.backward(wrapped(torch.tensor([1])).float().sum() * 2.0 ** (-10 * rank))
+        return table.weight.grad.to_dense().tolist()
+
+
+def in_parts(rank):
+    """Returns losses of an optimizer that keeps each state in one process, its skipped steps, and what O2 says."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, of torch.jit
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+    model = network(0)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
+    with pytest.raises(
+        SetupError, match=r"ZeroRedundancyOptimizer updates some of the weights .*O2.*; use O1, or shard"
+    ):
+        halfstep.initialize(model, optimizer, "O2", low="bf16")
+    losses = []
+    with halfstep.initialize(model, optimizer, "O1", low="bf16") as session:
+        wrapped = DDP(model)
+        for step in range(4):
+            inputs, targets = batch(rank, 0)
+            optimizer.zero_grad()
+            loss = (wrapped(inputs) - targets).square().mean()
+            session.backward(loss * torch.inf if rank == 1 and step == 2 else loss)
+            session.step()
+            losses.append(loss.item())
+        skipped, found = session.status().skipped, weights(model)
+    return found, skipped, losses[1] < losses[0] and losses[3] < losses[1]
 
 
 def part_of_a_model(rank, setting):

@@ -64,6 +64,8 @@ CASES = {
     **{f"{setting}, LSTM": (replicas.recurrent, (setting,)) for setting in ("O2 bf16 split", "O2 fp16")},
     "own pass in join": (replicas.own_pass_in_join, ()),
     "agreed on": (replicas.agreed_on, ()),
+    **{f"sparse {low}": (replicas.sparse, (low,)) for low in ("bf16", "fp16")},
+    "in parts": (replicas.in_parts, ()),
 }
 
 
@@ -126,6 +128,18 @@ def test_accumulation_and_ways_to_wrap(found, setting, wrapping):
     one, other = (each[f"{setting}-{wrapping} wrapping"] for each in found)
     assert one == other
     assert one[2] == 1
+
+
+@pytest.mark.parametrize("low", ["bf16", "fp16"])
+def test_sparse_gradients_of_low_weights_are_summed_in_fp32(low, found):
+    mean = torch.tensor((1 + 2**-10) / 2).to(halfstep.level("O2", low).low.dtype).item()
+    assert [each[f"sparse {low}"] for each in found] == [[[0, 0], [mean, mean], [0, 0], [0, 0]]] * 2
+
+
+def test_an_optimizer_that_keeps_each_state_in_one_process_trains_at_o1(found):
+    one, other = (each["in parts"] for each in found)
+    assert one == other
+    assert one[1:] == [1, True]
 
 
 @pytest.mark.slow_but(*FAST["several"])

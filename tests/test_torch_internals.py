@@ -265,7 +265,6 @@ def test_an_attribute_that_modules_no_longer_have_is_missing(monkeypatch, name):
 @pytest.mark.parametrize(
     ("name", "value", "told"),
     [
-        ("AVERAGING", (lambda: None).__code__, "AveragedModel"),
         ("GLOBAL_STEP_PRE_HOOKS", {}, "step hooks of all optimizers"),
         ("GLOBAL_STEP_POST_HOOKS", {}, "step hooks of all optimizers"),
         ("_STEPPED", "_was_called", "LR schedulers"),

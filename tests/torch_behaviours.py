@@ -5,6 +5,7 @@ import os
 import sys
 import threading
 import warnings
+from types import SimpleNamespace
 
 import torch
 from torch import nn
@@ -34,18 +35,10 @@ def _does(works):
 
 
 def _averages_ask_for_parameters():
-    asked = []
-
-    class Asked(nn.Linear):
-        def parameters(self, recurse=True):
-            asked.append(sys._getframe(1).f_code)
-            return super().parameters(recurse)
-
-    model = Asked(1, 1)
-    averaged = AveragedModel(model)
-    asked.clear()
-    averaged.update_parameters(model)
-    return asked == [internals.AVERAGING]
+    model = nn.Linear(1, 1)
+    for averaged in (AveragedModel(model), AveragedModel(model, use_buffers=True)):
+        averaged.update_parameters(SimpleNamespace(parameters=model.parameters, buffers=model.buffers))
+    return True
 
 
 def _optimizer():
@@ -236,7 +229,7 @@ def _nodes_know_their_functions():
 BEHAVIOURS = {
     "torch.autocast has _enabled and _cache_enabled": _autocasts_keep_settings,
     "autograd nodes of Functions have _forward_cls": _nodes_know_their_functions,
-    "AveragedModel.update_parameters asks both models for their parameters itself": _averages_ask_for_parameters,
+    "AveragedModel.update_parameters reads the parameters and buffers of a model alone": _averages_ask_for_parameters,
     "step hooks of all optimizers lie in two dicts": _global_hooks_are_kept,
     f"LR schedulers look at {internals._STEPPED} and {internals.SCHEDULED}": _schedulers_see_marks,
     f"fused optimizers have {internals._FUSED}": _fused_optimizers_say_so,

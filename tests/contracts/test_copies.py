@@ -8,6 +8,7 @@ import logging
 import pickle
 import sys
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -42,14 +43,16 @@ def test_a_deepcopy_has_the_fp32_weights_and_computes_with_them_under_the_plan(n
 
 
 @mixed_plans
+@pytest.mark.parametrize("wrap", [None, partial(torch.compile, backend="eager"), nn.parallel.DistributedDataParallel])
 @pytest.mark.parametrize("decay", [None, 0.999], ids=["average", "ema"])
-def test_an_averaged_model_averages_the_fp32_values(name, low, decay):
+def test_an_averaged_model_averages_the_fp32_values(name, low, decay, wrap, process_group):
     model, opt, session = start(name, low)
-    ema = AveragedModel(model) if decay is None else AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))
+    outer = model if wrap is None else wrap(model)
+    ema = AveragedModel(outer) if decay is None else AveragedModel(outer, multi_avg_fn=get_ema_multi_avg_fn(decay))
     seen = []
     for step in range(3):
         train(session, model, opt, [step])
-        ema.update_parameters(model)
+        ema.update_parameters(outer)
         seen.append(model.state_dict()["first.weight"].clone())
     if decay is None:
         expected = torch.stack(seen).double().mean(0)
@@ -57,7 +60,8 @@ def test_an_averaged_model_averages_the_fp32_values(name, low, decay):
         expected = seen[0].double()
         for value in seen[1:]:
             expected = expected + (1 - decay) * (value.double() - expected)
-    torch.testing.assert_close(ema.module.first.weight.double(), expected, rtol=1e-6, atol=1e-8)
+    inner = next(module for module in ema.modules() if hasattr(module, "first"))
+    torch.testing.assert_close(inner.first.weight.double(), expected, rtol=1e-6, atol=1e-8)
     assert ema(batch(0)[0]).dtype is torch.float32
     session.close()
 

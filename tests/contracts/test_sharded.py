@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import halfstep
@@ -241,6 +241,21 @@ def test_a_gradient_that_is_placed_otherwise(weight, grad, said):
         model.weight.grad = DTensor.from_local(torch.ones(2, 4), mesh, [grad])
         with pytest.raises(SessionError, match=f"'weight' is placed {said}"):
             session.step()
+
+
+def test_a_gradient_that_is_redistributed_as_the_error_says_counts_as_unchanged(caplog):
+    mesh = init_device_mesh("cpu", (1,))
+    model = distribute_module(nn.Linear(4, 2), mesh)
+    x = distribute_tensor(torch.ones(3, 4), mesh, [Shard(0)])
+    with halfstep.initialize(model, torch.optim.AdamW(model.parameters()), "O1", low="fp16") as session:
+        for _ in range(4):
+            model.zero_grad()
+            session.backward(model(x).float().square().mean())
+            assert model.weight.grad.placements != model.weight.placements
+            for p in model.parameters():
+                p.grad = p.grad.redistribute(p.device_mesh, p.placements)
+            assert not session.step().skipped
+    assert "was changed between" not in caplog.text
 
 
 def test_a_process_group_that_is_gone(monkeypatch):

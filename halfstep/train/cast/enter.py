@@ -10,7 +10,7 @@ import copy
 import copyreg
 import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from types import FunctionType, MethodType
@@ -23,7 +23,6 @@ from torch.nn.utils import parametrize
 from halfstep.errors import SessionError
 from halfstep.pages import MISMATCH, more
 from halfstep.torch_internals import (
-    AVERAGING,
     buffers_of,
     class_index_above,
     compiled_module,
@@ -79,15 +78,6 @@ def _set_class(self: nn.Module, cls: type) -> None:
     if cls is plain_class(own) and cls.__module__ == parametrize.__name__:
         cls = getattr(own, AGAIN)(cls.__bases__[0])
     give_class(self, cls)
-
-
-def _parameters(self: nn.Module, recurse: bool = True) -> Iterator[nn.Parameter]:
-    """Yields the module's Parameters; torch's AveragedModel, which averages them, gets their fp32 values instead."""
-    own = nn.Module.parameters(self, recurse)
-    gate = self.__dict__.get(GATE)
-    if gate is None or torch.compiler.is_compiling() or sys._getframe(1).f_code is not AVERAGING:
-        return own
-    return (gate.full(parameter) for parameter in own)  # tensors, as update_parameters accepts
 
 
 def _explaining(base: type[nn.Module], inside: Switch) -> dict[str, FunctionType]:
@@ -219,7 +209,6 @@ def make_class(base: type[nn.Module], how: Options) -> type[nn.Module]:
         STAND_IN: None,
         **class_index_above(base),
         **({"forward": forward} if base.forward is not nn.Module.forward else {}),  # a ModuleList keeps having none
-        "parameters": _parameters,
         **(attributes(base, how.reads, how.plan) if how.reads and how.plan else {}),
         **(_explaining(base, how.plan) if how.explains and how.plan else {}),
         **({"__call__": _entering(base.__call__, how, at_call=True)} if how.at_call else {}),

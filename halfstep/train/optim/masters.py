@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -423,6 +424,13 @@ def full_originals(make: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     if COPIED in vars(p) and not any(is_narrow(t.dtype) for t in own):  # else they were made for the low value
         p.data = copy.deepcopy(p).data  # the next step stores it low again
     make(*args, **kwargs)
+
+
+def average_full(update: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Lets torch's AveragedModel average fp32 values; of a model, wrapped or not, it reads parameters and buffers."""
+    owner, model = args if len(args) > 1 else (args[0], kwargs["model"])
+    values = (copy.deepcopy(p) if COPIED in vars(p) else p for p in model.parameters())
+    return update(owner, SimpleNamespace(parameters=lambda: values, buffers=model.buffers))
 
 
 @torch.no_grad()

@@ -172,6 +172,11 @@ def make_stepper(
     return ForeignStepper(optimizer, store, name_of)
 
 
+def holds_a_part(optimizer: Optimizer) -> bool:
+    """Returns whether each process has the states of some parameters alone, as torch's ZeroRedundancyOptimizer has."""
+    return any(cls.__name__ == "ZeroRedundancyOptimizer" for cls in type(optimizer).__mro__)  # its import takes long
+
+
 def needs_closure(optimizer: Optimizer) -> bool:
     """Returns whether `optimizer.step` cannot be called without a closure, like that of LBFGS."""
     step: Callable[..., Any] = type(optimizer).step

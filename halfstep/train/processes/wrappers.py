@@ -251,9 +251,10 @@ def _mean(sums: WideSums, bucket: Any) -> Tensor:
     buffer: Tensor = bucket.buffer()
     divisor = sums.divisor(buffer.device)
     if not is_low(buffer.dtype) or buffer.layout is not torch.strided:
-        buffer.div_(divisor)
-        dist.all_reduce(buffer, group=sums.group)
-        return buffer
+        total = buffer.float() if is_low(buffer.dtype) else buffer  # sparse: no backend has to add it up low
+        total.div_(divisor)
+        dist.all_reduce(total, group=sums.group)
+        return total.to(buffer.dtype)
     sums.add_held(bucket)
     size = dist.get_world_size(sums.group)
     share = -(-buffer.numel() // size)

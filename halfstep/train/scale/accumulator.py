@@ -13,6 +13,7 @@ from torch.nn import Parameter
 from torch.utils.weak import TensorWeakRef
 
 from halfstep.formats import is_low
+from halfstep.sharded import is_sharded
 from halfstep.torch_internals import foreach_mul_, version_of
 from halfstep.train.kernels.batch import Alike, Scratch, resolved
 from halfstep.train.processes.collectives import NOT_FINITE
@@ -162,7 +163,9 @@ class GradientAccumulator:
         self._mark = _mark_of(self._present)
         if watch and self._present:
             watched = self._present[self._turn % len(self._present)]
-            self._left = watched, _mark_of([watched])
+            grad = watched.grad
+            if not (is_sharded(grad) and is_sharded(watched) and grad.placements != watched.placements):
+                self._left = watched, _mark_of([watched])
             first = _first_gradient(self._present)
             self._first = None if first is None else TensorWeakRef(first)
 

@@ -33,7 +33,7 @@ from halfstep.train.cast.functions import check_functions
 from halfstep.train.optim.hooks import updated_by
 from halfstep.train.optim.laws import uncoded
 from halfstep.train.optim.optimizers import row_of, unsupported_options
-from halfstep.train.optim.steppers import needs_closure
+from halfstep.train.optim.steppers import holds_a_part, needs_closure
 from halfstep.train.processes.shards import reshard
 from halfstep.train.processes.wrappers import refuse_wrapped
 
@@ -263,6 +263,11 @@ def check_training(optimizers: Sequence[Optimizer], models: Sequence[nn.Module],
             _refuse_whole_rows(optimizer)
         if plan.moments != "full":
             _refuse_moments(optimizer, plan)
+        if plan.param == "low" and holds_a_part(optimizer):
+            raise SetupError(
+                f"{type(optimizer).__name__} updates some of the weights in each process and sends them to the others "
+                f"as they are stored: low at {plan.name}, but fp32 while it steps; use O1, or shard by fully_shard"
+            )
     check_closures([optimizer for optimizer in optimizers if needs_closure(optimizer)], plan)
 
 

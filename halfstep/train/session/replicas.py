@@ -27,6 +27,7 @@ from halfstep.torch_internals import is_joining, sends_weights
 from halfstep.train.cast.reading import line_to_shard
 from halfstep.train.optim.hooks import updated_by
 from halfstep.train.optim.masters import MasterStore
+from halfstep.train.optim.steppers import holds_a_part
 from halfstep.train.processes.collectives import Findings, naming_who_is_gone, told_by_all
 from halfstep.train.processes.shards import group_is_open, group_of, policies, sharded_parameters
 from halfstep.train.processes.wrappers import ALONE, WideSums, living_wrappers_of, retire, stage_groups_of
@@ -323,7 +324,7 @@ class Replicas:
         groups = [each for each in every if not {*map(id, parameters)}.isdisjoint(map(id, each["params"]))]
         own: dict[int, dict[str, Any]] = {}
         for optimizer in self._optimizers() if is_source else ():
-            states = optimizer.state_dict()["state"]
+            states = {} if holds_a_part(optimizer) else optimizer.state_dict()["state"]
             own |= {id(p): states.get(index, {}) for index, p in enumerate(updated_by(optimizer))}
         shapes = [{name: _to_announce(each, p) for name, each in own.get(id(p), {}).items()} for p in parameters]
         options = [{name: value for name, value in each.items() if name != "params"} for each in groups]
@@ -347,6 +348,8 @@ class Replicas:
 
     def _take_moments(self, theirs: Mapping[int, dict[str, Any]]) -> None:
         for optimizer in self._optimizers():
+            if holds_a_part(optimizer):
+                continue
             saved, updated = optimizer.state_dict(), updated_by(optimizer)
             new = {i: theirs[id(p)] for i, p in enumerate(updated) if id(p) in theirs}
             state = {i: each for i, each in (saved["state"] | new).items() if each}

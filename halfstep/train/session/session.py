@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
 
 from halfstep.errors import ObserveError, SessionError
 from halfstep.formats import FP32, needs_scale
@@ -57,7 +58,7 @@ from halfstep.train.cast.opkernels import called_flex_attention
 from halfstep.train.cast.reading import read_as_planned
 from halfstep.train.kernels.batch import Scratch, resolved
 from halfstep.train.optim.hooks import forbid_step, lend_weights, send_step, updated_by, watch_steps
-from halfstep.train.optim.masters import MasterStore, full_originals, full_state
+from halfstep.train.optim.masters import MasterStore, average_full, full_originals, full_state
 from halfstep.train.optim.moments import Moments
 from halfstep.train.optim.state import exact_state_loading, widen_states
 from halfstep.train.optim.steppers import make_stepper, needs_closure
@@ -216,6 +217,7 @@ class Session:
             self._undo.callback(watch_steps(self._refuse_others))
             self._undo.callback(patch_function(Optimizer, LOADS_STATE, full_state, owner=self._store))
             self._undo.callback(patch_function(ParametrizationList, "__init__", full_originals, owner=self._store))
+            self._undo.callback(patch_function(AveragedModel, "update_parameters", average_full, owner=self._store))
         self._replicas.meet()
         if self._decision.mixed:  # after all have met, so that what one refuses all have
             self._undo.callback(read_as_planned(self._roots, pairs, self.plan))
