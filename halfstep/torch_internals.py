@@ -592,6 +592,11 @@ def offloads(module: Any) -> bool:
     return any(getattr(p, _OFFLOADED) for p in _held_by(module))
 
 
+def frees_after_backward(module: Any) -> bool:
+    """Tells whether FSDP2 frees the gathered weights of a module after a backward pass."""
+    return any(group.reshard_after_backward for group in _groups_of(module))
+
+
 def shard_offset(t: Any) -> Sequence[int]:
     """Returns the indices in a DTensor of its local shard's first element."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset

@@ -141,6 +141,17 @@ def test_hooks_of_another_such_as_a_checkpoints_see_what_a_product_saves() -> No
     assert sorted(seen) == sorted([x.numel(), w.numel()])
 
 
+def test_an_operand_whose_memory_was_freed_before_the_backward_pass_is_an_error() -> None:
+    x, w = operands([(300, 100), (200, 100)], torch.bfloat16)
+    with emulating(BF16) as engine, engine.region():
+        out = F.linear(x, w)
+    w.untyped_storage().resize_(0)
+    with pytest.raises(
+        RuntimeError, match=r"shape \[100, 200\] of an emulated product was freed before a backward pass"
+    ):
+        out.sum().backward()
+
+
 def test_an_operand_that_is_written_into_before_the_backward_pass_is_an_error_as_in_torch() -> None:
     x, w = operands([(300, 100), (100, 100)], torch.bfloat16)
     with emulating(BF16) as engine, engine.region():

@@ -258,6 +258,18 @@ def test_a_gradient_that_is_redistributed_as_the_error_says_counts_as_unchanged(
     assert "was changed between" not in caplog.text
 
 
+def test_gradients_of_gradients_need_weights_that_stay_gathered():
+    model, session = opened()
+    x = torch.ones(2, 4, requires_grad=True)
+    with pytest.raises(SessionError, match=r"create_graph=True needs gathered weights .*set_reshard_after_backward"):
+        session.grad(model(x).sum(), [x], create_graph=True)
+    model.set_reshard_after_forward(False)
+    model.set_reshard_after_backward(False)
+    (g,) = session.grad(model(x).sum(), [x], create_graph=True)
+    session.backward(model(x).float().square().mean() + g.square().sum())
+    assert not session.step().skipped
+
+
 def test_a_process_group_that_is_gone(monkeypatch):
     model, session = opened()
     session.backward(forward(model))

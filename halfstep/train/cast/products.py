@@ -357,6 +357,11 @@ def _unpack(packed: Any) -> Tensor:
             f"{kept.dtype} operand of shape {list(kept.shape)} of an emulated product is at version "
             f"{version_of(kept)}; expected version {version}"
         )
+    if kept.untyped_storage().nbytes() == 0 < kept.numel():
+        raise RuntimeError(
+            f"the memory of a {kept.dtype} operand of shape {list(kept.shape)} of an emulated product was freed before "
+            "a backward pass that reads it, as fully_shard does after the first one"
+        )
     wide: Tensor = kept.float()
     return wide
 

@@ -20,7 +20,7 @@ from halfstep.machine import read_facts
 from halfstep.plan.io import choose_plan
 from halfstep.plan.plan import Plan
 from halfstep.sharded import fsdp_modules, is_sharded, is_wrapped
-from halfstep.torch_internals import holds_unreduced, learns_gradients, policy_of, version_of
+from halfstep.torch_internals import frees_after_backward, holds_unreduced, learns_gradients, policy_of, version_of
 from halfstep.validate import with_near_misses
 
 if TYPE_CHECKING:
@@ -127,6 +127,18 @@ def reshard(roots: Iterable[nn.Module]) -> None:
     """Makes models hold their sharded parameters again; after an evaluation they hold gathered ones."""
     for module in fsdp_modules(roots):
         module.reshard()
+
+
+def check_gathered(roots: Sequence[nn.Module]) -> None:
+    """Refuses gradients of gradients where FSDP2 frees the weights that they need: they would be silently wrong."""
+    # Of several models, one that is not sharded may be the one that is asked for.
+    freed = [any(map(frees_after_backward, fsdp_modules([root]))) for root in roots]
+    if all(freed):
+        raise SessionError(
+            "create_graph=True needs gathered weights until the backward pass of the gradients, but fully_shard frees "
+            "them after the first one: call model.set_reshard_after_forward(False) and "
+            "model.set_reshard_after_backward(False) before the forward"
+        )
 
 
 class Unreduced:

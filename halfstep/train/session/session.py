@@ -64,7 +64,7 @@ from halfstep.train.optim.state import exact_state_loading, widen_states
 from halfstep.train.optim.steppers import make_stepper, needs_closure
 from halfstep.train.probe.probe import Probe, Probes, make_probe
 from halfstep.train.probe.rows import Overflows, Shadows
-from halfstep.train.processes.shards import local, own_number, reshard, whole
+from halfstep.train.processes.shards import check_gathered, local, own_number, reshard, whole
 from halfstep.train.scale.accumulator import GradientAccumulator
 from halfstep.train.scale.buffers import BufferGuard
 from halfstep.train.scale.loss import (
@@ -457,6 +457,8 @@ class Session:
         """
         self._check_open()
         check_keywords("grad()", kwargs, GRAD)
+        if kwargs.get("create_graph"):
+            check_gathered(self._roots)
         outputs, directions = pair_outputs(outputs, grad_outputs)
         inputs = grad_inputs(inputs)
         scale = self._carry(loss_id, outputs)
