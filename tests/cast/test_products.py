@@ -250,6 +250,28 @@ def test_compiled_code_keeps_low_operands_for_its_backward_pass(fmt: Format) -> 
     assert {t.dtype for t in node.saved_tensors if t.is_floating_point()} == {fmt.dtype}
 
 
+TRANSFORMS: dict[str, Function] = {
+    "vmap": lambda x, w: torch.vmap(lambda row: F.linear(row, w))(x),
+    "jvp": lambda x, w: torch.func.jvp(lambda x: F.linear(x, w).tanh(), (x,), (torch.ones_like(x),))[1],
+    "grad": lambda x, w: torch.func.grad(lambda x: F.linear(x, w).tanh().sum())(x),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's compiler's own
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_compiled_transforms_of_torch_func_compute_as_eager_ones(name: str) -> None:
+    torch.compiler.reset()
+    x, w = torch.randn(6, 16), torch.randn(8, 16, requires_grad=True)
+    found: list[tuple[Tensor, ...]] = []
+    for function in (TRANSFORMS[name], torch.compile(TRANSFORMS[name], backend="aot_eager", fullgraph=True)):
+        with emulating(BF16, "O1") as engine:
+            with engine.region():
+                out = function(x, w)
+            found.append((out, *torch.autograd.grad(out.float().square().sum(), w)))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2**-6, atol=2**-6 * float(theirs.detach().abs().max()))
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_an_overflow_in_compiled_code_is_that_of_the_format() -> None:

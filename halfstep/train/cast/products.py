@@ -296,7 +296,8 @@ class _Widened:
 
     def __init__(self, low: torch.dtype) -> None:
         self._low = low
-        self.traced = as_format(low) if keys_included_here().has(DispatchKey.PythonDispatcher) else None
+        traced = keys_included_here().has(DispatchKey.PythonDispatcher) and in_functorch() is None
+        self.traced = as_format(low) if traced else None  # transforms of torch.func cannot take `_Rounded` here
         self._operands: list[Tensor] = []
         self._wide: list[Tensor] = []
 
