@@ -379,7 +379,8 @@ def _first_gradient(params: Iterable[Parameter]) -> Tensor | None:
 def _mark_of(params: Iterable[Parameter]) -> tuple[int, int] | None:
     """Returns the id and version counter of the first gradient, to see later whether it was replaced or changed."""
     grad = _first_gradient(params)
-    return None if grad is None else (id(grad), version_of(local(grad)))
+    own = None if grad is None else local(grad)  # of a DTensor, which `redistribute` may put into another one
+    return None if own is None else (id(own), version_of(own))
 
 
 @torch.no_grad()
