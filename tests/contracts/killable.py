@@ -17,7 +17,7 @@ def run(name: str, low: str, folder: Path, steps: int, moments: str, waits: bool
 
     One that `waits` prints each step number, and goes on when it is given a line.
     """
-    # Smaller weights keep full moments.
+    # Smaller weights keep moments in bf16.
     model, opt, session = start(name, low, width=16 if moments == "full" else 64, moments=moments)
 
     path, curve, first = folder / "last.pt", [], 0

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 import halfstep
-from halfstep.errors import SessionError, StateError
+from halfstep.errors import SessionError, SetupError, StateError
 from halfstep.lab.workloads.load import load_workload
 from halfstep.train.optim.moments import _tensors
 from halfstep.train.optim.optimizers import Lion
@@ -20,7 +20,7 @@ OPTIMIZERS = {"AdamW": (AdamW, {}), "Lion": (Lion, {}), "SGD": (SGD, {"momentum"
 
 
 def begun(level="O2", kept="8bit", optimizer="AdamW", seed=0):
-    """A convolution and matrices with short groups, and what stays fp32: biases."""
+    """A convolution and matrices with short groups, and what is kept in bf16: biases."""
     torch.manual_seed(seed)
     parts = nn.Conv2d(32, 16, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64, 100), nn.ReLU(), nn.Linear(100, 64)
     model, (cls, options) = nn.Sequential(*parts), OPTIMIZERS[optimizer]
@@ -130,6 +130,10 @@ def test_an_emptied_state_starts_afresh(empty):
 
 REFUSED = {
     "codes": (lambda state: state["state"][0].update(exp_avg=torch.ones(16, 32, 3, 3).char()), "in torch.int8, a code"),
+    "float8": (
+        lambda state: state["state"][0].update(exp_avg=torch.ones(16, 32, 3, 3).to(torch.float8_e4m3fn)),
+        "in torch.float8_e4m3fn, a code",
+    ),
     "shape": (lambda state: state["state"][0].update(exp_avg_sq=torch.ones(16)), r"which has shape \(16,\)"),
 }
 
@@ -143,6 +147,20 @@ def test_what_cannot_be_loaded_is_refused_and_nothing_lost(what):
     with pytest.raises(StateError, match=said):
         run[1].load_state_dict(state)
     assert_same_bits(codes(run[2]), before)
+
+
+def test_weights_in_a_low_format_are_refused_at_o0():
+    model = nn.Linear(64, 64).bfloat16()
+    with pytest.raises(SetupError, match=r"moments='8bit' needs fp32 weights at O0, but one of shape \(64, 64\) is in"):
+        halfstep.initialize(model, AdamW(model.parameters()), "O0", moments="8bit")
+
+
+def test_slices_of_two_elements_are_kept_in_bf16():
+    model = nn.Linear(2, 4096, bias=False)
+    with halfstep.initialize(model, AdamW(model.parameters()), "O2", low="bf16", moments="8bit") as session:
+        session.backward(model(torch.ones(1, 2)).sum())
+        session.step()
+        assert session.status().moments == {"bf16": 2 * 2 * 2 * 4096}
 
 
 def test_amsgrad_that_a_checkpoint_turns_on_is_refused():

@@ -158,7 +158,7 @@ def test_moments_need_the_sessions_own_step_at_o0_and_patterns_that_match(cls):
     with pytest.raises(SetupError, match="works at O0 only with the session's own step"):
         halfstep.initialize(*given, "O0", moments="bf16", stepping="optimizer")
     with pytest.raises(PlanError, match=r"'wieght' of full_moments matches no parameter; did you mean 'weight'"):
-        halfstep.initialize(*given, "O2", low="bf16", moments="bf16", full_moments=["w*", "wieght"])
+        halfstep.initialize(*given, "O2", low="bf16", full_moments=["w*", "wieght"])
     with halfstep.initialize(*given, "O2", low="bf16", moments="bf16", full_moments=["w*"]) as session:
         assert match_parameters(session.plan.full_moments, [model]) == [model.weight]
 

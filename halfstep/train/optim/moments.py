@@ -327,7 +327,8 @@ def _fits(batch: Batch, own: Tensor, codes: Mapping[str, Code]) -> bool:
 
 
 def _is_small(p: Parameter) -> bool:
-    return p.dim() < 2 or p.numel() < LEAST
+    """Tells whether 8 bits with bases save nothing worth it: few elements, or slices of two, with 4 bytes of bases."""
+    return p.dim() < 2 or p.numel() < LEAST or p.numel() <= 2 * p.shape[0]
 
 
 def _keeps_groups(p: Parameter) -> bool:

@@ -214,6 +214,10 @@ def _fits(shape: torch.Size, full: torch.Size) -> bool:
     return len(shape) == len(full) and all(size in (1, whole) for size, whole in zip(shape, full, strict=True))
 
 
+def _is_code(dtype: torch.dtype) -> bool:
+    return dtype.itemsize == 1 or not (dtype.is_floating_point or dtype.is_complex)
+
+
 def _misfit(index: Any, p: Tensor, entry: StateDict, wanted: Shapes, *, known: bool) -> str | None:
     """Returns what is wrong with a parameter's loaded state: a name, a shape or a value; None if nothing is."""
     for name, shape in sorted(wanted.items(), key=lambda each: each[0] not in entry):  # what is missing last
@@ -224,7 +228,7 @@ def _misfit(index: Any, p: Tensor, entry: StateDict, wanted: Shapes, *, known: b
             continue
         if not shape and not isinstance(value, Tensor) and _is_number(value, tensor=False):  # as older torch had it
             continue
-        if known and isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex()):
+        if known and isinstance(value, Tensor) and _is_code(value.dtype):
             return (
                 f"the optimizer state {name!r} of parameter {index} is in {value.dtype}, a code rather than values; "
                 "load a state that was saved in fp32, as state_dict() of halfstep and torch optimizers is"

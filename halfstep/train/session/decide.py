@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from halfstep.errors import SetupError
-from halfstep.formats import FP32
+from halfstep.formats import FP32, is_low
 from halfstep.machine import DeviceFacts, emulation_notice, needs_emulation, units
 from halfstep.plan.compatibility import (
     check_closures,
@@ -97,13 +97,12 @@ def decide(  # noqa: PLR0913  # all that it depends on
         refuse_wrapped(roots, f"the weights change format at {plan.name}")
     check_optimizers(optimizers, models)
     check_training(optimizers, models, plan)
-    if plan.moments != "full":
-        match_parameters(plan.full_moments, roots)
-        if plan.ops == "none" and training and stepping == "optimizer":
-            raise SetupError(
-                f"moments={plan.moments!r} works at {plan.name} only with the session's own step, not with "
-                'stepping="optimizer"; call session.step(), train at O1 to O3, or use moments="full"'
-            )
+    match_parameters(plan.full_moments, roots)
+    if plan.moments != "full" and plan.ops == "none" and training and stepping == "optimizer":
+        raise SetupError(
+            f"moments={plan.moments!r} works at {plan.name} only with the session's own step, not with "
+            'stepping="optimizer"; call session.step(), train at O1 to O3, or use moments="full"'
+        )
     untrained = _untrained(roots, optimizers) if training else frozenset()
     if any(row_of(optimizer) is None for optimizer in optimizers):  # what their own step needs
         plan = replace(plan, master="copy" if plan.master == "split" else plan.master, rounding="nearest")
@@ -263,6 +262,8 @@ def check_training(optimizers: Sequence[Optimizer], models: Sequence[nn.Module],
             _refuse_whole_rows(optimizer)
         if plan.moments != "full":
             _refuse_moments(optimizer, plan)
+            if plan.ops == "none":
+                _refuse_low_weights(optimizer, plan)
         if plan.param == "low" and holds_a_part(optimizer):
             raise SetupError(
                 f"{type(optimizer).__name__} updates some of the weights in each process and sends them to the others "
@@ -287,6 +288,16 @@ def _refuse_moments(optimizer: Optimizer, plan: Plan) -> None:
     else:
         return
     raise SetupError(f'moments={plan.moments!r} does not work with {why}; use moments="full"')
+
+
+def _refuse_low_weights(optimizer: Optimizer, plan: Plan) -> None:
+    """Refuses weights in a low format where nothing gives them fp32 values, which the session's own step needs."""
+    low = next((p for p in updated_by(optimizer) if is_low(p.dtype)), None)
+    if low is not None:
+        raise SetupError(
+            f"moments={plan.moments!r} needs fp32 weights at {plan.name}, but one of shape {tuple(low.shape)} is in "
+            f'{low.dtype}; call model.float() before, train at O2, or use moments="full"'
+        )
 
 
 def _refuse_whole_rows(optimizer: Optimizer) -> None:
