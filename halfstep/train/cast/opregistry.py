@@ -219,7 +219,7 @@ class Registry:
         self._slots: dict[str, _Slot] = {}  # replaced, not changed: a finalizer may release while others() reads it
         self._devices: defaultdict[str, _Device] = defaultdict(_Device)  # by the key of their kernels
         self._backward: _Device | None = None
-        self._passing: dict[str, Any] = {}  # libraries by key
+        self._passing: dict[str, Any] = {}  # by key, the library of its fallback; None where torch has one
         self._last: dict[str, Table] = {}  # which table had a marker last, in order of use
         self._fast_path = True
         self._own: list[torch.library.Library] = []  # with operations of halfstep's
@@ -381,9 +381,10 @@ class Registry:
             return
         key = _key_of(place)
         let_higher_order_pass(key, partial(flex_attention, key))
-        self._passing[place] = library = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
-        if not has_fallback(key):
+        library = None if has_fallback(key) else torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
+        if library is not None:
             library.fallback(torch.library.fallthrough_kernel, place)  # type: ignore[no-untyped-call]
+        self._passing[place] = library
 
     def _wide_backward(self) -> WideBackward:
         """Returns pairs (head width, length), the limits within which attention runs its backward pass in fp32."""

@@ -133,7 +133,7 @@ def check_gathered(roots: Sequence[nn.Module]) -> None:
     """Refuses gradients of gradients where FSDP2 frees the weights that they need: they would be silently wrong."""
     # Of several models, one that is not sharded may be the one that is asked for.
     freed = [any(map(frees_after_backward, fsdp_modules([root]))) for root in roots]
-    if all(freed):
+    if freed and all(freed):
         raise SessionError(
             "create_graph=True needs gathered weights until the backward pass of the gradients, but fully_shard frees "
             "them after the first one: call model.set_reshard_after_forward(False) and "

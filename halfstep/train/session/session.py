@@ -452,8 +452,8 @@ class Session:
         those of `torch.autograd.grad`.
 
         Raises:
-            SessionError: the session is closed, an output or input is not a tensor that requires a gradient, or a
-                non-scalar has no `grad_outputs`.
+            SessionError: the session is closed, an output or input is not a tensor that requires a gradient, a
+                non-scalar has no `grad_outputs`, or `create_graph` needs weights that FSDP2 frees.
         """
         self._check_open()
         check_keywords("grad()", kwargs, GRAD)
