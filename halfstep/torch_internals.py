@@ -638,6 +638,14 @@ def is_sharding(cls: type) -> bool:
     return any(each.__name__ == _SHARDING for each in cls.__mro__)
 
 
+def forget_sharded(cls: type) -> None:
+    """Takes out of FSDP2 what it made of a class of halfstep's, which modules of the class it equals would get."""
+    from torch.distributed.fsdp._fully_shard._fully_shard import cls_to_fsdp_cls
+
+    if any(each is cls for each in cls_to_fsdp_cls):
+        del cls_to_fsdp_cls[cls]
+
+
 _FAKE = "FakeTensor"
 
 

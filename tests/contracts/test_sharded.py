@@ -258,6 +258,17 @@ def test_a_gradient_that_is_redistributed_as_the_error_says_counts_as_unchanged(
     assert "was changed between" not in caplog.text
 
 
+def test_a_model_that_is_sharded_too_late_leaves_its_class_to_no_other():
+    class Own(nn.Sequential):
+        pass
+
+    late = Own(nn.Linear(4, 4))
+    with halfstep.initialize(late, torch.optim.AdamW(late.parameters()), "O1", low="bf16"):
+        with pytest.raises(SessionError, match="Make a new model and shard it first"):
+            fully_shard(late)
+        assert type(fully_shard(Own(nn.Linear(4, 4)))).__mro__[2] is Own
+
+
 def test_gradients_of_gradients_need_weights_that_stay_gathered():
     model, session = opened()
     x = torch.ones(2, 4, requires_grad=True)

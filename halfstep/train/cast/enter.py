@@ -26,6 +26,7 @@ from halfstep.torch_internals import (
     buffers_of,
     class_index_above,
     compiled_module,
+    forget_sharded,
     is_sharding,
     is_super,
     parameters_of,
@@ -74,6 +75,7 @@ def _set_class(self: nn.Module, cls: type) -> None:
     # the class that torch had parametrized.
     own = type(self)
     if is_sharding(cls) and not is_sharding(own):
+        forget_sharded(own)
         raise SessionError(SHARD_FIRST)
     if cls is plain_class(own) and cls.__module__ == parametrize.__name__:
         cls = getattr(own, AGAIN)(cls.__bases__[0])
